@@ -1,0 +1,21 @@
+"""Every exception of the package. All derive from `EgeriaError`, so one `except` catches them."""
+
+
+class EgeriaError(Exception):
+    """Base class: an error that `lightning_egeria` raised on purpose, with a message meant for the user."""
+
+
+class ArgumentError(EgeriaError, ValueError):
+    """A constructor argument is out of range; the message names it, what was expected and what came."""
+
+
+class LayerChainError(EgeriaError):
+    """No layer chain could be built from the model: unknown names, too few layer modules, nothing to train."""
+
+
+class TrainingDataError(EgeriaError):
+    """There is nothing to train on, or it cannot be read as it was described."""
+
+
+class CheckpointError(EgeriaError):
+    """A checkpoint's freezing state does not fit the model or this version of the package."""

@@ -1,0 +1,111 @@
+"""Similarity-preserving (SP) loss between the activations of two models on one batch.
+
+Tung & Mori, "Similarity-Preserving Knowledge Distillation", ICCV 2019, eq. 2-4. Only a ``B x B`` matrix per model is
+needed, so an activation never has to leave the device it lives on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+
+
+def gram_matrix(activation: Tensor) -> Tensor:
+    """Similarity of each sample of a batch to each other: ``A A^T`` with rows of unit length.
+
+    The activation is scaled to a largest entry of one first, which leaves the result as it is and keeps very small and
+    very large activations away from the ends of float32.
+
+    Args:
+        activation: shape ``[B, ...]``, any floating dtype.
+
+    Returns:
+        Shape ``[B, B]``, float32. A row of zeros belongs to a sample whose activation is zero.
+
+    >>> gram_matrix(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    with torch.autocast(activation.device.type, enabled=False):
+        rows = activation.detach().flatten(1).float()
+        rows = rows / rows.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+        return F.normalize(rows @ rows.T, p=2.0, dim=1)
+
+
+def gram_distance(first: Tensor, second: Tensor) -> Tensor:
+    """Mean squared difference of two Gram matrices, ``||G_1 - G_2||_F^2 / B^2``.
+
+    Args:
+        first: shape ``[B, B]``, as `gram_matrix` gives it.
+        second: shape ``[B, B]``.
+
+    Returns:
+        Scalar, in ``[0, 2 / B]`` for matrices with non-negative entries.
+    """
+    return (first - second).square().mean()
+
+
+def similarity_preserving_loss(activation: Tensor, reference: Tensor) -> Tensor:
+    """SP loss, ``||G_T - G_R||_F^2 / B^2`` with ``G`` the row-normalised Gram matrix of each activation.
+
+    It does not change when an activation is scaled by a positive factor or its feature axis is rotated, so it sees what
+    a layer says about the samples and not the numbers it says it with. The value depends on ``B``.
+
+    Args:
+        activation: shape ``[B, ...]``.
+        reference: shape ``[B, ...]``; the features may be of another number than those of ``activation``.
+
+    Returns:
+        Scalar tensor, float32. Not differentiable: it measures, it does not train.
+
+    Raises:
+        ValueError: the batch sizes differ.
+
+    >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> similarity_preserving_loss(a, 5 * a)
+    tensor(0.)
+    >>> similarity_preserving_loss(a, torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    tensor(0.2929)
+    """
+    if activation.shape[0] != reference.shape[0]:
+        raise ValueError(
+            f"activation and reference must hold the same samples, got batches of {activation.shape[0]} and "
+            f"{reference.shape[0]}"
+        )
+    return gram_distance(gram_matrix(activation), gram_matrix(reference))
+
+
+class SimilarityPreservingLoss(Metric):
+    """SP loss as a metric: the mean of `similarity_preserving_loss` over the batches it was given.
+
+    >>> metric = SimilarityPreservingLoss()
+    >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> metric.update(a, a)
+    >>> metric.update(a, torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    >>> metric.compute()
+    tensor(0.1464)
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    total: Tensor
+    batches: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("batches", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, activation: Tensor, reference: Tensor) -> None:
+        """Take one batch in; arguments as for `similarity_preserving_loss`."""
+        self.total = self.total + similarity_preserving_loss(activation, reference)
+        self.batches = self.batches + 1
+
+    def compute(self) -> Tensor:
+        """Mean over the batches so far; NaN before the first."""
+        return self.total / self.batches
