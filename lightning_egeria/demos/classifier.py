@@ -1,0 +1,84 @@
+"""An ordinary LightningModule for image classification; it knows nothing of freezing."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import lightning as L
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class ImageClassifier(L.LightningModule):
+    """Train `net` with cross entropy on batches `(images [B, C, H, W], labels [B])`.
+
+    Logs `train/loss`, `val/loss`, `val/acc`, and `test/acc` when the Trainer tests.
+
+    Args:
+        net: maps images `[B, C, H, W]` to logits `[B, num_classes]`.
+        num_classes: number of classes.
+        optimizer: called with the parameters, as `functools.partial(torch.optim.SGD, lr=0.1)`.
+        scheduler: called with the optimizer. None keeps the learning rate.
+        scheduler_interval: whether the scheduler steps after each optimizer `"step"` or each `"epoch"`.
+        scheduler_length_name: the name under which the scheduler takes the length of the training, counted in
+            `scheduler_interval` (`"total_steps"` of OneCycleLR, `"T_max"` of CosineAnnealingLR). None: it takes none.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        num_classes: int,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None = None,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        scheduler_length_name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
+        self.scheduler_length_name = scheduler_length_name
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images `[B, C, H, W]` to logits `[B, num_classes]`."""
+        logits: Tensor = self.net(images)
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean cross entropy of the batch, a scalar."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy over the validation set."""
+        images, labels = batch
+        logits = self(images)
+        self.val_accuracy(logits, labels)
+        self.log("val/loss", F.cross_entropy(logits, labels), prog_bar=True, sync_dist=True)
+        self.log("val/acc", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the accuracy over the test set."""
+        images, labels = batch
+        self.test_accuracy(self(images), labels)
+        self.log("test/acc", self.test_accuracy)
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizer and, where there is one, the scheduler."""
+        optimizer = self.optimizer(self.parameters())
+        if self.scheduler is None:
+            return optimizer
+        arguments: dict[str, Any] = {}
+        if self.scheduler_length_name is not None:
+            per_step = self.scheduler_interval == "step"
+            length = self.trainer.estimated_stepping_batches if per_step else self.trainer.max_epochs
+            arguments[self.scheduler_length_name] = length
+        scheduler = self.scheduler(optimizer, **arguments)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.scheduler_interval}}

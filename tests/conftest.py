@@ -1,0 +1,95 @@
+"""What every test must leave as it found it, and one seed for all."""
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import lightning as L
+import pytest
+from tqdm import tqdm
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Written by the test tools themselves, at any moment.
+_TOOL_FOLDERS = {".git", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+_GRACE_S = 5.0
+
+# tqdm's monitor is one thread per process that outlives every progress bar.
+tqdm.monitor_interval = 0
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    L.seed_everything(0, verbose=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Send what goes to the system's temporary folder to one that no other program writes to."""
+    folder = tmp_path_factory.mktemp("tempfile")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = _settle(lambda: {thread for thread in threading.enumerate() if thread.is_alive()} - before)
+    assert not left, f"the test left threads running: {sorted(thread.name for thread in left)}"
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left() -> Iterator[None]:
+    before = _child_processes()
+    yield
+    left = _settle(lambda: _child_processes() - before)
+    assert not left, f"the test left child processes running: {sorted(left)}"
+
+
+@pytest.fixture(autouse=True)
+def _no_file_left(_own_temporary_folder: Path) -> Iterator[None]:
+    folders = {REPOSITORY, Path.cwd(), _own_temporary_folder}
+    before = {folder: _files(folder) for folder in folders}
+    yield
+    left = set().union(*(_files(folder) - before[folder] for folder in folders))
+    assert not left, f"the test left files outside tmp_path: {sorted(left)}"
+
+
+def _settle(leftovers):
+    """Give threads and processes that are on their way out the time to go."""
+    deadline = time.monotonic() + _GRACE_S
+    while (left := leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def _child_processes() -> set[int]:
+    # Python keeps its resource tracker until the interpreter ends.
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    children = {process.pid for process in multiprocessing.active_children()}
+    # Linux also tells of the children that multiprocessing did not start.
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            children.update(map(int, task.read_text().split()))
+        except OSError:  # that thread has just ended
+            continue
+    return children - {tracker}
+
+
+def _files(folder: Path) -> set[str]:
+    """List the files below a folder, leaving out environments and what the test tools write."""
+    found = set()
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [
+            name for name in folders if name not in _TOOL_FOLDERS and not Path(parent, name, "pyvenv.cfg").is_file()
+        ]
+        # An editor at work beside a test run is not the test's doing, and no test writes Python source.
+        found.update(str(Path(parent, name)) for name in files if not name.endswith((".py", ".swp", "~")))
+    return found
