@@ -1,0 +1,109 @@
+"""Every option of every config group can be instantiated, and none of them says something else than the code."""
+
+import inspect
+
+import hydra
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from torch import nn
+
+from lightning_egeria.demos.classifier import ImageClassifier
+from lightning_egeria.demos.data import Cifar10Data, DigitsData
+from lightning_egeria.demos.resnet import CifarResNet
+from lightning_egeria.train import CONFIG_DIR
+
+GROUPS = ("model", "data", "callbacks", "trainer", "logger", "experiment")
+OPTIONS = [
+    (group, path.stem)
+    for group in GROUPS
+    for path in sorted((CONFIG_DIR / group).glob("*.yaml"))
+    if not path.stem.startswith("_")
+]
+
+
+@pytest.fixture
+def configure(tmp_path):
+    def composed(*overrides):
+        return compose("train", overrides=[f"run_dir={tmp_path}", *overrides])
+
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        yield composed
+    GlobalHydra.instance().clear()
+
+
+def test_every_folder_of_the_configuration_is_a_group_tested_here():
+    assert {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} == set(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_instantiates(configure, group, option):
+    config = configure(f"{group}={option}")
+
+    model = hydra.utils.instantiate(config.model)
+    datamodule = hydra.utils.instantiate(config.data)
+    callbacks = [hydra.utils.instantiate(callback) for callback in config.get("callbacks", {}).values()]
+    logger = hydra.utils.instantiate(config.logger) if config.get("logger") else False
+    trainer = hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=logger)
+
+    assert isinstance(model, ImageClassifier)
+    assert isinstance(model.net, nn.Module)
+    assert isinstance(datamodule, L.LightningDataModule)
+    assert isinstance(trainer, L.Trainer)
+    assert all(isinstance(callback, L.Callback) for callback in callbacks)
+
+
+def test_the_defaults_are_digits_on_a_resnet20_with_freezing(configure):
+    config = configure()
+
+    assert config.model.net._target_ == "lightning_egeria.demos.resnet.CifarResNet"
+    assert config.model.net.depth == 20
+    assert config.data._target_ == "lightning_egeria.demos.data.DigitsData"
+    assert list(config.callbacks) == ["freezing"]
+
+
+def test_nothing_freezes_without_the_callback(configure):
+    assert not configure("callbacks=none").get("callbacks")
+
+
+def test_any_timm_name(configure):
+    config = configure("model=timm", "model.net.model_name=mobilenetv3_small_050", "model.num_classes=7")
+    net = hydra.utils.instantiate(config.model).net
+
+    assert net.get_classifier().out_features == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ([], "callbacks.freezing"),
+        ([], "callbacks.freezing.policy"),
+        ([], "data"),
+        (["data=cifar10"], "data"),
+    ],
+)
+def test_defaults_written_in_a_config_are_those_of_the_code(configure, overrides, keys):
+    node = configure(*overrides)
+    for key in keys.split("."):
+        node = node[key]
+    parameters = inspect.signature(hydra.utils.get_class(node._target_)).parameters
+
+    written = {name: value for name, value in node.items() if name in parameters and not hasattr(value, "items")}
+    defaults = {name: parameters[name].default for name in written}
+    required = {name for name, default in defaults.items() if default is inspect.Parameter.empty}
+
+    assert written == defaults | {name: written[name] for name in required}
+    # What the code takes can be overridden without a plus sign.
+    assert set(parameters) <= set(node)
+
+
+def test_the_classes_named_here_are_the_ones_configured(configure):
+    assert isinstance(hydra.utils.instantiate(configure().model).net, CifarResNet)
+    assert isinstance(hydra.utils.instantiate(configure().data), DigitsData)
+    assert isinstance(hydra.utils.instantiate(configure("data=cifar10").data), Cifar10Data)
+
+
+def test_every_experiment_says_how_to_run_it():
+    for path in (CONFIG_DIR / "experiment").glob("*.yaml"):
+        assert f"# egeria-train experiment={path.stem}" in path.read_text()
