@@ -69,6 +69,7 @@ def test_two_runs_with_one_seed_end_in_the_same_place(egeria_train):
     assert first["train/loss"] != other["train/loss"]
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # a resumed run has a folder of its own
 def test_resumes_from_a_checkpoint(egeria_train):
     run_dir = egeria_train("callbacks=none", "logger=none")
     (checkpoint,) = (run_dir / "checkpoints").glob("*.ckpt")
