@@ -84,7 +84,8 @@ def main(config: DictConfig) -> float | None:
             raise
         print(f"egeria-train: {intended}", file=sys.stderr)
         raise SystemExit(2) from error
-    return results["metrics"].get(config.optimized_metric)
+    metric: float | None = results["metrics"].get(config.optimized_metric)
+    return metric
 
 
 if __name__ == "__main__":

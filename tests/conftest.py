@@ -54,11 +54,12 @@ def _no_process_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_file_left(_own_temporary_folder: Path) -> Iterator[None]:
+def _no_file_left(_own_temporary_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folders = {REPOSITORY, Path.cwd(), _own_temporary_folder}
-    before = {folder: _files(folder) for folder in folders}
+    tmp_paths = tmp_path_factory.getbasetemp()
+    before = {folder: _files(folder, tmp_paths) for folder in folders}
     yield
-    left = set().union(*(_files(folder) - before[folder] for folder in folders))
+    left = set().union(*(_files(folder, tmp_paths) - before[folder] for folder in folders))
     assert not left, f"the test left files outside tmp_path: {sorted(left)}"
 
 
@@ -83,12 +84,16 @@ def _child_processes() -> set[int]:
     return children - {tracker}
 
 
-def _files(folder: Path) -> set[str]:
-    """List the files below a folder, leaving out environments and what the test tools write."""
+def _files(folder: Path, tmp_paths: Path) -> set[str]:
+    """List the files below a folder, leaving out environments, what the test tools write, and every `tmp_path`."""
     found = set()
     for parent, folders, files in os.walk(folder):
         folders[:] = [
-            name for name in folders if name not in _TOOL_FOLDERS and not Path(parent, name, "pyvenv.cfg").is_file()
+            name
+            for name in folders
+            if name not in _TOOL_FOLDERS
+            and Path(parent, name) != tmp_paths
+            and not Path(parent, name, "pyvenv.cfg").is_file()
         ]
         # An editor at work beside a test run is not the test's doing, and no test writes Python source.
         found.update(str(Path(parent, name)) for name in files if not name.endswith((".py", ".swp", "~")))
