@@ -19,3 +19,7 @@ class TrainingDataError(EgeriaError):
 
 class CheckpointError(EgeriaError):
     """A checkpoint's freezing state does not fit the model or this version of the package."""
+
+
+class UnsupportedError(EgeriaError):
+    """The Trainer is set up in a way that freezing was not made for; the message says what to use instead."""

@@ -41,6 +41,8 @@ class LayerChain:
 
     Attributes:
         layer_modules: front to back; the prefix of depth ``k`` is the first ``k``.
+        entries: paths of the modules that the training step itself calls and that hold a boundary; mostly just one,
+            the network, or ``""`` for the whole module.
         max_depth: the deepest prefix that may freeze. The last layer module never does.
         notes: what the user should know of it: weights that are shared, say, and therefore never freeze.
 
@@ -53,6 +55,7 @@ class LayerChain:
     """
 
     layer_modules: tuple[LayerModule, ...]
+    entries: tuple[str, ...]
     max_depth: int
     notes: tuple[str, ...] = ()
 
@@ -117,7 +120,9 @@ class LayerChain:
                 + "".join(f"; {note}" for note in notes)
                 + ". If the network has more, name them with layer_modules=[...]"
             )
-        return cls(_describe(trace, graph, boundaries), min(max_depth, len(boundaries) - 1), tuple(notes))
+        entries = dict.fromkeys(_entry(call).path for _, call in boundaries)
+        described = _describe(trace, graph, boundaries)
+        return cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes))
 
     def prefix_parameters(self, depth: int) -> tuple[str, ...]:
         """Names of the trainable parameters in the first ``depth`` layer modules."""
@@ -130,6 +135,7 @@ class LayerChain:
                 {key: list(value) if isinstance(value, tuple) else value for key, value in vars(layer_module).items()}
                 for layer_module in self.layer_modules
             ],
+            "entries": list(self.entries),
             "max_depth": self.max_depth,
             "notes": list(self.notes),
         }
@@ -141,7 +147,7 @@ class LayerChain:
             LayerModule(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
             for entry in state["layer_modules"]
         )
-        return cls(layer_modules, state["max_depth"], tuple(state["notes"]))
+        return cls(layer_modules, tuple(state["entries"]), state["max_depth"], tuple(state["notes"]))
 
 
 class PrefixListener(Protocol):
@@ -415,6 +421,12 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[_Boundary]) -
             )
         )
     return tuple(described)
+
+
+def _entry(call: ModuleCall) -> ModuleCall:
+    while call.parent is not None:
+        call = call.parent
+    return call
 
 
 def _subtree(call: ModuleCall) -> list[ModuleCall]:

@@ -1,0 +1,147 @@
+"""What a step costs at each frozen depth, and which share of it each layer module has."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from lightning_egeria.freezing.reference import BoundaryRecorder
+
+WARM_UP_STEPS = 3  # after the start and after each change of depth: allocators and caches settle
+
+
+def mark(device: torch.device) -> float | torch.cuda.Event:
+    """This moment: of the host's clock, or on a GPU of the stream, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    """Seconds from one `mark` to a later one; on a GPU both must have been reached."""
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return float(start.elapsed_time(end)) / 1000
+    assert isinstance(start, float) and isinstance(end, float)
+    return end - start
+
+
+class TimedBoundaryRecorder(BoundaryRecorder):
+    """Also marks when forward and backward pass each boundary, to attribute the step's time to layer modules."""
+
+    forward_marks: dict[int, tuple[float | torch.cuda.Event, float | torch.cuda.Event]]
+    backward_marks: dict[int, float | torch.cuda.Event]
+    began: float | torch.cuda.Event | None = None
+    backward_began: float | torch.cuda.Event | None = None
+    backward_ended: float | torch.cuda.Event | None = None
+
+    def start(self) -> None:
+        """Record from here on."""
+        self.forward_marks, self.backward_marks = {}, {}
+        super().start()
+
+    def boundary_reached(self, index: int, activation: Tensor) -> None:
+        """Marks before and after the Gram matrix is made, so that it is not counted as the layer module's time."""
+        arrived = mark(activation.device)
+        super().boundary_reached(index, activation)
+        self.forward_marks[index] = (arrived, mark(activation.device))
+        if activation.requires_grad:
+            activation.register_hook(lambda grad: self.backward_marks.__setitem__(index, mark(grad.device)))
+
+    def layer_seconds(self) -> list[float] | None:
+        """Forward plus backward seconds of each layer module in this step; None if something was not passed."""
+        count = len(self.chain)
+        if self.began is None or self.backward_ended is None or len(self.forward_marks) < count:
+            return None
+        if len(self.backward_marks) < count:
+            return None
+        starts = [self.began, *(left for _, left in (self.forward_marks[i] for i in range(count)))]
+        ends = [*(self.backward_marks[i] for i in range(count))]
+        return [
+            seconds_between(starts[i], self.forward_marks[i][0])
+            + seconds_between(ends[i], ends[i - 1] if i else self.backward_ended)
+            for i in range(count)
+        ]
+
+
+@dataclasses.dataclass
+class _DepthTimes:
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    steps: int = 0
+
+
+class StepCosts:
+    """Wall seconds of the training steps of one fit, by frozen depth.
+
+    Steps that carried an evaluation are kept apart, so that its cost can be told.
+
+    >>> costs = StepCosts()
+    >>> for step in range(8):
+    ...     costs.add(depth=0, seconds=2.0, evaluated=step == 7)
+    >>> for step in range(8):
+    ...     costs.add(depth=3, seconds=1.0, evaluated=False)
+    >>> costs.mean_seconds(0), costs.mean_seconds(3), costs.seconds_saved()
+    (2.0, 1.0, 8.0)
+    """
+
+    def __init__(self) -> None:
+        self._by_depth: dict[int, _DepthTimes] = {}
+        self._evaluation_steps: list[tuple[int, float]] = []
+        self._settling = WARM_UP_STEPS
+        self._last_depth = 0
+        self._layer_seconds: list[list[float]] = []
+
+    def add(self, depth: int, seconds: float, evaluated: bool) -> None:
+        """One training step took ``seconds`` with ``depth`` layer modules frozen."""
+        if depth != self._last_depth:
+            self._settling, self._last_depth = WARM_UP_STEPS, depth
+        times = self._by_depth.setdefault(depth, _DepthTimes())
+        times.steps += 1
+        if evaluated:
+            self._evaluation_steps.append((depth, seconds))
+        elif self._settling:
+            self._settling -= 1
+        else:
+            times.seconds.append(seconds)
+
+    def add_layer_seconds(self, seconds: list[float]) -> None:
+        """Measured forward plus backward seconds of each layer module in one step with nothing frozen."""
+        self._layer_seconds.append(seconds)
+
+    def mean_seconds(self, depth: int) -> float | None:
+        """Mean seconds of a step at ``depth`` without an evaluation; None if there was none."""
+        times = self._by_depth.get(depth)
+        return statistics.fmean(times.seconds) if times and times.seconds else None
+
+    def layer_shares(self, count: int) -> list[float | None]:
+        """Share of a step with nothing frozen that each of the ``count`` layer modules takes; None: not measured."""
+        step = self.mean_seconds(0)
+        if step is None or not self._layer_seconds:
+            return [None] * count
+        return [statistics.median(column) / step for column in zip(*self._layer_seconds, strict=True)]
+
+    def seconds_saved(self) -> float | None:
+        """Steps at each depth times what such a step was shorter than one with nothing frozen; None: not measured.
+
+        The cost of the evaluations is not taken off; see `evaluation_seconds`.
+        """
+        before = self.mean_seconds(0)
+        if before is None:
+            return None
+        means = {depth: self.mean_seconds(depth) for depth in self._by_depth if depth}
+        return sum(
+            (before - mean) * self._by_depth[depth].steps for depth, mean in means.items() if mean is not None
+        )
+
+    def evaluation_seconds(self) -> float:
+        """What the evaluations added to the steps that carried them."""
+        extra = 0.0
+        for depth, seconds in self._evaluation_steps:
+            mean = self.mean_seconds(depth)
+            extra += seconds - mean if mean is not None else 0.0
+        return extra
