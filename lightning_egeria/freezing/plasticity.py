@@ -69,5 +69,5 @@ class PlasticitySeries:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._raw.extend(state["raw"])
-        self._averages.extend(state["averages"])
+        self._raw = deque(state["raw"], maxlen=self._raw.maxlen)
+        self._averages = deque(state["averages"], maxlen=self._averages.maxlen)

@@ -31,8 +31,9 @@ def gram_matrix(activation: Tensor) -> Tensor:
             [0., 1.]])
     """
     with torch.autocast(activation.device.type, enabled=False):
-        rows = activation.detach().flatten(1).float()
-        rows = rows / rows.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+        rows = activation.detach().flatten(1)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # float64 may hold more than float32 can
+        rows = (rows / rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)).float()
         return F.normalize(rows @ rows.T, p=2.0, dim=1)
 
 
