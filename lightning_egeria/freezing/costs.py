@@ -134,9 +134,7 @@ class StepCosts:
         if before is None:
             return None
         means = {depth: self.mean_seconds(depth) for depth in self._by_depth if depth}
-        return sum(
-            (before - mean) * self._by_depth[depth].steps for depth, mean in means.items() if mean is not None
-        )
+        return sum((before - mean) * self._by_depth[depth].steps for depth, mean in means.items() if mean is not None)
 
     def evaluation_seconds(self) -> float:
         """What the evaluations added to the steps that carried them."""

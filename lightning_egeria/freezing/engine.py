@@ -87,7 +87,7 @@ class FreezingEngine:
         self._every = evaluate_every_n_steps
         self._refresh_every = refresh_every_n_evaluations
         self._samples = evaluation_samples
-        self._next_evaluation = step + evaluate_every_n_steps
+        self.next_evaluation = step + evaluate_every_n_steps
         self._reference: ReferenceModel | None = None
         self._reference_age = 0
         self._compared_samples: int | None = None
@@ -108,7 +108,7 @@ class FreezingEngine:
         """The forward of optimizer step ``step + 1`` is about to run (or, in an accumulation window, a part of it)."""
         self._began = time.perf_counter()
         self.prefix.assert_modes()
-        due = step + 1 >= self._next_evaluation
+        due = step + 1 >= self.next_evaluation
         if due and self._reference is not None and self._capture is None and self.policy.wants_reference:
             self._capture = self._start_capture()
 
@@ -140,7 +140,7 @@ class FreezingEngine:
             step: optimizer steps done so far.
             learning_rate: that this step was done with.
         """
-        due = step >= self._next_evaluation
+        due = step >= self.next_evaluation
         plasticity = self._collect() if due else None
         loss = self._mean_loss() if due else None
         decision = self.policy.observe(step, plasticity, learning_rate, loss)
@@ -152,17 +152,18 @@ class FreezingEngine:
             event = FreezingEvent(step, kind, decision.depth, decision.reason)
             self.events.append(event)
         if due:
-            self._next_evaluation = step + self._every
+            self.next_evaluation = step + self._every
             if capture is not None:
                 self._dispatch(capture)
             self._refresh_reference()
         return event
 
     def close(self) -> None:
-        """Leave the model's modules as they were. Safe to call twice."""
+        """Leave the model as the user made it, with nothing frozen. Safe to call twice."""
         if self._capture is not None:
             self._stop_recording(self._capture)
-        self._capture = self._pending = None
+        self._capture = self._pending = self._reference = None
+        self.prefix.set_depth(0)
 
     def _start_capture(self) -> _Capture:
         module, chain = self.prefix.module, self.prefix.chain

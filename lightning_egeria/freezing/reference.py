@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -15,9 +16,6 @@ from torch import Tensor, nn
 from lightning_egeria.freezing.similarity import gram_matrix
 from lightning_egeria.layers import LayerChain
 from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class InlineExecutor(Executor):
@@ -69,7 +67,7 @@ class BoundaryRecorder:
         """Record from here on."""
         for index in range(self.first, len(self.chain)):
             module = self.modules[self.chain.layer_modules[index].boundary]
-            self._replacements.replace(module, lambda original, index=index: self._record(index, original))
+            self._replacements.replace(module, functools.partial(self._record, index))
 
     def stop(self) -> None:
         """Leave the modules as they were. Safe to call twice."""

@@ -1,0 +1,104 @@
+"""What a run froze and what that saved, as numbers and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerModuleSavings:
+    """One layer module in the savings table.
+
+    Attributes:
+        name: its path in the model.
+        frozen_at_step: optimizer step after which it froze for the last time; None if it is active at the end.
+        step_share: its forward and backward as a share of a step with nothing frozen; None if it was not measured.
+    """
+
+    name: str
+    frozen_at_step: int | None
+    step_share: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Savings:
+    """What freezing did to one `fit`.
+
+    Attributes:
+        layer_modules: front to back.
+        frozen_depth: depth of the prefix at the end.
+        step_seconds_before: mean seconds of a step before the first freeze; None if no such step was measured.
+        step_seconds_after: mean seconds of a step at the final depth; None if nothing is frozen, or not measured.
+        evaluation_seconds: what comparing with the reference model added to the training thread in all.
+        seconds_saved: estimate: for each depth, the steps done there times the difference of the mean step times, less
+            ``evaluation_seconds``. Negative where nothing was gained. None if it could not be measured.
+        evaluations_done: evaluations that the policy saw.
+        evaluations_dropped: evaluations that came to nothing.
+    """
+
+    layer_modules: tuple[LayerModuleSavings, ...]
+    frozen_depth: int
+    step_seconds_before: float | None
+    step_seconds_after: float | None
+    evaluation_seconds: float
+    seconds_saved: float | None
+    evaluations_done: int
+    evaluations_dropped: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types only, for a JSON file."""
+        state = dataclasses.asdict(self)
+        state["layer_modules"] = list(state["layer_modules"])
+        return state
+
+
+def savings_table(savings: Savings, metrics: Mapping[str, float]) -> Table:
+    """The table that ends a run: per layer module when it froze and its share of the step, then the sums.
+
+    Args:
+        savings: of the run.
+        metrics: last value of each logged metric by name; put below, because a speed-up says nothing without them.
+    """
+    table = Table(title="knowledge-guided freezing", title_justify="left", show_footer=False)
+    table.add_column("layer module", overflow="fold")
+    table.add_column("frozen at step", justify="right")
+    table.add_column("share of step", justify="right")
+    for layer_module in savings.layer_modules:
+        frozen_at = "active" if layer_module.frozen_at_step is None else str(layer_module.frozen_at_step)
+        share = "-" if layer_module.step_share is None else f"{layer_module.step_share:.1%}"
+        table.add_row(layer_module.name, frozen_at, share)
+    table.add_section()
+    for label, text in _sums(savings):
+        table.add_row(label, text, "")
+    if metrics:
+        table.add_section()
+    for name, value in sorted(metrics.items()):
+        table.add_row(name, f"{value:.4f}", "")
+    return table
+
+
+def _sums(savings: Savings) -> list[tuple[str, str]]:
+    saved = savings.seconds_saved
+    if savings.frozen_depth == 0 and (saved is None or saved <= 0):
+        verdict = "nothing frozen"
+    elif saved is None:
+        verdict = "not measured"
+    elif saved <= 0:
+        verdict = f"nothing gained ({saved:.1f} s)"
+    else:
+        verdict = f"{saved:.1f} s"
+    return [
+        ("frozen", f"{savings.frozen_depth}/{len(savings.layer_modules)}"),
+        ("step before the first freeze", _milliseconds(savings.step_seconds_before)),
+        ("step after the last freeze", _milliseconds(savings.step_seconds_after)),
+        ("evaluations", f"{savings.evaluations_done} ({savings.evaluation_seconds:.1f} s)"),
+        ("estimated time saved", verdict),
+    ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
