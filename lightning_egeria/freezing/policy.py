@@ -110,10 +110,10 @@ class FreezingPolicy:
     ) -> None:
         if not 0 < tolerance < 1:
             raise ArgumentError(f"tolerance must be in (0, 1), got {tolerance}")
-        if window_evaluations < 2:
-            raise ArgumentError(f"window_evaluations must be at least 2, got {window_evaluations}")
-        if patience < 1:
-            raise ArgumentError(f"patience must be at least 1, got {patience}")
+        if not isinstance(window_evaluations, int) or window_evaluations < 2:
+            raise ArgumentError(f"window_evaluations must be a whole number from 2 on, got {window_evaluations}")
+        if not isinstance(patience, int) or patience < 1:
+            raise ArgumentError(f"patience must be a whole number from 1 on, got {patience}")
         if not bootstrap_threshold > 0:
             raise ArgumentError(f"bootstrap_threshold must be greater than 0, got {bootstrap_threshold}")
         if not 0 < unfreeze_lr_factor < 1:
@@ -148,21 +148,26 @@ class FreezingPolicy:
     ) -> Decision | None:
         """One step of the state machine; arguments as for `Policy.observe`.
 
-        An evaluation with a NaN or infinite plasticity is one that did not happen.
+        An evaluation with a NaN or infinite plasticity is one that did not happen, and so is everything seen at a
+        learning rate of 0: there, nothing changes because nothing learns (the first epoch of a warm-up, say).
         """
         previous, self._previous_lr = self._previous_lr, learning_rate
-        if self.depth and previous is not None and self._lr_at_freeze is not None:
-            if self.is_annealing_event(previous, learning_rate, self._lr_at_freeze):
-                return self._unfreeze(previous, learning_rate)
+        at_freeze = self._lr_at_freeze
+        if previous is not None and at_freeze is not None and self.is_annealing_event(previous, learning_rate, at_freeze):
+            return self._unfreeze(previous, learning_rate)
+        if learning_rate == 0:
+            return None
         if self.stage is Stage.BOOTSTRAP and loss is not None and math.isfinite(loss):
             self._bootstrap(loss)
-        elif self.stage is Stage.GUIDED and plasticity is not None:
-            if all(math.isfinite(value) for value in plasticity[self.depth :]):
-                return self._guide(plasticity, learning_rate)
+        elif self.stage is Stage.GUIDED and plasticity is not None and all(map(math.isfinite, plasticity[self.depth :])):
+            return self._guide(plasticity, learning_rate)
         return None
 
     def is_annealing_event(self, previous: float, learning_rate: float, at_freeze: float) -> bool:
         """Whether the learning rate jumped so far that frozen layers should learn again. Override for own schedules.
+
+        A jump from or to a rate that is small beside ``at_freeze`` counts only if its other end is not: where a smooth
+        schedule ends, or a periodic one turns, tiny rates lie far apart in proportion.
 
         Args:
             previous: learning rate of the step before.
@@ -170,8 +175,8 @@ class FreezingPolicy:
             at_freeze: learning rate when the oldest layer module that is frozen now was frozen.
         """
         factor = self.unfreeze_lr_factor * (1 + 1e-6)  # 0.1 * 0.1 is not 0.01 in floating point
-        fell = 0 < learning_rate <= factor * min(previous, at_freeze)
-        rose = 0 < previous <= factor * learning_rate
+        fell = 0 < learning_rate <= factor * min(previous, at_freeze) and previous > factor * at_freeze
+        rose = previous <= factor * learning_rate and learning_rate > factor * at_freeze
         return fell or rose
 
     def _bootstrap(self, loss: float) -> None:
@@ -234,7 +239,10 @@ class FreezingPolicy:
             "window_loss": self._window_loss,
             "previous_lr": self._previous_lr,
             "lr_at_freeze": self._lr_at_freeze,
-            "tracks": [{**vars(track), "series": track.series.state_dict()} for track in self._tracks],
+            "tracks": [
+                {**vars(track), "series": track.series.state_dict(), "first_slopes": list(track.first_slopes)}
+                for track in self._tracks
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -268,9 +276,13 @@ class ScriptedPolicy:
     wants_reference = False
 
     def __init__(self, schedule: Mapping[int, int]) -> None:
+        if not isinstance(schedule, Mapping):
+            raise ArgumentError(f"schedule must be a mapping from steps to depths, got {schedule!r}")
         for step, depth in schedule.items():
-            if step < 1 or depth < 0:
-                raise ArgumentError(f"schedule needs steps from 1 on and depths from 0 on, got {{{step}: {depth}}}")
+            if not (isinstance(step, int) and isinstance(depth, int)) or step < 1 or depth < 0:
+                raise ArgumentError(
+                    f"schedule needs whole steps from 1 on and whole depths from 0 on, got {{{step!r}: {depth!r}}}"
+                )
         self.schedule = dict(sorted(schedule.items()))
         self._done = 0
 
