@@ -151,15 +151,15 @@ class FreezingPolicy:
         An evaluation with a NaN or infinite plasticity is one that did not happen, and so is everything seen at a
         learning rate of 0: there, nothing changes because nothing learns (the first epoch of a warm-up, say).
         """
-        previous, self._previous_lr = self._previous_lr, learning_rate
-        at_freeze = self._lr_at_freeze
-        if previous is not None and at_freeze is not None and self.is_annealing_event(previous, learning_rate, at_freeze):
-            return self._unfreeze(previous, learning_rate)
+        before, frozen = self._previous_lr, self._lr_at_freeze
+        self._previous_lr = learning_rate
+        if before is not None and frozen is not None and self.is_annealing_event(before, learning_rate, frozen):
+            return self._unfreeze(before, learning_rate)
         if learning_rate == 0:
             return None
         if self.stage is Stage.BOOTSTRAP and loss is not None and math.isfinite(loss):
             self._bootstrap(loss)
-        elif self.stage is Stage.GUIDED and plasticity is not None and all(map(math.isfinite, plasticity[self.depth :])):
+        elif self.stage is Stage.GUIDED and plasticity and all(map(math.isfinite, plasticity[self.depth :])):
             return self._guide(plasticity, learning_rate)
         return None
 
