@@ -51,6 +51,10 @@ class Policy(Protocol):
         """Go on where `state_dict` was taken."""
 
 
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and value >= least
+
+
 class Stage(enum.Enum):
     """Where a `FreezingPolicy` stands."""
 
@@ -110,9 +114,9 @@ class FreezingPolicy:
     ) -> None:
         if not 0 < tolerance < 1:
             raise ArgumentError(f"tolerance must be in (0, 1), got {tolerance}")
-        if not isinstance(window_evaluations, int) or window_evaluations < 2:
+        if not _is_whole(window_evaluations, least=2):
             raise ArgumentError(f"window_evaluations must be a whole number from 2 on, got {window_evaluations}")
-        if not isinstance(patience, int) or patience < 1:
+        if not _is_whole(patience, least=1):
             raise ArgumentError(f"patience must be a whole number from 1 on, got {patience}")
         if not bootstrap_threshold > 0:
             raise ArgumentError(f"bootstrap_threshold must be greater than 0, got {bootstrap_threshold}")
@@ -276,10 +280,11 @@ class ScriptedPolicy:
     wants_reference = False
 
     def __init__(self, schedule: Mapping[int, int]) -> None:
-        if not isinstance(schedule, Mapping):
-            raise ArgumentError(f"schedule must be a mapping from steps to depths, got {schedule!r}")
+        given: object = schedule
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"schedule must be a mapping from steps to depths, got {given!r}")
         for step, depth in schedule.items():
-            if not (isinstance(step, int) and isinstance(depth, int)) or step < 1 or depth < 0:
+            if not (_is_whole(step, least=1) and _is_whole(depth, least=0)):
                 raise ArgumentError(
                     f"schedule needs whole steps from 1 on and whole depths from 0 on, got {{{step!r}: {depth!r}}}"
                 )
