@@ -139,7 +139,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if not self._active:
             return
         steps = trainer.estimated_stepping_batches  # has the data loaders made
-        if trainer.num_training_batches == 0:
+        if trainer.num_training_batches == 0 or trainer.limit_train_batches == 0:
             raise TrainingDataError(
                 "there are no training batches: the train dataloader is empty, or limit_train_batches leaves none of it"
             )

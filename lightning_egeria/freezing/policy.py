@@ -88,7 +88,8 @@ class FreezingPolicy:
         window_evaluations: evaluations in the moving average and in the line; at least 2.
         patience: evaluations in a row that must be calm; at least 1.
         bootstrap: wait for the loss to calm down first. Switch it off in fine-tuning.
-        bootstrap_threshold: relative change of the mean loss between two windows that still counts as unsettled; > 0.
+        bootstrap_threshold: change of the mean loss from one window to the next, relative to the largest window's,
+            that still counts as unsettled; > 0.
         unfreeze_lr_factor: fall of the learning rate in one step that unfreezes all; in (0, 1).
 
     Raises:
@@ -133,6 +134,7 @@ class FreezingPolicy:
         self._tracks: list[_Track] = []
         self._losses: list[float] = []
         self._window_loss: float | None = None
+        self._largest_loss = 0.0
         self._previous_lr: float | None = None
         self._lr_at_freeze: float | None = None
 
@@ -189,7 +191,9 @@ class FreezingPolicy:
             return
         mean, before = sum(self._losses) / len(self._losses), self._window_loss
         self._losses, self._window_loss = [], mean
-        if before is not None and abs(mean - before) <= self.bootstrap_threshold * abs(before):
+        self._largest_loss = max(self._largest_loss, abs(mean))
+        # Against the largest, not the one before: a loss near zero goes on halving long after it has stopped to matter.
+        if before is not None and abs(mean - before) <= self.bootstrap_threshold * self._largest_loss:
             self.stage = Stage.GUIDED
 
     def _guide(self, plasticity: Sequence[float], learning_rate: float) -> Decision | None:
@@ -241,6 +245,7 @@ class FreezingPolicy:
             "patience": self.patience,
             "losses": list(self._losses),
             "window_loss": self._window_loss,
+            "largest_loss": self._largest_loss,
             "previous_lr": self._previous_lr,
             "lr_at_freeze": self._lr_at_freeze,
             "tracks": [
@@ -254,6 +259,7 @@ class FreezingPolicy:
         self.stage, self.depth = Stage(state["stage"]), state["depth"]
         self.window_evaluations, self.patience = state["window_evaluations"], state["patience"]
         self._losses, self._window_loss = list(state["losses"]), state["window_loss"]
+        self._largest_loss = state["largest_loss"]
         self._previous_lr, self._lr_at_freeze = state["previous_lr"], state["lr_at_freeze"]
         self._tracks = []
         for entry in state["tracks"]:
