@@ -1,0 +1,73 @@
+"""Imports point one way: pure core -> engine -> adapters -> application."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lightning_egeria
+
+PACKAGE = Path(lightning_egeria.__file__).parent
+# Each file may import files of earlier lines only.
+ORDER = [
+    ["errors", "tracing", "freezing"],
+    ["layers", "report", "freezing.similarity", "freezing.plasticity"],
+    ["freezing.policy", "freezing.reference"],
+    ["freezing.costs"],
+    ["freezing.engine"],
+    ["freezing.callback"],
+    [""],
+    ["demos", "demos.images", "demos.resnet", "demos.classifier"],
+    ["demos.data"],
+    ["train"],
+]
+PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
+ADAPTERS = {"freezing.callback", "demos.classifier", "demos.data", "train"}
+
+
+def name_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in PACKAGE.rglob("*.py") if "conf" not in path.parts}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+
+
+def test_every_file_has_its_place():
+    assert set(FILES) == set(PLACE)
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_imports_point_one_way(name):
+    for module in imports(FILES[name]):
+        if module == "lightning_egeria" or module.startswith("lightning_egeria."):
+            imported = module.removeprefix("lightning_egeria").removeprefix(".")
+            assert PLACE[imported] < PLACE[name], f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_frameworks_stay_in_the_adapters(name):
+    roots = {module.split(".")[0] for module in imports(FILES[name])}
+    assert "lightning" not in roots or name in ADAPTERS
+    assert not roots & {"hydra", "omegaconf"} or name == "train"
+
+
+def test_the_public_names():
+    assert sorted(lightning_egeria.__all__) == [
+        "FreezingPolicy",
+        "KnowledgeGuidedFreezing",
+        "LayerChain",
+        "ScriptedPolicy",
+        "SimilarityPreservingLoss",
+        "similarity_preserving_loss",
+    ]
+    assert all(hasattr(lightning_egeria, name) for name in lightning_egeria.__all__)
