@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -46,6 +46,7 @@ class LayerChain:
         max_depth: the deepest prefix that may freeze. The last layer module never does.
         notes: what the user should know of it: weights that are shared, say, and therefore never freeze.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
     >>> chain = LayerChain.trace(net, lambda: net(torch.ones(5, 4)).sum())
     >>> chain.names, chain.max_depth
@@ -144,7 +145,7 @@ class LayerChain:
     def from_state(cls, state: dict[str, Any]) -> LayerChain:
         """Chain as `to_state` wrote it."""
         layer_modules = tuple(
-            LayerModule(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+            LayerModule(**{**entry, "members": tuple(entry["members"]), "parameters": tuple(entry["parameters"])})
             for entry in state["layer_modules"]
         )
         return cls(layer_modules, tuple(state["entries"]), state["max_depth"], tuple(state["notes"]))
@@ -163,6 +164,7 @@ class FrozenPrefix:
     The prefix is changed between two optimizer steps only, never inside a gradient accumulation window: a gradient that
     is there already would otherwise be applied to a weight that counts as frozen, or be lost.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 2))
     >>> chain = LayerChain.trace(net, lambda: net(torch.ones(5, 4)).sum())
     >>> prefix = FrozenPrefix(net, chain)
@@ -225,13 +227,15 @@ class FrozenPrefix:
         self._frozen_parameters, self._training_before = [], {}
 
     def check_fits(self) -> None:
-        """Raises:
-        CheckpointError: the chain, read from a checkpoint, names modules or parameters that the model lacks.
+        """Compare the chain, as read from a checkpoint, with the model.
+
+        Raises:
+            CheckpointError: the chain names modules or parameters that the model lacks.
         """
         parameters = {name for name, _ in self.module.named_parameters()}
         modules = {path for path, _ in self.module.named_modules()}
         missing = [name for name in self.chain.prefix_parameters(len(self.chain)) if name not in parameters]
-        missing += [m.boundary for m in self.chain.layer_modules if m.boundary not in modules]
+        missing += [path for m in self.chain.layer_modules for path in (m.boundary, *m.members) if path not in modules]
         if missing:
             raise CheckpointError(
                 f"the checkpoint's layer chain does not fit {type(self.module).__name__}: it lacks {missing[0]!r}"
@@ -247,8 +251,9 @@ def _has_weights(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
-def _trainable(nodes: list[Node]) -> list[Tensor]:
-    return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
+def _trainable(nodes: list[Node]) -> list[nn.Parameter]:
+    """Parameters among the leaves; each once, although autocast puts a cast of it into the graph too."""
+    return list(dict.fromkeys(leaf for node in nodes if isinstance(leaf := leaf_of(node), nn.Parameter)))
 
 
 def _feeds(first: ModuleCall, second: ModuleCall, barrier: set[Node]) -> bool:
@@ -268,11 +273,11 @@ def _feeds(first: ModuleCall, second: ModuleCall, barrier: set[Node]) -> bool:
 
 def _is_stack(call: ModuleCall) -> bool:
     """Whether it runs the elements of one of its own module lists one behind the other (a transformer encoder)."""
-    for name, child in call.module.named_children():
+    for child in call.module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            prefix = f"{call.path}.{name}." if call.path else f"{name}."
-            elements = [c for c in call.children if c.path.startswith(prefix) and _has_weights(c.module) and c.nodes]
-            if len(elements) > 1 and all(_feeds(a, b, set()) for a, b in zip(elements, elements[1:], strict=False)):
+            inside = set(child.children())
+            elements = [c for c in call.children if c.module in inside and _has_weights(c.module) and c.nodes]
+            if len(elements) > 1 and all(_feeds(a, b, set()) for a, b in itertools.pairwise(elements)):
                 return True
     return False
 
@@ -289,18 +294,20 @@ def _expand(call: ModuleCall, always: bool = False) -> list[ModuleCall]:
 
 def _find_boundaries(trace: StepTrace, graph: set[Node]) -> list[_Boundary]:
     """Boundaries without the user's help. The last weights are the head and no layer module."""
-    items = [
-        part for root in trace.roots if any(node in graph for node in root.nodes) for part in _expand(root)
-    ]
-    while items:
-        sizes = {call: sum(p.numel() for p in call.module.parameters()) for call in items}
-        largest = max(items, key=lambda call: sizes[call])
-        # One module that holds most of the network is a wrapper around it, whatever its class: look inside.
-        parts = _expand(largest, always=True) if sizes[largest] * 2 > sum(sizes.values()) else [largest]
-        if parts == [largest]:
+    items = [part for root in trace.roots if any(node in graph for node in root.nodes) for part in _expand(root)]
+    sizes = {call: sum(p.numel() for p in call.module.parameters()) for call in items}
+    while sizes:
+        largest = max(sizes, key=lambda call: sizes[call])
+        if sizes[largest] * 2 <= sum(sizes.values()):
             break
-        position = items.index(largest)
-        items[position : position + 1] = parts
+        # One module that holds most of the network is a wrapper around it, whatever its class: look inside. What has no
+        # inside (a large head, an embedding) is left out of the comparison, or it would hide such a wrapper.
+        del sizes[largest]
+        parts = _expand(largest, always=True)
+        if parts != [largest]:
+            position = items.index(largest)
+            items[position : position + 1] = parts
+            sizes.update({call: sum(p.numel() for p in call.module.parameters()) for call in parts})
     return _group(trace, graph, items)[:-1]
 
 
@@ -324,19 +331,22 @@ def _group(trace: StepTrace, graph: set[Node], items: list[ModuleCall]) -> list[
 
 def _named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> list[_Boundary]:
     """Boundaries that the user named."""
-    known = [path for path, _ in trace.module.named_modules() if path]
-    last_call = {call.path: call for call in trace.calls}
+    paths = {part: path for path, part in trace.module.named_modules()}
+    known = {path: paths[part] for path, part in trace.module.named_modules(remove_duplicate=False) if path}
+    # A later call under no_grad (of a model that is its own teacher) is not on the way to the loss.
+    last_call = {call.path: call for call in trace.calls if any(node in graph for node in call.nodes)}
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             ending = [path for path in known if path.endswith(f".{name}")]
-            hint = ", ".join(repr(path) for path in dict.fromkeys([*ending, *near])) or repr(known[:5])
+            hint = ", ".join(repr(path) for path in dict.fromkeys([*ending, *near])) or repr(list(known)[:5])
             raise LayerChainError(f"layer_modules: there is no module {name!r}; did you mean {hint}?")
-        if name not in last_call or not any(node in graph for node in last_call[name].nodes):
+        if known[name] not in last_call:
             raise LayerChainError(
                 f"layer_modules: {name!r} was not called on the way to the loss of this training step, or nothing that "
                 "trains stands before its output"
             )
+    names = [known[name] for name in names]  # a module may be reached by several names; the trace knows the first
     in_order = sorted(set(names), key=lambda name: last_call[name].end)
     if names != in_order:
         raise LayerChainError(f"layer_modules must be in execution order without repetition: {in_order}, got {names}")
@@ -357,31 +367,32 @@ def _separate_shared_weights(
     for index, (_, call) in enumerate(boundaries):
         for node in walk([node for node in call.nodes if node in graph], visited):
             place[node] = index
-    uses: dict[Tensor, tuple[int, int]] = {}
+    uses: dict[nn.Parameter, tuple[int, int]] = {}
     for node in graph:
         for upstream, _ in node.next_functions:
             leaf = leaf_of(upstream) if upstream is not None else None
-            if leaf is not None:
+            if isinstance(leaf, nn.Parameter):
                 first, last = uses.get(leaf, (beyond, -1))
                 uses[leaf] = (min(first, place[node]), max(last, place[node]))
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    shared: dict[tuple[int, int], set[Tensor]] = {}
+    for leaf, span in uses.items():
+        if span[0] < span[1]:
+            shared.setdefault(span, set()).add(leaf)
     cut = [False] * beyond
     limit = beyond
     notes: list[str] = []
-    for leaf, (first, last) in uses.items():
-        label = repr(names[leaf]) if isinstance(leaf, nn.Parameter) and leaf in names else "an input"
-        if first < last == beyond:
-            if first < limit:
-                notes.append(
-                    f"{label} is used both in {boundaries[first][0]!r} and behind the last layer module (tied weights, "
-                    "or a module that is called twice), so nothing from there on can freeze"
-                )
-            limit = min(limit, first)
-        elif first < last:
-            notes.append(
-                f"{boundaries[first][0]!r} to {boundaries[last][0]!r} share {label} and freeze together"
-            )
+    for (first, last), leaves in sorted(shared.items(), key=lambda item: item[0]):
+        names = [name for name, parameter in module.named_parameters() if parameter in leaves]
+        label = (repr(names[0]) if names else "a weight") + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        if last < beyond:
+            notes.append(f"{boundaries[first][0]!r} to {boundaries[last][0]!r} share {label} and freeze together")
             cut[first:last] = [True] * (last - first)
+        elif first < limit:
+            notes.append(
+                f"{label}: used both in {boundaries[first][0]!r} and behind the last layer module (tied weights, "
+                "or a module that is called twice), so nothing from there on can freeze"
+            )
+            limit = first
     kept = [boundary for index, boundary in enumerate(boundaries) if not cut[index]]
     return kept, sum(not cut[index] for index in range(limit)), notes
 
@@ -399,6 +410,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[_Boundary]) -
     described = []
     by_end = sorted(last_end.items(), key=lambda item: item[1])
     modules = dict(trace.module.named_modules())
+    paths = {part: path for path, part in modules.items()}
     position = 0
     for name, boundary in boundaries:
         new = walk([node for node in boundary.nodes if node in graph], visited)
@@ -406,7 +418,12 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[_Boundary]) -
         while position < len(by_end) and by_end[position][1] <= boundary.end:
             path = by_end[position][0]
             position += 1
-            for inner, _ in modules[path].named_modules(prefix=path):
+            for part in modules[path].modules():
+                inner = paths[part]
+                # nn.TransformerEncoder takes the mode of its first layer for that of all, and would hand padded
+                # batches as nested tensors to layers that still train; the parts of the layer suffice.
+                if isinstance(part, nn.TransformerEncoderLayer):
+                    continue
                 # A part that is called again behind the boundary stays in the mode that its later use needs.
                 if inner not in assigned and last_end.get(inner, -1) <= boundary.end:
                     assigned.add(inner)
@@ -417,7 +434,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[_Boundary]) -
                 boundary=boundary.path,
                 output_leaf=next(i for i, node in enumerate(boundary.outputs) if node in graph),
                 members=tuple(members),
-                parameters=tuple(names[leaf] for leaf in _trainable(new) if leaf in names),  # type: ignore[index]
+                parameters=tuple(names[leaf] for leaf in _trainable(new) if leaf in names),
             )
         )
     return tuple(described)
