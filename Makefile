@@ -16,7 +16,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 train: $(VENV)/installed-demo ## train a ResNet-20 on handwritten digits, freezing as it goes (ARGS="..." overrides)
-	$(BIN)/egeria-train experiment=digits_resnet20 $(ARGS)
+	$(BIN)/egeria-train $(ARGS)
 
 test: $(VENV)/installed-dev ## run the tests
 	$(BIN)/python -m pytest

@@ -33,7 +33,7 @@ class Savings:
         frozen_depth: depth of the prefix at the end.
         step_seconds_before: mean seconds of a step before the first freeze; None if no such step was measured.
         step_seconds_after: mean seconds of a step at the final depth; None if nothing is frozen, or not measured.
-        evaluation_seconds: what comparing with the reference model added to the training thread in all.
+        evaluation_seconds: what comparing with the reference model took of the training thread in all.
         seconds_saved: estimate: for each depth, the steps done there times the difference of the mean step times, less
             ``evaluation_seconds``. Negative where nothing was gained. None if it could not be measured.
         evaluations_done: evaluations that the policy saw.

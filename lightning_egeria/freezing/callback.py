@@ -115,8 +115,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
             frozen_depth=self.frozen_depth,
             step_seconds_before=costs.mean_seconds(0),
             step_seconds_after=costs.mean_seconds(self.frozen_depth) if self.frozen_depth else None,
-            evaluation_seconds=costs.evaluation_seconds(),
-            seconds_saved=None if saved is None else saved - costs.evaluation_seconds(),
+            evaluation_seconds=costs.evaluation_seconds,
+            seconds_saved=None if saved is None else saved - costs.evaluation_seconds,
             evaluations_done=self._engine.evaluations_done,
             evaluations_dropped=self._engine.evaluations_dropped,
         )

@@ -54,6 +54,10 @@ class TimedBoundaryRecorder(BoundaryRecorder):
         if activation.requires_grad:
             activation.register_hook(lambda grad: self.backward_marks.__setitem__(index, mark(grad.device)))
 
+    def gram_seconds(self) -> float:
+        """What the Gram matrices of this step took."""
+        return sum(seconds_between(arrived, left) for arrived, left in self.forward_marks.values())
+
     def layer_seconds(self) -> list[float] | None:
         """Forward plus backward seconds of each layer module in this step; None if something was not passed."""
         count = len(self.chain)
@@ -77,13 +81,13 @@ class _DepthTimes:
 
 
 class StepCosts:
-    """Wall seconds of the training steps of one fit, by frozen depth.
+    """Wall seconds of the training steps of one fit, by frozen depth, and of the evaluations.
 
-    Steps that carried an evaluation are kept apart, so that its cost can be told.
+    Steps that carried an evaluation do not count for the means; what evaluations cost is measured on its own.
 
     >>> costs = StepCosts()
     >>> for step in range(8):
-    ...     costs.add(depth=0, seconds=2.0, evaluated=step == 7)
+    ...     costs.add(depth=0, seconds=2.0, evaluated=False)
     >>> for step in range(8):
     ...     costs.add(depth=3, seconds=1.0, evaluated=False)
     >>> costs.mean_seconds(0), costs.mean_seconds(3), costs.seconds_saved()
@@ -92,7 +96,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._by_depth: dict[int, _DepthTimes] = {}
-        self._evaluation_steps: list[tuple[int, float]] = []
+        self.evaluation_seconds = 0.0
         self._settling = WARM_UP_STEPS
         self._last_depth = 0
         self._layer_seconds: list[list[float]] = []
@@ -104,8 +108,8 @@ class StepCosts:
         times = self._by_depth.setdefault(depth, _DepthTimes())
         times.steps += 1
         if evaluated:
-            self._evaluation_steps.append((depth, seconds))
-        elif self._settling:
+            return
+        if self._settling:
             self._settling -= 1
         else:
             times.seconds.append(seconds)
@@ -136,11 +140,3 @@ class StepCosts:
             return None
         means = {depth: self.mean_seconds(depth) for depth in self._by_depth if depth}
         return sum((before - mean) * self._by_depth[depth].steps for depth, mean in means.items() if mean is not None)
-
-    def evaluation_seconds(self) -> float:
-        """What the evaluations added to the steps that carried them."""
-        extra = 0.0
-        for depth, seconds in self._evaluation_steps:
-            mean = self.mean_seconds(depth)
-            extra += seconds - mean if mean is not None else 0.0
-        return extra

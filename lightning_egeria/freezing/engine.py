@@ -152,10 +152,12 @@ class FreezingEngine:
             event = FreezingEvent(step, kind, decision.depth, decision.reason)
             self.events.append(event)
         if due:
+            started = time.perf_counter()
             self.next_evaluation = step + self._every
             if capture is not None:
                 self._dispatch(capture)
             self._refresh_reference()
+            self.costs.evaluation_seconds += time.perf_counter() - started
         return event
 
     def close(self) -> None:
@@ -183,6 +185,7 @@ class FreezingEngine:
         if capture.version != self.prefix.version or self._reference is None or not capture.calls:
             self.evaluations_dropped += 1
             return
+        self.costs.evaluation_seconds += capture.recorder.gram_seconds()
         shares = capture.recorder.layer_seconds() if self.prefix.depth == 0 else None
         if shares is not None:
             self.costs.add_layer_seconds(shares)

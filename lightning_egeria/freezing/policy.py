@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.freezing.plasticity import PlasticitySeries
 
-FIRST_SLOPES = 5  # slopes after which a layer module's threshold is fixed
+FIRST_SLOPES = 5  # slopes before any counts as calm: the largest of fewer says little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,9 @@ class _Track:
     """What is remembered of one layer module."""
 
     series: PlasticitySeries
-    first_slopes: list[float] = dataclasses.field(default_factory=list)
+    slopes: int = 0
+    largest_slope: float = 0.0
     slope: float = math.nan
-    threshold: float | None = None
     calm: int = 0  # evaluations in a row with a slope under the threshold
 
 
@@ -79,12 +79,12 @@ class FreezingPolicy:
 
     Nothing is measured until the training loss has calmed down (bootstrapping). Then each layer module's plasticity is
     smoothed, and a line is laid through the last averages. When the size of its slope stays below ``tolerance`` times
-    the largest of its first slopes for ``patience`` evaluations in a row, the frontmost active layer module freezes,
+    the largest slope it had so far for ``patience`` evaluations in a row, the frontmost active layer module freezes,
     and with it all that follow and qualify too. When the learning rate jumps, everything unfreezes and window and
     patience are halved.
 
     Args:
-        tolerance: fraction of the largest first slope that counts as calm; in (0, 1). Larger freezes sooner.
+        tolerance: fraction of the largest slope so far that counts as calm; in (0, 1). Larger freezes sooner.
         window_evaluations: evaluations in the moving average and in the line; at least 2.
         patience: evaluations in a row that must be calm; at least 1.
         bootstrap: wait for the loss to calm down first. Switch it off in fine-tuning.
@@ -214,7 +214,7 @@ class FreezingPolicy:
             self.stage = Stage.EXHAUSTED
         return Decision(
             depth,
-            f"plasticity slope {track.slope:.2e} within {track.threshold:.2e} for {track.calm} evaluations in a row",
+            f"plasticity slope {track.slope:.2e} within {self.tolerance * track.largest_slope:.2e} for {track.calm} evaluations in a row",
         )
 
     def _follow(self, track: _Track, value: float) -> None:
@@ -222,12 +222,10 @@ class FreezingPolicy:
         if slope is None:
             return
         track.slope = slope
-        if track.threshold is None:
-            track.first_slopes.append(abs(slope))
-            if len(track.first_slopes) == FIRST_SLOPES:
-                track.threshold = self.tolerance * max(track.first_slopes)
-        else:
-            track.calm = track.calm + 1 if abs(slope) <= track.threshold else 0
+        track.slopes += 1
+        track.largest_slope = max(track.largest_slope, abs(slope))
+        calm = track.slopes > FIRST_SLOPES and abs(slope) <= self.tolerance * track.largest_slope
+        track.calm = track.calm + 1 if calm else 0
 
     def _unfreeze(self, previous: float, learning_rate: float) -> Decision:
         self.depth, self.stage, self._lr_at_freeze = 0, Stage.GUIDED, None
@@ -248,10 +246,7 @@ class FreezingPolicy:
             "largest_loss": self._largest_loss,
             "previous_lr": self._previous_lr,
             "lr_at_freeze": self._lr_at_freeze,
-            "tracks": [
-                {**vars(track), "series": track.series.state_dict(), "first_slopes": list(track.first_slopes)}
-                for track in self._tracks
-            ],
+            "tracks": [{**vars(track), "series": track.series.state_dict()} for track in self._tracks],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -265,7 +260,7 @@ class FreezingPolicy:
         for entry in state["tracks"]:
             series = PlasticitySeries(self.window_evaluations)
             series.load_state_dict(entry["series"])
-            self._tracks.append(_Track(**{**entry, "series": series, "first_slopes": list(entry["first_slopes"])}))
+            self._tracks.append(_Track(**{**entry, "series": series}))
 
 
 class ScriptedPolicy:

@@ -73,7 +73,7 @@ class TestFreezing:
         assert feed(guided(), [[0.1 * place] * 4 for place in range(100)]) == []
 
     @pytest.mark.parametrize(("tolerance", "freezes"), [(0.19, False), (0.21, True)])
-    def test_the_threshold_is_the_tolerance_times_the_largest_first_slope(self, tolerance, freezes):
+    def test_the_threshold_is_the_tolerance_times_the_largest_slope_so_far(self, tolerance, freezes):
         values, level = [], 100.0
         for place in range(40):
             values.append(level)
@@ -82,6 +82,15 @@ class TestFreezing:
             guided(tolerance=tolerance), [[value, moving(place), 1.0, 1.0] for place, value in enumerate(values)]
         )
         assert bool(decisions) is freezes
+
+    def test_a_slope_that_comes_late_raises_the_threshold(self):
+        values, level = [], 100.0
+        for place in range(60):
+            values.append(level)
+            level -= 1.0 if place < 20 else (10.0 if place < 24 else 1.0)  # a tenth of the largest, but only from there
+        decisions = feed(guided(), [[value, moving(place), 1.0, 1.0] for place, value in enumerate(values)])
+        assert decisions
+        assert decisions[0][0] > 24
 
     def test_calm_evaluations_must_be_in_a_row(self):
         policy = guided(patience=3)
