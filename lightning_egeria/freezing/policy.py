@@ -214,7 +214,8 @@ class FreezingPolicy:
             self.stage = Stage.EXHAUSTED
         return Decision(
             depth,
-            f"plasticity slope {track.slope:.2e} within {self.tolerance * track.largest_slope:.2e} for {track.calm} evaluations in a row",
+            f"plasticity slope {track.slope:.2e} within {self.tolerance * track.largest_slope:.2e} for "
+            f"{track.calm} evaluations in a row",
         )
 
     def _follow(self, track: _Track, value: float) -> None:
