@@ -1,0 +1,64 @@
+"""The savings table."""
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from lightning_egeria.freezing.costs import WARM_UP_STEPS, StepCosts
+from lightning_egeria.report import LayerModuleSavings, Savings, savings_table
+
+SAVINGS = Savings(
+    layer_modules=(LayerModuleSavings("net.stem", 120, 0.123), LayerModuleSavings("net.block", None, None)),
+    frozen_depth=1,
+    step_seconds_before=0.2,
+    step_seconds_after=0.15,
+    evaluation_seconds=1.5,
+    seconds_saved=12.5,
+    evaluations_done=30,
+    evaluations_dropped=1,
+)
+
+
+def text(savings, metrics=None):
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(savings_table(savings, metrics or {}))
+    return stream.getvalue()
+
+
+def test_every_number_is_there():
+    printed = text(SAVINGS, {"val/acc": 0.98765})
+    words = ["net.stem", "120", "12.3%", "active", "1/2", "200.0 ms", "150.0 ms", "30 (1.5 s)", "12.5 s", "0.9877"]
+    for word in words:
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"frozen_depth": 0, "seconds_saved": -0.3}, "nothing frozen"),
+        ({"seconds_saved": -2.0}, "nothing gained (-2.0 s)"),
+        ({"seconds_saved": None}, "not measured"),
+    ],
+)
+def test_a_run_without_gain_says_so(changes, verdict):
+    assert verdict in text(dataclasses.replace(SAVINGS, **changes))
+
+
+def test_steps_while_the_machine_settles_count_for_no_mean():
+    costs = StepCosts()
+    for seconds in [100.0] * WARM_UP_STEPS + [1.0, 3.0]:
+        costs.add(0, seconds, evaluated=False)
+    costs.add(0, 50.0, evaluated=True)
+    assert costs.mean_seconds(0) == 2.0
+    assert costs.mean_seconds(1) is None
+    assert costs.seconds_saved() == 0
+
+
+def test_saved_time_counts_every_step_at_a_depth():
+    costs = StepCosts()
+    for depth, seconds in ((0, 2.0), (2, 1.0), (0, 2.0), (1, 1.5)):
+        for _ in range(10):
+            costs.add(depth, seconds, evaluated=False)
+    assert costs.seconds_saved() == pytest.approx(10 * 1.0 + 10 * 0.5)
