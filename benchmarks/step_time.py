@@ -1,8 +1,8 @@
 """Is the backward that a freeze saves really saved? Step time at each depth, over the same step frozen by hand.
 
-Two ResNet-56 take the same training steps on the same batch in turn: one under the callback with a scripted policy, one
-with the same front frozen by hand. Printed is, for each depth, the median time of a step under the callback, that of the
-step written by hand, the median of the ratio of neighbours, and what is left of a step with nothing frozen.
+Two ResNet-56 take the same training steps on the same batch in turn: one under the callback with a scripted policy,
+one with the same front frozen by hand. Printed is, for each depth, the median time of a step under the callback, that
+of the step written by hand, the median of the ratio of neighbours, and what is left of a step with nothing frozen.
 
     python benchmarks/step_time.py [--depth 56] [--batch-size 32] [--pairs 9] [--every 1]
 """
