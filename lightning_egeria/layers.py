@@ -313,7 +313,7 @@ def _find_boundaries(trace: StepTrace, graph: set[Node]) -> list[_Boundary]:
 
 def _group(trace: StepTrace, graph: set[Node], items: list[ModuleCall]) -> list[_Boundary]:
     """Let normalisation and modules without parameters join the layer module before them."""
-    calls_of = Counter(call.path for call in trace.calls)
+    calls_of = Counter(call.path for call in trace.calls if any(node in graph for node in call.nodes))
     visited: set[Node] = set()
     groups: list[_Boundary] = []
     for call in items:
