@@ -34,7 +34,8 @@ def gram_matrix(activation: Tensor) -> Tensor:
         rows = activation.detach().flatten(1)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # float64 may hold more than float32 can
         rows = (rows / rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)).float()
-        return F.normalize(rows @ rows.T, p=2.0, dim=1)
+        # Of a sample far quieter than the loudest, a row may be shorter than the default eps.
+        return F.normalize(rows @ rows.T, p=2.0, dim=1, eps=torch.finfo(torch.float32).tiny)
 
 
 def gram_distance(first: Tensor, second: Tensor) -> Tensor:

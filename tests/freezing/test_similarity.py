@@ -159,6 +159,12 @@ def test_zero_activations_have_zero_rows():
     )
 
 
+@pytest.mark.parametrize("quiet", [1e-3, 1e-6, 1e-7, 1e-8])
+def test_a_quiet_sample_among_loud_ones_has_a_row_of_unit_length_too(quiet):
+    gram = gram_matrix(torch.diag(torch.tensor([1.0, 1.0, quiet])))
+    np.testing.assert_allclose(gram.numpy(), np.eye(3), atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_broken_activation_gives_nan(bad):
     activation = torch.randn(4, 6)
