@@ -328,6 +328,29 @@ class TestAnnealing:
         # ... but it is deeper than that.
         assert policy.observe(0, None, 0.005, None).depth == 0
 
+    def test_a_later_freeze_does_not_move_the_measure(self):
+        policy = freeze(guided(), learning_rate=0.1)
+        for rate in (0.05, 0.03, 0.02):
+            assert policy.observe(0, None, rate, None) is None
+        table = [[NAN, falling_then_flat(place), moving(place), moving(place)] for place in range(14)]
+        assert [depth for _, depth in feed(policy, table, learning_rate=0.02)] == [2]
+        # Small beside 0.1, though not beside 0.02: the end of a schedule.
+        for rate in (0.009, 0.0009):
+            assert policy.observe(0, None, rate, None) is None
+
+    def test_a_fall_that_ends_near_the_rate_of_the_freeze_is_none(self):
+        policy = freeze(guided(), learning_rate=0.01)
+        for rate in (0.05, 0.005):
+            assert policy.observe(0, None, rate, None) is None
+
+    @pytest.mark.parametrize("rate", [0.1, 0.3, 0.7, 1.1, 1e-3])
+    @pytest.mark.parametrize(
+        "written", [lambda rate: rate * 0.1, lambda rate: rate / 10, lambda rate: rate - 0.9 * rate]
+    )
+    def test_a_tenth_is_a_tenth_however_it_is_rounded(self, rate, written):
+        assert freeze(guided(), learning_rate=rate).observe(0, None, written(rate), None).depth == 0
+        assert freeze(guided(), learning_rate=written(rate)).observe(0, None, rate, None).depth == 0
+
     def test_nothing_frozen_nothing_to_wake(self):
         policy = guided()
         for rate in (0.1, 0.01, 1e-4, 1.0, 0.0, 1.0):
