@@ -114,6 +114,12 @@ def test_a_smaller_batch_is_an_evaluation_that_did_not_happen():
     assert run.engine.evaluations_dropped == 1
 
 
+def test_a_batch_of_one_says_nothing():
+    run = Run(Asked(), batch_size=1).steps(10)
+    assert run.policy.plasticity() == {}
+    assert run.engine.evaluations_done == 0
+
+
 @pytest.mark.parametrize(("refresh", "ages"), [(1, [2, 2, 2, 2]), (2, [2, 4, 2, 4]), (10, [2, 4, 6, 8])])
 def test_the_reference_is_taken_anew_after_so_many_evaluations(refresh, ages):
     run, taken = Run(Asked(), refresh=refresh), []
