@@ -183,7 +183,7 @@ class FrozenPrefix:
         self.version = 0
         self.listeners: list[PrefixListener] = []
         self._frozen_parameters: list[nn.Parameter] = []
-        self._training_before: dict[str, bool] = {}
+        self._training_before: list[tuple[nn.Module, bool]] = []
 
     def set_depth(self, depth: int) -> None:
         """Freeze or unfreeze so that exactly the first ``depth`` layer modules are frozen, and tell the listeners.
@@ -206,7 +206,7 @@ class FrozenPrefix:
         self.depth = depth
         members = [path for layer_module in self.chain.layer_modules[:depth] for path in layer_module.members]
         modules = dict(self.module.named_modules())
-        self._training_before = {path: modules[path].training for path in members}
+        self._training_before = [(modules[path], modules[path].training) for path in members]
         self.assert_modes()
         self.version += 1
         for listener in self.listeners:
@@ -214,17 +214,15 @@ class FrozenPrefix:
 
     def assert_modes(self) -> None:
         """Put the prefix back into evaluation mode, if something (``self.train()`` in a hook, say) took it out."""
-        modules = dict(self.module.named_modules()) if self._training_before else {}
-        for path in self._training_before:
-            modules[path].training = False
+        for module, _ in self._training_before:
+            module.training = False
 
     def _thaw(self) -> None:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
-        modules = dict(self.module.named_modules())
-        for path, training in self._training_before.items():
-            modules[path].training = training
-        self._frozen_parameters, self._training_before = [], {}
+        for module, training in self._training_before:
+            module.training = training
+        self._frozen_parameters, self._training_before = [], []
 
     def check_fits(self) -> None:
         """Compare the chain, as read from a checkpoint, with the model.
