@@ -214,7 +214,7 @@ class FreezingEngine:
         sizes = {pair[0].shape[0] for pair in pairs[self.prefix.depth :] if pair is not None}
         if self._compared_samples is None and sizes:
             self._compared_samples = max(sizes)
-        # The loss depends on the number of samples: a smaller last batch would look like a change of plasticity. And one
+        # The loss depends on the number of samples: a smaller last batch would look like a change of plasticity. One
         # sample is always as similar to itself as before: its loss of zero would look like convergence.
         if sizes != {self._compared_samples} or sizes == {1} or None in pairs[self.prefix.depth :]:
             self.evaluations_dropped += 1
