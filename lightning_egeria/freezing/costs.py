@@ -38,7 +38,6 @@ class TimedBoundaryRecorder(BoundaryRecorder):
     forward_marks: dict[int, tuple[float | torch.cuda.Event, float | torch.cuda.Event]]
     backward_marks: dict[int, float | torch.cuda.Event]
     began: float | torch.cuda.Event | None = None
-    backward_began: float | torch.cuda.Event | None = None
     backward_ended: float | torch.cuda.Event | None = None
 
     def start(self) -> None:
@@ -61,15 +60,15 @@ class TimedBoundaryRecorder(BoundaryRecorder):
     def layer_seconds(self) -> list[float] | None:
         """Forward plus backward seconds of each layer module in this step; None if something was not passed."""
         count = len(self.chain)
-        if self.began is None or self.backward_ended is None or len(self.forward_marks) < count:
+        if self.began is None or self.backward_ended is None:
             return None
-        if len(self.backward_marks) < count:
+        if len(self.forward_marks) < count or len(self.backward_marks) < count:
             return None
-        starts = [self.began, *(left for _, left in (self.forward_marks[i] for i in range(count)))]
-        ends = [*(self.backward_marks[i] for i in range(count))]
+        # The forward of a layer module starts where the one before was left; its backward ends where that one's starts.
+        entered = [self.began, *(self.forward_marks[i][1] for i in range(count - 1))]
+        finished = [self.backward_ended, *(self.backward_marks[i] for i in range(count - 1))]
         return [
-            seconds_between(starts[i], self.forward_marks[i][0])
-            + seconds_between(ends[i], ends[i - 1] if i else self.backward_ended)
+            seconds_between(entered[i], self.forward_marks[i][0]) + seconds_between(self.backward_marks[i], finished[i])
             for i in range(count)
         ]
 

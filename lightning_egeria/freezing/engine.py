@@ -79,7 +79,6 @@ class FreezingEngine:
         self.prefix = prefix
         self.policy = policy
         self.costs = StepCosts()
-        self.events: list[FreezingEvent] = []
         self.evaluations_done = 0
         self.evaluations_dropped = 0
         self.failure: BaseException | None = None
@@ -119,8 +118,6 @@ class FreezingEngine:
         self._loss_count += 1
         if self._capture is not None:
             self._stop_recording(self._capture)
-            if self._capture.recorder.backward_began is None:
-                self._capture.recorder.backward_began = mark(loss.device)
 
     def end_backward(self, device: torch.device) -> None:
         """The backward is done."""
@@ -150,7 +147,6 @@ class FreezingEngine:
             kind = "freeze" if decision.depth > self.prefix.depth else "unfreeze"
             self.prefix.set_depth(decision.depth)
             event = FreezingEvent(step, kind, decision.depth, decision.reason)
-            self.events.append(event)
         if due:
             started = time.perf_counter()
             self.next_evaluation = step + self._every

@@ -106,7 +106,6 @@ class ReferenceModel:
         self._samples = samples
         self._crops: bool | None = None
         self._entries = _copy_entries(module, chain.entries)
-        self.refresh(module)
 
     @torch.no_grad()
     def refresh(self, module: nn.Module) -> None:
