@@ -83,6 +83,10 @@ class ModuleCall:
         """Autograd nodes of the output tensors that carry gradients."""
         return [node for node in self.outputs if node is not None]
 
+    def nodes_in(self, graph: set[Node]) -> list[Node]:
+        """Those of `nodes` that are part of ``graph``: on the way to the loss, say."""
+        return [node for node in self.nodes if node in graph]
+
 
 class StepTrace:
     """Records the module calls of one forward between `start` and `stop`.

@@ -11,6 +11,7 @@ PACKAGE = Path(lightning_egeria.__file__).parent
 # Each file may import files of earlier lines only.
 ORDER = [
     ["errors", "tracing", "freezing"],
+    ["boundaries"],
     ["layers", "report", "freezing.similarity", "freezing.plasticity"],
     ["freezing.policy", "freezing.reference"],
     ["freezing.costs"],

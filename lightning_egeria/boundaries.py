@@ -1,0 +1,166 @@
+"""Where a network can be cut into layer modules, found from the trace of one training step."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections import Counter
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from lightning_egeria.errors import LayerChainError
+from lightning_egeria.tracing import ModuleCall, StepTrace, leaf_of, walk
+
+Boundary = tuple[str, ModuleCall]  # name of the layer module, the call whose output ends it
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether it holds more than normalisation: some parameter with two dimensions or more."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def trainable_leaves(nodes: list[Node]) -> list[nn.Parameter]:
+    """Parameters among the leaves; each once, although autocast puts a cast of it into the graph too."""
+    return list(dict.fromkeys(leaf for node in nodes if isinstance(leaf := leaf_of(node), nn.Parameter)))
+
+
+def _feeds(first: ModuleCall, second: ModuleCall, barrier: set[Node]) -> bool:
+    """Whether the output of ``first`` goes into ``second`` on a way that does not pass ``barrier`` otherwise."""
+    targets = set(first.nodes)
+    seen = set(second.nodes)
+    queue = list(seen)
+    for node in queue:
+        if node in targets:
+            return True
+        if node not in barrier:
+            new = [upstream for upstream, _ in node.next_functions if upstream is not None and upstream not in seen]
+            seen.update(new)
+            queue.extend(new)
+    return False
+
+
+def _is_stack(call: ModuleCall) -> bool:
+    """Whether it runs the elements of one of its own module lists one behind the other (a transformer encoder)."""
+    for child in call.module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            inside = set(child.children())
+            elements = [c for c in call.children if c.module in inside and _has_weights(c.module) and c.nodes]
+            if len(elements) > 1 and all(_feeds(a, b, set()) for a, b in itertools.pairwise(elements)):
+                return True
+    return False
+
+
+def _expand(call: ModuleCall, always: bool = False) -> list[ModuleCall]:
+    """The calls that stand for ``call`` in the chain: its children where it is only a container of them."""
+    if not any(_has_weights(child.module) for child in call.children):
+        return [call]
+    container = isinstance(call.module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+    if always or call.parent is None or container or _is_stack(call):
+        return [part for child in call.children for part in _expand(child)]
+    return [call]
+
+
+def find_boundaries(trace: StepTrace, graph: set[Node]) -> list[Boundary]:
+    """Boundaries without the user's help. The last weights are the head and no layer module."""
+    items = [part for root in trace.roots if root.nodes_in(graph) for part in _expand(root)]
+    sizes = {call: sum(p.numel() for p in call.module.parameters()) for call in items}
+    while sizes:
+        largest = max(sizes, key=lambda call: sizes[call])
+        if sizes[largest] * 2 <= sum(sizes.values()):
+            break
+        # One module that holds most of the network is a wrapper around it, whatever its class: look inside. What has no
+        # inside (a large head, an embedding) is left out of the comparison, or it would hide such a wrapper.
+        del sizes[largest]
+        parts = _expand(largest, always=True)
+        if parts != [largest]:
+            position = items.index(largest)
+            items[position : position + 1] = parts
+            sizes.update({call: sum(p.numel() for p in call.module.parameters()) for call in parts})
+    return _group(trace, graph, items)[:-1]
+
+
+def _group(trace: StepTrace, graph: set[Node], items: list[ModuleCall]) -> list[Boundary]:
+    """Let normalisation and modules without parameters join the layer module before them."""
+    calls_of = Counter(call.path for call in trace.calls if call.nodes_in(graph))
+    visited: set[Node] = set()
+    groups: list[Boundary] = []
+    for call in items:
+        nodes = call.nodes_in(graph)
+        if not nodes:
+            continue
+        joins = bool(groups) and calls_of[call.path] == 1 and _feeds(groups[-1][1], call, visited)
+        new = walk(nodes, visited)
+        if _has_weights(call.module) and trainable_leaves(new):
+            groups.append((call.path, call))
+        elif joins:
+            groups[-1] = (groups[-1][0], call)
+    return groups
+
+
+def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> list[Boundary]:
+    """Boundaries that the user named."""
+    paths = {part: path for path, part in trace.module.named_modules()}
+    known = {path: paths[part] for path, part in trace.module.named_modules(remove_duplicate=False) if path}
+    # A later call under no_grad (of a model that is its own teacher) is not on the way to the loss.
+    last_call = {call.path: call for call in trace.calls if call.nodes_in(graph)}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            ending = [path for path in known if path.endswith(f".{name}")]
+            hint = ", ".join(repr(path) for path in dict.fromkeys([*ending, *near])) or repr(list(known)[:5])
+            raise LayerChainError(f"layer_modules: there is no module {name!r}; did you mean {hint}?")
+        if known[name] not in last_call:
+            raise LayerChainError(
+                f"layer_modules: {name!r} was not called on the way to the loss of this training step, or nothing that "
+                "trains stands before its output"
+            )
+    names = [known[name] for name in names]  # a module may be reached by several names; the trace knows the first
+    in_order = sorted(set(names), key=lambda name: last_call[name].end)
+    if names != in_order:
+        raise LayerChainError(f"layer_modules must be in execution order without repetition: {in_order}, got {names}")
+    return [(name, last_call[name]) for name in names]
+
+
+def separate_shared_weights(
+    module: nn.Module, graph: set[Node], boundaries: list[Boundary]
+) -> tuple[list[Boundary], int, list[str]]:
+    """Drop boundaries that cut a shared weight in two; returns those left, the deepest allowed depth and notes.
+
+    A weight that is used on both sides of a boundary would have to be frozen and active at once. If its last use is in
+    a later layer module, all up to there freeze together; if it is in or behind the head, its first use never freezes.
+    """
+    beyond = len(boundaries)
+    place = dict.fromkeys(graph, beyond)
+    visited: set[Node] = set()
+    for index, (_, call) in enumerate(boundaries):
+        for node in walk(call.nodes_in(graph), visited):
+            place[node] = index
+    uses: dict[nn.Parameter, tuple[int, int]] = {}
+    for node in graph:
+        for upstream, _ in node.next_functions:
+            leaf = leaf_of(upstream) if upstream is not None else None
+            if isinstance(leaf, nn.Parameter):
+                first, last = uses.get(leaf, (beyond, -1))
+                uses[leaf] = (min(first, place[node]), max(last, place[node]))
+    shared: dict[tuple[int, int], set[Tensor]] = {}
+    for leaf, span in uses.items():
+        if span[0] < span[1]:
+            shared.setdefault(span, set()).add(leaf)
+    cut = [False] * beyond
+    limit = beyond
+    notes: list[str] = []
+    for (first, last), leaves in sorted(shared.items(), key=lambda item: item[0]):
+        names = [name for name, parameter in module.named_parameters() if parameter in leaves]
+        label = (repr(names[0]) if names else "a weight") + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        if last < beyond:
+            notes.append(f"{boundaries[first][0]!r} to {boundaries[last][0]!r} share {label} and freeze together")
+            cut[first:last] = [True] * (last - first)
+        elif first < limit:
+            notes.append(
+                f"{label}: used both in {boundaries[first][0]!r} and behind the last layer module (tied weights, "
+                "or a module that is called twice), so nothing from there on can freeze"
+            )
+            limit = first
+    kept = [boundary for index, boundary in enumerate(boundaries) if not cut[index]]
+    return kept, sum(not cut[index] for index in range(limit)), notes
