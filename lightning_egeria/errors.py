@@ -23,3 +23,7 @@ class CheckpointError(EgeriaError):
 
 class UnsupportedError(EgeriaError):
     """The Trainer is set up in a way that freezing was not made for; the message says what to use instead."""
+
+
+class WorkerError(EgeriaError):
+    """A call in a worker process failed: what it ran raised, or the process ended."""

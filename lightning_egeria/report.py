@@ -37,7 +37,11 @@ class Savings:
         seconds_saved: estimate: for each depth, the steps done there times the difference of the mean step times, less
             ``evaluation_seconds``. Negative where nothing was gained. None if it could not be measured.
         evaluations_done: evaluations that the policy saw.
-        evaluations_dropped: evaluations that came to nothing.
+        evaluations_late: evaluations that the reference had not answered when the answer was due.
+        evaluations_dropped: evaluations that came to nothing for another reason.
+        reference_precision: that the reference ran in last; None if it never answered.
+        bytes_per_evaluation: what the last one sent to the reference; 0 if there was none.
+        bytes_per_snapshot: size of the last snapshot of the weights.
     """
 
     layer_modules: tuple[LayerModuleSavings, ...]
@@ -47,7 +51,11 @@ class Savings:
     evaluation_seconds: float
     seconds_saved: float | None
     evaluations_done: int
+    evaluations_late: int
     evaluations_dropped: int
+    reference_precision: str | None
+    bytes_per_evaluation: int
+    bytes_per_snapshot: int
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for a JSON file."""
@@ -96,6 +104,10 @@ def _sums(savings: Savings) -> list[tuple[str, str]]:
         ("step before the first freeze", _milliseconds(savings.step_seconds_before)),
         ("step after the last freeze", _milliseconds(savings.step_seconds_after)),
         ("evaluations", f"{savings.evaluations_done} ({savings.evaluation_seconds:.1f} s)"),
+        ("evaluations late, dropped", f"{savings.evaluations_late}, {savings.evaluations_dropped}"),
+        ("reference", savings.reference_precision or "-"),
+        ("sent for an evaluation", f"{savings.bytes_per_evaluation / 1e6:.1f} MB each"),
+        ("sent for a new reference", f"{savings.bytes_per_snapshot / 1e6:.1f} MB each"),
         ("estimated time saved", verdict),
     ]
 

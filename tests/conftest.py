@@ -11,6 +11,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 from tqdm import tqdm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -20,6 +21,10 @@ _GRACE_S = 5.0
 
 # tqdm's monitor is one thread per process that outlives every progress bar.
 tqdm.monitor_interval = 0
+
+
+# Networks in tests are small: more threads only wait for each other, and for whatever else the machine does.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

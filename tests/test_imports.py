@@ -1,6 +1,8 @@
 """Imports point one way: pure core -> engine -> adapters -> application."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,19 @@ ORDER = [
     ["errors", "tracing", "freezing"],
     ["boundaries"],
     ["layers", "report", "freezing.similarity", "freezing.plasticity"],
-    ["freezing.policy", "freezing.reference"],
-    ["freezing.costs"],
+    [
+        "freezing.policy",
+        "freezing.recording",
+        "freezing.limits",
+        "freezing.parcels",
+        "freezing.compilation",
+        "freezing.metric",
+    ],
+    ["freezing.costs", "freezing.precision", "freezing.workers"],
+    ["freezing.reference"],
+    ["freezing.capture", "freezing.pool"],
     ["freezing.engine"],
+    ["freezing.display"],
     ["freezing.callback"],
     [""],
     ["demos", "demos.images", "demos.resnet", "demos.classifier"],
@@ -23,7 +35,7 @@ ORDER = [
     ["train"],
 ]
 PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
-ADAPTERS = {"freezing.callback", "demos.classifier", "demos.data", "train"}
+ADAPTERS = {"freezing.callback", "freezing.display", "demos.classifier", "demos.data", "train"}
 
 
 def name_of(path):
@@ -72,3 +84,12 @@ def test_the_public_names():
         "similarity_preserving_loss",
     ]
     assert all(hasattr(lightning_egeria, name) for name in lightning_egeria.__all__)
+
+
+def test_a_worker_imports_neither_lightning_nor_torchmetrics():
+    """They take longer to import than torch, and each worker would."""
+    program = (
+        "import sys, lightning_egeria.freezing.workers, lightning_egeria.freezing.reference;"
+        "sys.exit(any(name in sys.modules for name in ('lightning', 'torchmetrics')))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=PACKAGE.parent)

@@ -17,7 +17,11 @@ SAVINGS = Savings(
     evaluation_seconds=1.5,
     seconds_saved=12.5,
     evaluations_done=30,
-    evaluations_dropped=1,
+    evaluations_late=4,
+    evaluations_dropped=3,
+    reference_precision="bf16",
+    bytes_per_evaluation=1_234_567,
+    bytes_per_snapshot=98_765_432,
 )
 
 
@@ -29,7 +33,20 @@ def text(savings, metrics=None):
 
 def test_every_number_is_there():
     printed = text(SAVINGS, {"val/acc": 0.98765})
-    words = ["net.stem", "120", "12.3%", "active", "1/2", "200.0 ms", "150.0 ms", "30 (1.5 s)", "12.5 s", "0.9877"]
+    words = [
+        "net.stem",
+        "120",
+        "12.3%",
+        "active",
+        "1/2",
+        "200.0 ms",
+        "150.0 ms",
+        "30 (1.5 s)",
+        "12.5 s",
+        "0.9877",
+        "4, 3",
+    ]
+    words += ["bf16", "1.2 MB each", "98.8 MB each"]
     for word in words:
         assert word in printed
 

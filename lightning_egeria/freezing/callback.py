@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import logging
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
 from torch import Tensor
 
 from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError, UnsupportedError
+from lightning_egeria.freezing.compilation import eager
+from lightning_egeria.freezing.display import ProgressBarEntry, log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
+from lightning_egeria.freezing.limits import depth_limit, one_optimizer_limit
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
-from lightning_egeria.freezing.reference import InlineExecutor
+from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing.reference import ReferenceModel
 from lightning_egeria.layers import FrozenPrefix, LayerChain
 from lightning_egeria.report import LayerModuleSavings, Savings, savings_table
 from lightning_egeria.tracing import StepTrace
 
-# A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
-_log = logging.getLogger("lightning.pytorch.lightning_egeria")
-
-STATE_VERSION = 1
+STATE_VERSION = 2
 EVALUATIONS_PER_RUN = 200  # bounds the evaluations' cost by that many forwards, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
 
@@ -42,12 +46,23 @@ class KnowledgeGuidedFreezing(pl.Callback):
         refresh_every_n_evaluations: after so many, the reference model takes over the weights of the moment. With the
             policy's ``window_evaluations`` of the same length, the refresh does not show in the smoothed plasticity.
         evaluation_samples: how many samples of a batch are compared at most.
+        reference_precision: of the reference model. ``"auto"`` measures which is fastest, or takes float32 in a
+            deterministic run; a precision whose noise would show in plasticity gives way to a higher one.
+        workers: processes that run the reference; 0 runs it in the training thread, to the same result. With more
+            than one, an answer has as many evaluation intervals' time.
+        threads_per_worker: cores that each of them may use.
+        timeout_s: a worker that has not answered for so many seconds is ended and replaced.
+        deterministic: wait for answers that are due instead of going on without them, so that two runs of one seed
+            freeze at the same steps, and keep the weights of the reference in checkpoints. None asks the Trainer.
+        max_frozen_fraction: share of the layer modules that may be frozen at most; in (0, 1].
+        freeze_until: path of the last module that may freeze; None leaves it to the policy.
+        never_freeze: paths of modules that never freeze, nor anything behind them.
 
     Attributes:
         events: every freeze and unfreeze so far.
 
     Raises:
-        ArgumentError: an interval is below 1, or ``evaluation_samples`` below 2.
+        ArgumentError: an argument is out of its range.
 
     """
 
@@ -58,27 +73,55 @@ class KnowledgeGuidedFreezing(pl.Callback):
         evaluate_every_n_steps: int | None = None,
         refresh_every_n_evaluations: int = 10,
         evaluation_samples: int = 64,
+        reference_precision: Literal["auto", "bf16", "float32"] = "auto",
+        workers: int = 1,
+        threads_per_worker: int = 1,
+        timeout_s: float = 120.0,
+        deterministic: bool | None = None,
+        max_frozen_fraction: float = 1.0,
+        freeze_until: str | None = None,
+        never_freeze: Sequence[str] = (),
     ) -> None:
-        if evaluate_every_n_steps is not None and evaluate_every_n_steps < 1:
-            raise ArgumentError(f"evaluate_every_n_steps must be at least 1 or None, got {evaluate_every_n_steps}")
-        if refresh_every_n_evaluations < 1:
-            raise ArgumentError(f"refresh_every_n_evaluations must be at least 1, got {refresh_every_n_evaluations}")
-        if evaluation_samples < 2:
-            raise ArgumentError(f"evaluation_samples must be at least 2, got {evaluation_samples}")
-        if isinstance(layer_modules, str):
-            raise ArgumentError(f"layer_modules must be a list of names, got the single text {layer_modules!r}")
+        for name, value, least in (
+            ("evaluate_every_n_steps", 1 if evaluate_every_n_steps is None else evaluate_every_n_steps, 1),
+            ("refresh_every_n_evaluations", refresh_every_n_evaluations, 1),
+            ("evaluation_samples", evaluation_samples, 2),
+            ("workers", workers, 0),
+            ("threads_per_worker", threads_per_worker, 1),
+        ):
+            if value < least:
+                raise ArgumentError(f"{name} must be at least {least}, got {value}")
+        for name, names in (("layer_modules", layer_modules), ("never_freeze", never_freeze)):
+            if isinstance(names, str):
+                raise ArgumentError(f"{name} must be a list of names, got the single text {names!r}")
+        if reference_precision not in ("auto", "bf16", "float32"):
+            raise ArgumentError(f"reference_precision must be 'auto', 'bf16' or 'float32', got {reference_precision!r}")
+        if not timeout_s > 0:
+            raise ArgumentError(f"timeout_s must be greater than 0, got {timeout_s}")
+        if not 0 < max_frozen_fraction <= 1:
+            raise ArgumentError(f"max_frozen_fraction must be in (0, 1], got {max_frozen_fraction}")
         self.policy = policy
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.refresh_every_n_evaluations = refresh_every_n_evaluations
         self.evaluation_samples = evaluation_samples
+        self.reference_precision = reference_precision
+        self.workers = workers
+        self.threads_per_worker = threads_per_worker
+        self.timeout_s = timeout_s
+        self.deterministic = deterministic
+        self.max_frozen_fraction = max_frozen_fraction
+        self.freeze_until = freeze_until
+        self.never_freeze = list(never_freeze)
         self.events: list[FreezingEvent] = []
         self._named_layer_modules = None if layer_modules is None else list(layer_modules)
         self._chain: LayerChain | None = None
         self._engine: FreezingEngine | None = None
         self._trace: StepTrace | None = None
+        self._uncompiled = contextlib.ExitStack()
+        self._bar_entry: ProgressBarEntry | None = None
         self._every = 0
         self._active = False
-        self._failure_told = False
+        self._waits = False
         self._step_before = 0
         self._learning_rate = math.nan
         self._restored: dict[str, Any] | None = None
@@ -117,8 +160,12 @@ class KnowledgeGuidedFreezing(pl.Callback):
             step_seconds_after=costs.mean_seconds(self.frozen_depth) if self.frozen_depth else None,
             evaluation_seconds=costs.evaluation_seconds,
             seconds_saved=None if saved is None else saved - costs.evaluation_seconds,
-            evaluations_done=self._engine.evaluations_done,
-            evaluations_dropped=self._engine.evaluations_dropped,
+            evaluations_done=self._engine.counts.done,
+            evaluations_late=self._engine.counts.late,
+            evaluations_dropped=self._engine.counts.dropped,
+            reference_precision=self._engine.precision,
+            bytes_per_evaluation=self._engine.pool.evaluation_bytes,
+            bytes_per_snapshot=self._engine.pool.snapshot_bytes,
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -134,8 +181,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
         """Start anew; see that there is something to train on."""
         self._close()
         self._chain = self._engine = None
-        self._failure_told = False
         self._active = not getattr(trainer, "fast_dev_run", False)
+        asked = torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
+        self._waits = asked
         if not self._active:
             return
         steps = trainer.estimated_stepping_batches  # has the data loaders made
@@ -165,11 +213,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if not self._active:
             return
         self._step_before = trainer.global_step
-        if trainer.optimizers:
-            self._learning_rate = float(trainer.optimizers[0].param_groups[0]["lr"])
+        self._learning_rate = self._front_learning_rate(trainer, pl_module)
         if self._engine is not None:
             self._engine.begin_step(trainer.global_step)
         else:
+            self._uncompiled.enter_context(eager())
             self._trace = StepTrace(pl_module)
             self._trace.start()
 
@@ -177,11 +225,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
         """The forward is over: nothing is observed any longer."""
         if not self._active:
             return
-        if self._trace is not None:
-            trace, self._trace = self._trace, None
-            trace.stop()
+        trace = self._stop_trace()
+        if trace is not None:
             chain = LayerChain.from_trace(trace, loss, self._named_layer_modules)
-            self._start_engine(trainer, pl_module, chain, None)
+            self._start_engine(trainer, pl_module, self._limited(trainer, pl_module, chain), None)
             for note in chain.notes:
                 rank_zero_warn(f"freezing: {note}")
         if self._engine is not None:
@@ -196,23 +243,19 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Apply the decision that is due, ask for the next evaluation."""
-        if self._trace is not None:
-            self._trace.stop()  # the step was skipped: no loss, no backward; the next one is observed instead
-            self._trace = None
+        self._stop_trace()  # a skipped step has no loss and no backward; the next one is observed instead
         if self._engine is None:
             return
         self._engine.end_batch()
         if trainer.global_step > self._step_before:
+            due = trainer.global_step >= self._engine.next_evaluation
             event = self._engine.end_step(trainer.global_step, self._learning_rate)
             if event is not None:
-                self._tell(event)
-        if self._engine.failure is not None and not self._failure_told:
-            self._failure_told = True
-            failure = self._engine.failure
-            rank_zero_warn(
-                f"freezing: the reference model of {type(pl_module).__name__} failed with {type(failure).__name__}: "
-                f"{failure}. Training goes on; no more layer modules will freeze"
-            )
+                self.events.append(event)
+                tell_event(event, self._engine)
+            if due or event is not None:
+                log_metrics(trainer, self._engine)
+        tell_messages(self._engine)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print what was saved, beside the metrics."""
@@ -229,13 +272,18 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain types only: the layer chain, the policy, and what has happened so far."""
+        """Plain types only: the layer chain, the policy, and what has happened so far.
+
+        In a deterministic run also the weights of the reference, which is as much again as the model's own.
+        """
+        engine = self._engine
         return {
             "version": STATE_VERSION,
             "chain": self._chain.to_state() if self._chain is not None else None,
-            "policy": self._engine.policy.state_dict() if self._engine is not None else None,
-            "policy_class": type(self._engine.policy).__name__ if self._engine is not None else None,
-            "next_evaluation": self._engine.next_evaluation if self._engine is not None else None,
+            "policy": engine.policy.state_dict() if engine is not None else None,
+            "policy_class": type(engine.policy).__name__ if engine is not None else None,
+            "engine": engine.state_dict(with_reference=self._waits) if engine is not None else None,
+            "depth": self.frozen_depth,
             "events": [vars(event) for event in self.events],
         }
 
@@ -252,43 +300,83 @@ class KnowledgeGuidedFreezing(pl.Callback):
             )
         self._restored = state_dict
 
+    def _limited(self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain) -> LayerChain:
+        """The chain with the depth that the user and the optimizers allow."""
+        limit = depth_limit(chain, self.max_frozen_fraction, self.freeze_until, self.never_freeze)
+        names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        owners = {
+            names[parameter]: number
+            for number, optimizer in enumerate(trainer.optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in names
+        }
+        of_one = one_optimizer_limit(chain, owners)
+        if of_one < limit:
+            rank_zero_warn(
+                f"freezing: {chain.names[of_one]!r} belongs to another optimizer than the layer modules before it, so "
+                f"at most {of_one} of {len(chain)} layer modules will freeze; layer_modules=[...] chooses others"
+            )
+        return dataclasses.replace(chain, max_depth=min(limit, of_one))
+
+    def _front_learning_rate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float:
+        """Of the parameter group that holds the front of the network; of the first one until the chain is known."""
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if self._chain is not None:
+            parameters = dict(pl_module.named_parameters())
+            front = {id(parameters[name]) for name in self._chain.layer_modules[0].parameters}
+            groups = [g for g in groups if any(id(p) in front for p in g["params"])] or groups
+        return float(groups[0]["lr"]) if groups else math.nan
+
     def _start_engine(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, restored: dict[str, Any] | None
     ) -> None:
         prefix = FrozenPrefix(pl_module, chain)
         prefix.check_fits()
         policy = copy.deepcopy(self.policy) if self.policy is not None else FreezingPolicy()
+        if restored is not None and restored["policy_class"] != type(policy).__name__:
+            raise CheckpointError(
+                f"the checkpoint was written under a {restored['policy_class']}, and the callback has a "
+                f"{type(policy).__name__}: give it the same policy, or leave ckpt_path out to start anew"
+            )
         policy.start(chain.max_depth)
+        before = restored["engine"] if restored is not None else {"precision": None, "crops": None}
+        precision = before["precision"] or self.reference_precision
+        if precision == "auto" and self._waits:
+            precision = "float32"  # what is fastest may differ from run to run
+        make = functools.partial(ReferenceModel, chain, self.evaluation_samples, precision, before["crops"] or None)
         self._chain = chain
         self._engine = FreezingEngine(
             prefix,
             policy,
-            InlineExecutor(),
+            ReferencePool(make, chain.entries, self.workers, self.threads_per_worker, self.timeout_s),
             evaluate_every_n_steps=self._every,
             refresh_every_n_evaluations=self.refresh_every_n_evaluations,
             evaluation_samples=self.evaluation_samples,
+            in_flight=max(1, self.workers),
+            wait_s=self.timeout_s if self._waits else 0.0,
+            adapt=self.evaluate_every_n_steps is None,
             step=trainer.global_step,
         )
+        self._bar_entry = ProgressBarEntry(trainer, self._engine)
         if restored is not None:
-            if restored["policy_class"] != type(policy).__name__:
-                raise CheckpointError(
-                    f"the checkpoint was written under a {restored['policy_class']}, and the callback has a "
-                    f"{type(policy).__name__}: give it the same policy, or leave ckpt_path out to start anew"
-                )
             policy.load_state_dict(restored["policy"])
-            self._engine.next_evaluation = restored["next_evaluation"]
             self.events = [FreezingEvent(**event) for event in restored["events"]]
-            prefix.set_depth(self.frozen_depth)
+            prefix.set_depth(restored["depth"])
+            self._engine.load_state_dict(restored["engine"])
+        if not self._engine.pool.has_snapshot:
+            self._engine.refresh_reference()
 
-    def _tell(self, event: FreezingEvent) -> None:
-        self.events.append(event)
-        verb = "froze" if event.kind == "freeze" else "unfroze"
-        total = len(self.layer_modules)
-        _log.info(f"step {event.step}: {verb}, now {event.depth}/{total} layer modules are frozen: {event.reason}")
+    def _stop_trace(self) -> StepTrace | None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.stop()
+        self._uncompiled.close()
+        return trace
 
     def _close(self) -> None:
-        if self._trace is not None:
-            self._trace.stop()
-            self._trace = None
+        self._stop_trace()
         if self._engine is not None:
             self._engine.close()
+        if self._bar_entry is not None:
+            self._bar_entry.remove()

@@ -9,7 +9,7 @@ import time
 import torch
 from torch import Tensor
 
-from lightning_egeria.freezing.reference import BoundaryRecorder
+from lightning_egeria.freezing.recording import BoundaryRecorder
 
 WARM_UP_STEPS = 3  # after the start and after each change of depth: allocators and caches settle
 
@@ -52,6 +52,13 @@ class TimedBoundaryRecorder(BoundaryRecorder):
         self.forward_marks[index] = (arrived, mark(activation.device))
         if activation.requires_grad:
             activation.register_hook(lambda grad: self.backward_marks.__setitem__(index, mark(grad.device)))
+
+    @property
+    def timed(self) -> bool:
+        """Whether all marks have been reached, which a GPU does some time after the step."""
+        marks = [self.began, self.backward_ended, *self.backward_marks.values()]
+        marks += [moment for pair in self.forward_marks.values() for moment in pair]
+        return all(moment.query() for moment in marks if isinstance(moment, torch.cuda.Event))
 
     def gram_seconds(self) -> float:
         """What the Gram matrices of this step took."""

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
+import logging
 import math
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_egeria.freezing.costs import StepCosts, TimedBoundaryRecorder, mark
+from lightning_egeria.errors import WorkerError
+from lightning_egeria.freezing.capture import StepCapture
+from lightning_egeria.freezing.compilation import forget_compiled
+from lightning_egeria.freezing.costs import StepCosts
 from lightning_egeria.freezing.policy import Policy
-from lightning_egeria.freezing.reference import NetworkCall, ReferenceModel
-from lightning_egeria.freezing.similarity import gram_distance
+from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing.reference import Comparison
 from lightning_egeria.layers import FrozenPrefix
-from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
+
+FAILURES_TO_STOP = 3  # in a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,59 +44,83 @@ class FreezingEvent:
 
 
 @dataclasses.dataclass
-class _Capture:
-    """One evaluation on its way: what the training step showed, and later the reference's answer."""
+class EvaluationCounts:
+    """What became of the evaluations.
 
-    version: int
-    recorder: TimedBoundaryRecorder
-    calls: list[NetworkCall]
-    replacements: ForwardReplacements
-    answer: Future[list[Tensor | None]] | None = None
+    Attributes:
+        done: the policy saw them.
+        late: the reference had not answered when the answer was due.
+        dropped: all others that came to nothing: no worker was free, the prefix had changed, the batch was smaller.
+        failed: the reference raised, or its process ended.
+    """
+
+    done: int = 0
+    late: int = 0
+    dropped: int = 0
+    failed: int = 0
 
 
 class FreezingEngine:
-    """Captures boundary activations, has the reference run on the same inputs, and asks the policy.
+    """Observes evaluation steps, has the reference compare them, and asks the policy.
 
-    Call `begin_step`, `end_forward`, `end_backward` and `end_step` in this order around each training step. What the
-    evaluation of one evaluation step says is applied at the next one; an answer that is late by then, or that was
-    asked at another prefix version, is dropped and counted.
+    Call `begin_step`, `end_forward`, `end_backward`, `end_batch` and `end_step` in this order around each training
+    step. What one evaluation says is applied at the next evaluation step, or with more than one worker that many
+    evaluation steps later. An answer that is not there by then, or that was asked at another prefix version, is dropped
+    and counted.
 
     Args:
         prefix: the frozen prefix of the model in training.
         policy: decides; `Policy.start` must have been called.
-        executor: runs the reference model. `InlineExecutor` runs it in the training thread.
+        pool: of the reference models.
         evaluate_every_n_steps: optimizer steps from one evaluation to the next.
         refresh_every_n_evaluations: evaluations after which the reference takes over the weights again.
         evaluation_samples: how many samples of a batch are compared at most.
+        in_flight: how many evaluations may be under way; as many as there are workers.
+        wait_s: seconds to wait for an answer that is due; 0 leaves it at that.
+        adapt: evaluate half as often whenever an answer is late.
         step: optimizer steps done before.
+
+    Attributes:
+        messages: what the user should be told, as logging levels and texts; whoever tells it removes it.
     """
 
     def __init__(
         self,
         prefix: FrozenPrefix,
         policy: Policy,
-        executor: Executor,
+        pool: ReferencePool,
         evaluate_every_n_steps: int,
         refresh_every_n_evaluations: int,
         evaluation_samples: int,
+        in_flight: int = 1,
+        wait_s: float = 0.0,
+        adapt: bool = False,
         step: int = 0,
     ) -> None:
         self.prefix = prefix
         self.policy = policy
+        self.pool = pool
         self.costs = StepCosts()
-        self.evaluations_done = 0
-        self.evaluations_dropped = 0
-        self.failure: BaseException | None = None
-        self._executor = executor
-        self._every = evaluate_every_n_steps
+        self.counts = EvaluationCounts()
+        self.messages: list[tuple[int, str]] = []
+        self.evaluate_every_n_steps = evaluate_every_n_steps
+        self.next_evaluation = step + evaluate_every_n_steps
+        self.plasticity: tuple[float, ...] | None = None
+        self.reference_age = 0
+        self.precision: str | None = None
+        self.stopped = False
         self._refresh_every = refresh_every_n_evaluations
         self._samples = evaluation_samples
-        self.next_evaluation = step + evaluate_every_n_steps
-        self._reference: ReferenceModel | None = None
-        self._reference_age = 0
+        self._in_flight = in_flight
+        self._wait_s = wait_s
+        self._adapt = adapt
+        self._crops = False
         self._compared_samples: int | None = None
-        self._capture: _Capture | None = None
-        self._pending: _Capture | None = None
+        self._failures = 0
+        self._capture: StepCapture | None = None
+        # One entry per evaluation step; None where there was nothing to evaluate.
+        self._pending: collections.deque[StepCapture | None] = collections.deque()
+        self._overdue: list[Future[Comparison]] = []
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._began = 0.0
@@ -99,17 +128,32 @@ class FreezingEngine:
 
     def prefix_changed(self, prefix: FrozenPrefix) -> None:
         """An evaluation of the prefix before says nothing of the one after."""
-        if self._pending is not None and self._pending.version != prefix.version:
-            self._pending = None
-            self.evaluations_dropped += 1
+        self.counts.dropped += sum(capture is not None for capture in self._pending)
+        self._pending = collections.deque(None for _ in self._pending)
+        forget_compiled()
 
     def begin_step(self, step: int) -> None:
         """The forward of optimizer step ``step + 1`` is about to run (or, in an accumulation window, a part of it)."""
         self._began = time.perf_counter()
         self.prefix.assert_modes()
         due = step + 1 >= self.next_evaluation
-        if due and self._reference is not None and self._capture is None and self.policy.wants_reference:
-            self._capture = self._start_capture()
+        if due and self._capture is None and self.pool.has_snapshot and self._wants_reference():
+            self._capture = StepCapture(self.prefix, self._samples, self._crops)
+            self._capture.start()
+
+    def refresh_reference(self) -> None:
+        """Take a snapshot if it is time; the first, before the first step, is of the weights that were given."""
+        if not self._wants_reference():
+            self.pool.drop_snapshot()
+            return
+        self.reference_age += 1
+        if self.pool.has_snapshot and self.reference_age < self._refresh_every:
+            return
+        self.reference_age = 0
+        try:
+            self.pool.take_snapshot(self.prefix.module)
+        except Exception as error:  # packing runs the user's own code, which may raise anything
+            self._failed(f"{type(error).__name__}: {error}")
 
     def end_forward(self, loss: Tensor) -> None:
         """The forward is done and gave ``loss``; its backward comes now."""
@@ -117,17 +161,17 @@ class FreezingEngine:
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
         self._loss_count += 1
         if self._capture is not None:
-            self._stop_recording(self._capture)
+            self._capture.stop()
 
     def end_backward(self, device: torch.device) -> None:
         """The backward is done."""
-        if self._capture is not None and self._capture.recorder.backward_ended is None:
-            self._capture.recorder.backward_ended = mark(device)
+        if self._capture is not None:
+            self._capture.backward_ended(device)
 
     def end_batch(self) -> None:
         """A batch is done, whether or not an optimizer step came with it."""
         if self._capture is not None:
-            self._stop_recording(self._capture)
+            self._capture.stop()
         self.costs.add(self.prefix.depth, time.perf_counter() - self._began, evaluated=self._capture is not None)
 
     def end_step(self, step: int, learning_rate: float) -> FreezingEvent | None:
@@ -138,9 +182,9 @@ class FreezingEngine:
             learning_rate: that this step was done with.
         """
         due = step >= self.next_evaluation
-        plasticity = self._collect() if due else None
+        self.plasticity = self._collect() if due else None
         loss = self._mean_loss() if due else None
-        decision = self.policy.observe(step, plasticity, learning_rate, loss)
+        decision = self.policy.observe(step, self.plasticity, learning_rate, loss)
         capture, self._capture = self._capture, None
         event = None
         if decision is not None and decision.depth != self.prefix.depth:
@@ -149,89 +193,164 @@ class FreezingEngine:
             event = FreezingEvent(step, kind, decision.depth, decision.reason)
         if due:
             started = time.perf_counter()
-            self.next_evaluation = step + self._every
-            if capture is not None:
-                self._dispatch(capture)
-            self._refresh_reference()
+            self.next_evaluation = step + self.evaluate_every_n_steps
+            self._dispatch(capture)
+            self.refresh_reference()
             self.costs.evaluation_seconds += time.perf_counter() - started
         return event
 
     def close(self) -> None:
-        """Leave the model as the user made it, with nothing frozen. Safe to call twice."""
+        """Leave the model as the user made it, with nothing frozen, and end the workers. Safe to call twice."""
         if self._capture is not None:
-            self._stop_recording(self._capture)
-        self._capture = self._pending = self._reference = None
+            self._capture.stop()
+        self._capture = None
+        self._pending.clear()
+        self.pool.close()
         self.prefix.set_depth(0)
 
-    def _start_capture(self) -> _Capture:
-        module, chain = self.prefix.module, self.prefix.chain
-        modules = dict(module.named_modules())
-        recorder = TimedBoundaryRecorder(modules, chain, self._samples, first=self.prefix.depth)
-        capture = _Capture(self.prefix.version, recorder, [], ForwardReplacements())
-        for entry in chain.entries:
-            capture.replacements.replace(modules[entry], functools.partial(_record_call, entry, capture))
-        recorder.start()
-        return capture
+    def state_dict(self, with_reference: bool) -> dict[str, Any]:
+        """Plain types and tensors only; the policy's state is not in it.
 
-    def _stop_recording(self, capture: _Capture) -> None:
-        capture.recorder.stop()
-        capture.replacements.restore()
+        Args:
+            with_reference: also keep the weights of the reference, and wait for the evaluations under way.
+        """
+        pending = [None if not with_reference or c is None else self._waited(c) for c in self._pending]
+        return {
+            "next_evaluation": self.next_evaluation,
+            "evaluate_every_n_steps": self.evaluate_every_n_steps,
+            "reference_age": self.reference_age,
+            "precision": self.precision,
+            "crops": self._crops,
+            "compared_samples": self._compared_samples,
+            "loss_sum": None if self._loss_sum is None else float(self._loss_sum),
+            "loss_count": self._loss_count,
+            "counts": vars(self.counts).copy(),
+            "pending": [None if answer is None else vars(answer) for answer in pending],
+            "reference": self.pool.snapshot_tensors() if with_reference else None,
+        }
 
-    def _dispatch(self, capture: _Capture) -> None:
-        if capture.version != self.prefix.version or self._reference is None or not capture.calls:
-            self.evaluations_dropped += 1
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; the prefix must have its depth already.
+
+        Raises:
+            CheckpointError: the weights of the reference do not fit the model.
+        """
+        self.next_evaluation = state["next_evaluation"]
+        self.evaluate_every_n_steps = state["evaluate_every_n_steps"]
+        self.reference_age = state["reference_age"]
+        self.precision = state["precision"]
+        self._crops = state["crops"]
+        self._compared_samples = state["compared_samples"]
+        self._loss_sum = None if state["loss_sum"] is None else torch.tensor(state["loss_sum"])
+        self._loss_count = state["loss_count"]
+        self.counts = EvaluationCounts(**state["counts"])
+        if state["reference"] is not None:
+            self.pool.restore_snapshot(self.prefix.module, state["reference"])
+        for answer in state["pending"]:
+            capture = None
+            if answer is not None:
+                capture = StepCapture(self.prefix, self._samples, self._crops)
+                capture.answer = Future()
+                capture.answer.set_result(Comparison(**{**answer, "plasticity": tuple(answer["plasticity"])}))
+            self._pending.append(capture)
+
+    def _wants_reference(self) -> bool:
+        return self.policy.wants_reference and not self.stopped
+
+    def _dispatch(self, capture: StepCapture | None) -> None:
+        sent = None
+        evaluation = capture.evaluation() if capture is not None else None
+        if capture is not None and self.pool.has_snapshot:
+            if evaluation is not None and capture.version == self.prefix.version:
+                try:
+                    capture.answer = self.pool.submit(evaluation)
+                except Exception as error:  # packing runs the user's own code, which may raise anything
+                    self._failed(f"{type(error).__name__}: {error}")
+            if capture.answer is not None:
+                sent = capture
+            else:
+                self.counts.dropped += 1
+        self._pending.append(sent)
+
+    def _collect(self) -> tuple[float, ...] | None:
+        for late in [answer for answer in self._overdue if answer.done()]:
+            self._overdue.remove(late)
+            if (error := late.exception()) is not None:
+                self._failed(str(error))
+        if len(self._pending) < self._in_flight:
+            return None
+        capture = self._pending.popleft()
+        if capture is None or capture.answer is None:
+            return None
+        if not capture.answer.done() and not self._wait_s:
+            self._overdue.append(capture.answer)
+            self._late()
+            return None
+        try:
+            answer = capture.answer.result(self._wait_s)
+        except NoAnswer:
+            self._failed(f"it did not answer within {self._wait_s:g} s")
+            return None
+        except Exception as error:  # in this thread the user's modules may raise anything
+            self._failed(str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}")
+            return None
+        self._failures = 0
+        self._take_costs(capture)
+        self._crops, self.precision = answer.crops, answer.precision
+        if answer.note is not None:
+            self.messages.append((logging.INFO, f"the reference runs in {answer.note}"))
+        return self._comparable(answer)
+
+    def _waited(self, capture: StepCapture) -> Comparison | None:
+        if capture.answer is None:
+            return None
+        try:
+            return capture.answer.result(self._wait_s)
+        except Exception:  # it fails again, and is told of, where the answer is due
+            return None
+
+    def _comparable(self, answer: Comparison) -> tuple[float, ...] | None:
+        """The plasticity, unless it says nothing.
+
+        The loss depends on the number of samples: a smaller last batch would look like a change of plasticity. One
+        sample is always as similar to itself as before: its loss of zero would look like convergence.
+        """
+        if self._compared_samples is None:
+            self._compared_samples = answer.samples
+        measured = all(math.isfinite(value) for value in answer.plasticity[self.prefix.depth :])
+        if answer.samples != self._compared_samples or answer.samples == 1 or not measured:
+            self.counts.dropped += 1
+            return None
+        self.counts.done += 1
+        return answer.plasticity
+
+    def _take_costs(self, capture: StepCapture) -> None:
+        if not capture.recorder.timed:
             return
         self.costs.evaluation_seconds += capture.recorder.gram_seconds()
         shares = capture.recorder.layer_seconds() if self.prefix.depth == 0 else None
         if shares is not None:
             self.costs.add_layer_seconds(shares)
-        capture.answer = self._executor.submit(self._reference.boundary_grams, capture.calls)
-        capture.calls = []
-        self._pending = capture
 
-    def _collect(self) -> list[float] | None:
-        pending, self._pending = self._pending, None
-        if pending is None or pending.answer is None:
-            return None
-        if not pending.answer.done():
-            self.evaluations_dropped += 1
-            return None
-        error = pending.answer.exception()
-        if error is not None:
-            self.failure = error
-            return None
-        return self._plasticity(pending.recorder.grams, pending.answer.result())
+    def _late(self) -> None:
+        self.counts.late += 1
+        if self._adapt:
+            self.evaluate_every_n_steps *= 2
+            every = f"which now is {self.evaluate_every_n_steps} steps"
+            text = f"the reference needed longer than the interval between two evaluations, {every}"
+            self.messages.append((logging.INFO, text))
 
-    def _plasticity(self, grams: list[Tensor | None], reference: list[Tensor | None]) -> list[float] | None:
-        pairs = [
-            (a, b) if a is not None and b is not None and a.shape == b.shape else None
-            for a, b in zip(grams, reference, strict=True)
-        ]
-        sizes = {pair[0].shape[0] for pair in pairs[self.prefix.depth :] if pair is not None}
-        if self._compared_samples is None and sizes:
-            self._compared_samples = max(sizes)
-        # The loss depends on the number of samples: a smaller last batch would look like a change of plasticity. One
-        # sample is always as similar to itself as before: its loss of zero would look like convergence.
-        if sizes != {self._compared_samples} or sizes == {1} or None in pairs[self.prefix.depth :]:
-            self.evaluations_dropped += 1
-            return None
-        self.evaluations_done += 1
-        return [math.nan if pair is None else float(gram_distance(*pair)) for pair in pairs]
-
-    def _refresh_reference(self) -> None:
-        if self.failure is not None or not self.policy.wants_reference:
-            self._reference = None
-            return
-        self._reference_age += 1
-        if self._reference is None:
-            try:
-                self._reference = ReferenceModel(self.prefix.module, self.prefix.chain, self._samples)
-            except Exception as error:  # copying runs the user's own code, which may raise anything
-                self.failure = error
-            self._reference_age = 0
-        elif self._reference_age >= self._refresh_every:
-            self._reference.refresh(self.prefix.module)
-            self._reference_age = 0
+    def _failed(self, reason: str) -> None:
+        self.counts.failed += 1
+        self._failures += 1
+        if self.counts.failed == 1:
+            self.messages.append((logging.WARNING, f"the reference model failed: {reason}. Training goes on"))
+        if self._failures == FAILURES_TO_STOP:
+            self.stopped = True
+            self._pending.clear()
+            self.pool.drop_snapshot()
+            text = f"the reference model failed {FAILURES_TO_STOP} times in a row, the last time with: {reason}"
+            self.messages.append((logging.WARNING, f"{text}. Training goes on; no more layer modules will freeze"))
 
     def _mean_loss(self) -> float | None:
         if self._loss_sum is None:
@@ -239,22 +358,3 @@ class FreezingEngine:
         mean = float(self._loss_sum) / self._loss_count
         self._loss_sum, self._loss_count = None, 0
         return mean
-
-
-def _record_call(entry: str, capture: _Capture, original: Forward) -> Forward:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        made = {id(leaf) for call in capture.calls for leaf in tensor_leaves(call.output)}
-
-        def keep(tensor: Tensor) -> Tensor:
-            # Cloned, because the network may change its input in place; another call's output must stay recognisable.
-            return tensor if id(tensor) in made else tensor.detach().clone()
-
-        kept_args, kept_kwargs = apply_to_collection((args, kwargs), Tensor, keep)
-        if capture.recorder.began is None:
-            leaf = next(tensor_leaves((args, kwargs)), None)
-            capture.recorder.began = mark(leaf.device if leaf is not None else torch.device("cpu"))
-        output = original(*args, **kwargs)
-        capture.calls.append(NetworkCall(entry, kept_args, kept_kwargs, output))
-        return output
-
-    return forward

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.freezing.plasticity import PlasticitySeries
@@ -90,6 +90,9 @@ class FreezingPolicy:
         bootstrap: wait for the loss to calm down first. Switch it off in fine-tuning.
         bootstrap_threshold: change of the mean loss from one window to the next, relative to the largest window's,
             that still counts as unsettled; > 0.
+        peer_tolerance: only without bootstrapping, for the first decision: layer modules at the front whose smoothed
+            plasticity is below this fraction of the largest of all freeze at once; in [0, 1), 0 for none.
+        unfreeze_on: ``"annealing"`` unfreezes all when the learning rate jumps, ``"never"`` does not.
         unfreeze_lr_factor: fall of the learning rate in one step that unfreezes all; in (0, 1).
 
     Raises:
@@ -111,6 +114,8 @@ class FreezingPolicy:
         patience: int = 10,
         bootstrap: bool = True,
         bootstrap_threshold: float = 0.1,
+        peer_tolerance: float = 0.1,
+        unfreeze_on: Literal["annealing", "never"] = "annealing",
         unfreeze_lr_factor: float = 0.1,
     ) -> None:
         if not 0 < tolerance < 1:
@@ -121,16 +126,23 @@ class FreezingPolicy:
             raise ArgumentError(f"patience must be a whole number from 1 on, got {patience}")
         if not bootstrap_threshold > 0:
             raise ArgumentError(f"bootstrap_threshold must be greater than 0, got {bootstrap_threshold}")
+        if not 0 <= peer_tolerance < 1:
+            raise ArgumentError(f"peer_tolerance must be in [0, 1), got {peer_tolerance}")
+        if unfreeze_on not in ("annealing", "never"):
+            raise ArgumentError(f"unfreeze_on must be 'annealing' or 'never', got {unfreeze_on!r}")
         if not 0 < unfreeze_lr_factor < 1:
             raise ArgumentError(f"unfreeze_lr_factor must be in (0, 1), got {unfreeze_lr_factor}")
         self.tolerance = tolerance
         self.window_evaluations = window_evaluations
         self.patience = patience
         self.bootstrap_threshold = bootstrap_threshold
+        self.peer_tolerance = peer_tolerance
+        self.unfreeze_on = unfreeze_on
         self.unfreeze_lr_factor = unfreeze_lr_factor
         self.stage = Stage.BOOTSTRAP if bootstrap else Stage.GUIDED
         self.depth = 0
         self._max_depth = 0
+        self._compares_peers = not bootstrap and peer_tolerance > 0
         self._tracks: list[_Track] = []
         self._losses: list[float] = []
         self._window_loss: float | None = None
@@ -142,6 +154,11 @@ class FreezingPolicy:
     def wants_reference(self) -> bool:
         """True in the guided stage only."""
         return self.stage is Stage.GUIDED
+
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """Newest slope of each layer module's smoothed plasticity; NaN where there is none yet."""
+        return tuple(track.slope for track in self._tracks)
 
     def start(self, max_depth: int) -> None:
         """Told how deep the prefix may become; a chain of which nothing may freeze exhausts the policy at once."""
@@ -157,9 +174,8 @@ class FreezingPolicy:
         An evaluation with a NaN or infinite plasticity is one that did not happen, and so is everything seen at a
         learning rate of 0: there, nothing changes because nothing learns (the first epoch of a warm-up, say).
         """
-        before, frozen = self._previous_lr, self._lr_at_freeze
-        self._previous_lr = learning_rate
-        if before is not None and frozen is not None and self.is_annealing_event(before, learning_rate, frozen):
+        before, self._previous_lr = self._previous_lr, learning_rate
+        if before is not None and self._must_unfreeze(before, learning_rate):
             return self._unfreeze(before, learning_rate)
         if learning_rate == 0:
             return None
@@ -168,6 +184,11 @@ class FreezingPolicy:
         elif self.stage is Stage.GUIDED and plasticity and all(map(math.isfinite, plasticity[self.depth :])):
             return self._guide(plasticity, learning_rate)
         return None
+
+    def _must_unfreeze(self, previous: float, learning_rate: float) -> bool:
+        if self.unfreeze_on == "never" or self._lr_at_freeze is None:
+            return False
+        return self.is_annealing_event(previous, learning_rate, self._lr_at_freeze)
 
     def is_annealing_event(self, previous: float, learning_rate: float, at_freeze: float) -> bool:
         """Whether the learning rate jumped so far that frozen layers should learn again. Override for own schedules.
@@ -201,21 +222,43 @@ class FreezingPolicy:
             self._tracks.append(_Track(PlasticitySeries(self.window_evaluations)))
         for track, value in zip(self._tracks[self.depth :], plasticity[self.depth :], strict=True):
             self._follow(track, value)
-        depth = self.depth
+        decision = self._compare_peers() or self._calm_front()
+        if decision is None:
+            return None
+        if self._lr_at_freeze is None:
+            self._lr_at_freeze = learning_rate
+        self.depth = decision.depth
+        if self.depth == self._max_depth:
+            self.stage = Stage.EXHAUSTED
+        return decision
+
+    def _calm_front(self) -> Decision | None:
+        depth, track = self.depth, self._tracks[self.depth]
         while depth < self._max_depth and self._tracks[depth].calm >= self.patience:
             depth += 1
         if depth == self.depth:
             return None
-        track = self._tracks[self.depth]
-        if self._lr_at_freeze is None:
-            self._lr_at_freeze = learning_rate
-        self.depth = depth
-        if depth == self._max_depth:
-            self.stage = Stage.EXHAUSTED
         return Decision(
             depth,
             f"plasticity slope {track.slope:.2e} within {self.tolerance * track.largest_slope:.2e} for "
             f"{track.calm} evaluations in a row",
+        )
+
+    def _compare_peers(self) -> Decision | None:
+        """The first decision of fine-tuning: what moves away from the given weights far less than the rest."""
+        smoothed = [track.series.smoothed for track in self._tracks]
+        if not self._compares_peers or None in smoothed:
+            return None
+        self._compares_peers = False
+        values = [value for value in smoothed if value is not None]
+        threshold, depth = self.peer_tolerance * max(values), 0
+        while depth < self._max_depth and values[depth] < threshold:
+            depth += 1
+        if depth == 0:
+            return None
+        return Decision(
+            depth,
+            f"plasticity up to {max(values[:depth]):.2e}, of {max(values):.2e} where it is largest",
         )
 
     def _follow(self, track: _Track, value: float) -> None:
@@ -247,6 +290,7 @@ class FreezingPolicy:
             "largest_loss": self._largest_loss,
             "previous_lr": self._previous_lr,
             "lr_at_freeze": self._lr_at_freeze,
+            "compares_peers": self._compares_peers,
             "tracks": [{**vars(track), "series": track.series.state_dict()} for track in self._tracks],
         }
 
@@ -257,6 +301,7 @@ class FreezingPolicy:
         self._losses, self._window_loss = list(state["losses"]), state["window_loss"]
         self._largest_loss = state["largest_loss"]
         self._previous_lr, self._lr_at_freeze = state["previous_lr"], state["lr_at_freeze"]
+        self._compares_peers = state["compares_peers"]
         self._tracks = []
         for entry in state["tracks"]:
             series = PlasticitySeries(self.window_evaluations)

@@ -2,202 +2,169 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
+import math
+import time
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Literal
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_egeria.freezing.similarity import gram_matrix
+from lightning_egeria.freezing.precision import EagerNetwork
+from lightning_egeria.freezing.recording import NetworkCall, crop_calls
+from lightning_egeria.freezing.similarity import gram_distance
 from lightning_egeria.layers import LayerChain
-from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
+
+Precision = Literal["auto", "int8", "bf16", "float32"]
+# What lowering the precision changes may be at most this share of what is measured with it.
+NOISE_SHARE = 0.1
+TIMED_RUNS = 2
 
 
-class InlineExecutor(Executor):
-    """Runs what is submitted at once, in the calling thread; the future that it returns is already done."""
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What the training step showed: its calls of the network, and the Gram matrix of each active boundary."""
 
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run ``fn(*args, **kwargs)`` now; an exception is kept in the future."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # whatever the user's modules raise belongs to the one who reads the result
-            future.set_exception(error)
-        return future
+    calls: list[NetworkCall]
+    grams: list[Tensor | None]
 
 
-@dataclasses.dataclass
-class NetworkCall:
-    """One call that the training step made of the network: the arguments as they came, and the result.
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What an evaluation gave.
 
-    ``output`` is kept to recognise it among the arguments of a later call (an encoder's output given to a decoder).
+    Attributes:
+        plasticity: SP loss at each boundary; NaN where it was not measured.
+        samples: how many samples were compared.
+        crops: whether the reference needs no more than those samples to be given.
+        precision: that the reference ran in.
+        note: why in that one, when it was chosen; else None.
+        seconds: that the evaluation took where the reference is.
     """
 
-    entry: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-
-class BoundaryRecorder:
-    """Takes the Gram matrix of each boundary activation of a chain while its network runs.
-
-    Args:
-        modules: the modules of the network by path.
-        chain: names the boundaries.
-        samples: Gram matrices are made of the first ``samples`` samples of a batch at most.
-        first: index of the first layer module to record.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module], chain: LayerChain, samples: int, first: int = 0) -> None:
-        self.modules = modules
-        self.chain = chain
-        self.samples = samples
-        self.first = first
-        self.grams: list[Tensor | None] = [None] * len(chain)
-        self.batch_size = 0
-        self._replacements = ForwardReplacements()
-
-    def start(self) -> None:
-        """Record from here on."""
-        for index in range(self.first, len(self.chain)):
-            module = self.modules[self.chain.layer_modules[index].boundary]
-            self._replacements.replace(module, functools.partial(self._record, index))
-
-    def stop(self) -> None:
-        """Leave the modules as they were. Safe to call twice."""
-        self._replacements.restore()
-
-    def _record(self, index: int, original: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
-            self.boundary_reached(index, boundary_activation(output, self.chain.layer_modules[index].output_leaf))
-            return output
-
-        return forward
-
-    def boundary_reached(self, index: int, activation: Tensor) -> None:
-        """Called with the boundary activation of layer module ``index`` as soon as it is there."""
-        self.batch_size = activation.shape[0]
-        self.grams[index] = gram_matrix(activation[: self.samples])
-
-
-def boundary_activation(output: Any, leaf: int) -> Tensor:
-    """The tensor leaf number ``leaf`` of a module's output."""
-    return list(tensor_leaves(output))[leaf]
+    plasticity: tuple[float, ...]
+    samples: int
+    crops: bool
+    precision: str
+    note: str | None
+    seconds: float
 
 
 class ReferenceModel:
-    """A copy of the network with the weights of one moment, in evaluation mode.
+    """A copy of the network with the weights of one moment, in evaluation mode and low precision.
+
+    Calling it makes one evaluation. A new snapshot comes along with the first evaluation that it is meant for; the low
+    precision is made of it here, so that the training thread has nothing to do with it.
 
     Args:
-        module: the model in training; it is copied where the chain's entries are, and never touched.
-        chain: its layer chain.
+        chain: the layer chain of the model.
         samples: how many samples of a batch are compared at most.
+        precision: ``"auto"`` takes the fastest. Where lowering it would change plasticity by more than `NOISE_SHARE`,
+            a higher one steps in for good.
+        crops: whether it needs no more samples than are compared, if that is known from before.
     """
 
-    def __init__(self, module: nn.Module, chain: LayerChain, samples: int) -> None:
+    def __init__(
+        self, chain: LayerChain, samples: int, precision: Precision = "auto", crops: bool | None = None
+    ) -> None:
         self._chain = chain
         self._samples = samples
-        self._crops: bool | None = None
-        self._entries = _copy_entries(module, chain.entries)
+        self._precision = precision
+        self._network: EagerNetwork | None = None
+        self._lowered = False
+        self._crops = crops
 
-    @torch.no_grad()
-    def refresh(self, module: nn.Module) -> None:
-        """Take over the weights and buffers that ``module`` has now."""
-        for path, entry in self._entries.items():
-            source = module.get_submodule(path)
-            for target, value in zip(_tensors(entry), _tensors(source), strict=True):
-                target.copy_(value)
+    def __call__(self, evaluation: Evaluation, snapshot: Mapping[str, nn.Module] | None) -> Comparison:
+        """Compare.
 
-    def boundary_grams(self, calls: list[NetworkCall]) -> list[Tensor | None]:
-        """Gram matrix of each boundary activation for these inputs, shape ``[samples, samples]`` each.
-
-        Only as many samples as are compared go through the network, if a first trial shows that the others make no
-        difference to them.
+        Args:
+            evaluation: what the training step showed.
+            snapshot: the entries of the network by path, if the reference is to be taken anew; the first must come
+                with the first evaluation.
         """
+        started = time.perf_counter()
+        note = None
+        if snapshot is not None:
+            self._network = EagerNetwork(snapshot, self._chain, self._samples, torch.float32)
+            self._lowered = False
+        if self._network is None:
+            raise RuntimeError("the first evaluation must bring a snapshot along")
         if self._crops is None:
-            full, batch_size = self._run(calls)
-            self._crops = batch_size > self._samples and self._cropping_is_safe(calls, full)
-            return full
-        if self._crops:
-            calls = _crop(calls, self._samples)
-        return self._run(calls)[0]
+            self._crops = self._cropping_is_safe(self._network, evaluation.calls)
+        calls = crop_calls(evaluation.calls, self._samples) if self._crops else evaluation.calls
+        if not self._lowered:
+            self._network, note = self._lower(self._network, calls, evaluation.grams)
+            self._lowered = True
+        plasticity = distances(evaluation.grams, self._network.boundary_grams(calls)[0])
+        return Comparison(
+            plasticity=plasticity,
+            samples=max((gram.shape[0] for gram in evaluation.grams if gram is not None), default=0),
+            crops=bool(self._crops),
+            precision=self._precision,
+            note=note,
+            seconds=time.perf_counter() - started,
+        )
 
-    def _cropping_is_safe(self, calls: list[NetworkCall], full: list[Tensor | None]) -> bool:
-        if len(calls) > 1:
+    def _cropping_is_safe(self, full: EagerNetwork, calls: list[NetworkCall]) -> bool:
+        """Whether the other samples of the batch make no difference to those that are compared."""
+        wanted, batch_size = full.boundary_grams(calls)
+        if batch_size <= self._samples:
             return False
         try:
-            cropped, _ = self._run(_crop(calls, self._samples))
+            found, _ = full.boundary_grams(crop_calls(calls, self._samples))
         except Exception:  # a network that cannot take a smaller batch may raise anything; the whole batch works
             return False
         return all(
             a is not None and b is not None and a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
-            for a, b in zip(full, cropped, strict=True)
+            for a, b in zip(wanted, found, strict=True)
         )
 
-    def _run(self, calls: list[NetworkCall]) -> tuple[list[Tensor | None], int]:
-        modules = {
-            _join(path, inner): module
-            for path, entry in self._entries.items()
-            for inner, module in entry.named_modules(remove_duplicate=False)
-        }
-        recorder = BoundaryRecorder(modules, self._chain, self._samples)
-        devices = {t.device for entry in self._entries.values() for t in _tensors(entry)}
-        replaced: dict[int, Tensor] = {}
-        recorder.start()
+    def _lower(
+        self, full: EagerNetwork, calls: list[NetworkCall], grams: list[Tensor | None]
+    ) -> tuple[EagerNetwork, str | None]:
+        """The network that is to run, and why it was chosen, if that is new."""
+        if self._precision == "float32":
+            return full, None
+        asked, wanted = self._precision, full.boundary_grams(calls)[0]
         try:
-            with torch.no_grad(), torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
-                for call in calls:
-                    args, kwargs = apply_to_collection(
-                        (call.args, call.kwargs), Tensor, lambda tensor: replaced.get(id(tensor), tensor)
-                    )
-                    output = self._entries[call.entry](*args, **kwargs)
-                    for before, after in zip(tensor_leaves(call.output), tensor_leaves(output), strict=False):
-                        replaced[id(before)] = after
-        finally:
-            recorder.stop()
-        return recorder.grams, recorder.batch_size
+            low = full.lowered(torch.bfloat16)
+            found = low.boundary_grams(calls)[0]
+        except Exception as error:  # some operations know no bfloat16
+            self._precision = "float32"
+            return full, f"float32, because the network does not run in bf16 ({type(error).__name__}: {error})"
+        share = noise_share(distances(wanted, found), distances(grams, wanted))
+        if share > NOISE_SHARE:
+            self._precision = "float32"
+            return full, f"float32, because bf16 changes plasticity by {share:.0%}"
+        if asked == "bf16":
+            return low, None
+        speed_up = seconds_of(full, calls) / seconds_of(low, calls)
+        self._precision = "bf16" if speed_up > 1 else "float32"
+        why = f"bf16 is {speed_up:.1f} times as fast as float32 here and changes plasticity by {share:.1%}"
+        return (low if speed_up > 1 else full), f"{self._precision}, because {why}"
 
 
-def _copy_entries(module: nn.Module, entries: tuple[str, ...]) -> dict[str, nn.Module]:
-    originals = {path: module.get_submodule(path) for path in entries}
-    memo: dict[int, Any] = {}
-    for original in originals.values():
-        for part in original.modules():
-            for value in vars(part).values():
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    memo[id(value)] = value.detach().clone()  # an activation kept on the module refuses to be copied
-    copies: dict[str, nn.Module] = copy.deepcopy(originals, memo)
-    for entry in copies.values():
-        entry.requires_grad_(False)
-        for part in entry.modules():
-            part.training = False
-    return copies
+def distances(first: list[Tensor | None], second: list[Tensor | None]) -> tuple[float, ...]:
+    """SP loss between the Gram matrices of each boundary; NaN where one is missing or the sizes differ."""
+    return tuple(
+        math.nan if a is None or b is None or a.shape != b.shape else float(gram_distance(a, b))
+        for a, b in zip(first, second, strict=True)
+    )
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def noise_share(noise: tuple[float, ...], plasticity: tuple[float, ...]) -> float:
+    """The largest share that noise has of what is measured, over the boundaries where both are known."""
+    shares = [n / p if p else math.inf for n, p in zip(noise, plasticity, strict=True) if n > 0 and not math.isnan(p)]
+    return max(shares, default=0.0)
 
 
-def _join(path: str, inner: str) -> str:
-    return f"{path}.{inner}" if path and inner else path or inner
+def seconds_of(network: EagerNetwork, calls: list[NetworkCall]) -> float:
+    """Shortest of a few runs."""
+    return min(_timed(network, calls) for _ in range(TIMED_RUNS))
 
 
-def _crop(calls: list[NetworkCall], samples: int) -> list[NetworkCall]:
-    """The first samples of each argument that has as many entries as the first tensor among them."""
-    cropped = []
-    for call in calls:
-        sizes = [leaf.shape[0] for leaf in tensor_leaves((call.args, call.kwargs)) if leaf.ndim]
-
-        def crop(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
-            return tensor[:samples] if tensor.ndim and tensor.shape[0] == sizes[0] else tensor
-
-        args, kwargs = apply_to_collection((call.args, call.kwargs), Tensor, crop)
-        cropped.append(NetworkCall(call.entry, args, kwargs, call.output))
-    return cropped
+def _timed(network: EagerNetwork, calls: list[NetworkCall]) -> float:
+    started = time.perf_counter()
+    network.boundary_grams(calls)
+    return time.perf_counter() - started

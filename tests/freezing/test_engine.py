@@ -1,30 +1,47 @@
 """The engine with an executor and a policy that the test holds in its hands; no trainer."""
 
-from concurrent.futures import Executor, Future
+import functools
+import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.engine import FreezingEngine
 from lightning_egeria.freezing.policy import Decision
+from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing.reference import ReferenceModel
 from lightning_egeria.layers import FrozenPrefix, LayerChain
 
 
-class Held(Executor):
-    """Keeps what is submitted until the test lets it run."""
+class HeldPool(ReferencePool):
+    """Keeps the answers back until the test lets them go."""
 
-    def __init__(self):
-        self.waiting = []
+    def __init__(self, chain, samples=64):
+        super().__init__(
+            functools.partial(ReferenceModel, chain, samples, "float32"),
+            chain.entries,
+            workers=0,
+            threads_per_worker=1,
+            timeout_s=60,
+        )
+        self.waiting, self.busy, self.fails = [], False, None
 
-    def submit(self, fn, /, *args, **kwargs):
-        future = Future()
-        self.waiting.append((future, fn, args, kwargs))
-        return future
+    def submit(self, evaluation):
+        if self.busy:
+            return None
+        held = Future()
+        self.waiting.append((held, super().submit(evaluation)))
+        return held
 
-    def run(self):
-        for future, fn, args, kwargs in self.waiting:
-            future.set_result(fn(*args, **kwargs))
+    def answer(self):
+        for held, future in self.waiting:
+            if self.fails is not None:
+                held.set_exception(self.fails)
+            else:
+                held.set_result(future.result())
         self.waiting = []
 
 
@@ -51,14 +68,15 @@ class Asked:
 class Run:
     """A few training steps around an engine."""
 
-    def __init__(self, policy, batch_size=8, every=2, refresh=10):
+    def __init__(self, policy, batch_size=8, every=2, refresh=10, **arguments):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         chain = LayerChain.trace(self.net, lambda: self.net(torch.ones(2, 4)).sum())
-        self.executor, self.policy, self.batch_size = Held(), policy, batch_size
+        self.pool, self.policy, self.batch_size = HeldPool(chain), policy, batch_size
         self.prefix = FrozenPrefix(self.net, chain)
-        self.engine = FreezingEngine(self.prefix, policy, self.executor, every, refresh, evaluation_samples=64)
+        self.engine = FreezingEngine(self.prefix, policy, self.pool, every, refresh, 64, **arguments)
+        self.engine.refresh_reference()
         self.step = 0
         self.events = []
 
@@ -76,29 +94,96 @@ class Run:
             event = self.engine.end_step(self.step, learning_rate=0.1)
             self.events += [event] if event else []
             if answers:
-                self.executor.run()
+                self.pool.answer()
         return self
 
 
 def test_what_one_evaluation_says_is_heard_at_the_next():
     run = Run(Asked()).steps(8)
-    # Step 2 takes the first snapshot, step 4 evaluates, step 6 hears of it.
-    assert list(run.policy.plasticity()) == [6, 8]
+    # The reference is made of the weights that were given; step 2 evaluates, step 4 hears of it.
+    assert list(run.policy.plasticity()) == [4, 6, 8]
     assert [step for step, *_ in run.policy.told] == list(range(1, 9))
     assert [step for step, _, _, loss in run.policy.told if loss is not None] == [2, 4, 6, 8]
 
 
 def test_a_late_answer_is_dropped_and_counted():
-    run = Run(Asked()).steps(6, answers=False).steps(4)
+    run = Run(Asked()).steps(5, answers=False)
+    run.pool.answer()
+    run.steps(5)
+    assert list(run.policy.plasticity()) == [6, 8, 10]
+    assert (run.engine.counts.late, run.engine.counts.dropped, run.engine.counts.done) == (1, 0, 3)
+    assert run.engine.evaluate_every_n_steps == 2
+
+
+def test_late_answers_make_evaluations_rarer_if_that_is_allowed():
+    run = Run(Asked(), adapt=True).steps(5, answers=False).steps(7)
+    assert run.engine.evaluate_every_n_steps == 4
+    assert [step for step, *_, loss in run.policy.told if loss is not None] == [2, 4, 8, 12]
+    assert ["now is 4 steps" in text for _, text in run.engine.messages] == [True]
+
+
+def test_an_evaluation_that_no_worker_is_free_for_is_dropped_and_counted():
+    run = Run(Asked())
+    run.pool.busy = True
+    run.steps(5)
+    run.pool.busy = False
+    run.steps(5)
     assert list(run.policy.plasticity()) == [8, 10]
-    assert run.engine.evaluations_dropped == 1
+    assert run.engine.counts.dropped == 2
+
+
+def test_with_more_in_flight_an_answer_has_as_many_intervals_time():
+    run = Run(Asked(), in_flight=3).steps(7, answers=False)
+    run.pool.answer()
+    run.steps(5)
+    assert list(run.policy.plasticity()) == [8, 10, 12]
+    assert run.engine.counts.late == 0
+
+
+def test_a_deterministic_run_waits_for_the_answer():
+    run = Run(Asked(), wait_s=60.0).steps(3, answers=False)
+    threading.Timer(0.05, run.pool.answer).start()
+    run.steps(1, answers=False)
+    assert list(run.policy.plasticity()) == [4]
+
+
+def test_waiting_ends():
+    run = Run(Asked(), wait_s=0.05).steps(4, answers=False)
+    assert run.engine.counts.failed == 1
+    assert "did not answer within 0.05 s" in run.engine.messages[0][1]
+
+
+def test_failures_are_told_once_and_after_three_in_a_row_nothing_is_compared_any_longer():
+    run = Run(Asked())
+    run.pool.fails = WorkerError("broken")
+    run.steps(5)
+    run.pool.fails = None
+    run.steps(3)
+    assert (run.engine.counts.failed, run.engine.counts.done, run.engine.stopped) == (2, 1, False)
+    run.pool.fails = WorkerError("broken")
+    run.steps(20)
+    assert (run.engine.counts.failed, run.engine.stopped, run.pool.has_snapshot) == (5, True, False)
+    told = [text for _, text in run.engine.messages]
+    assert len(told) == 2
+    assert "failed: broken" in told[0]
+    assert "3 times in a row" in told[1]
+
+
+def test_a_failure_that_comes_late_is_told_too():
+    run = Run(Asked()).steps(4, answers=False)
+    run.pool.fails = WorkerError("killed")
+    run.pool.answer()
+    run.pool.fails = None
+    run.steps(4)
+    assert run.engine.counts.failed == 2  # the one that was late, and the one after it
+    assert run.engine.counts.late == 1
 
 
 def test_an_answer_about_another_prefix_version_is_dropped_and_counted():
     # Frozen after step 5: the evaluation of step 4 is on its way.
     run = Run(Asked({5: Decision(1, "test")})).steps(10)
-    assert list(run.policy.plasticity()) == [8, 10]
-    assert run.engine.evaluations_dropped == 1
+    assert list(run.policy.plasticity()) == [4, 8, 10]
+    assert run.engine.counts.dropped == 1
     assert [(event.step, event.kind, event.depth, event.reason) for event in run.events] == [(5, "freeze", 1, "test")]
 
 
@@ -110,31 +195,31 @@ def test_plasticity_of_frozen_layer_modules_is_nan():
 
 def test_a_smaller_batch_is_an_evaluation_that_did_not_happen():
     run = Run(Asked()).steps(5).steps(1, batch_size=5).steps(4)
-    assert list(run.policy.plasticity()) == [6, 10]
-    assert run.engine.evaluations_dropped == 1
+    assert list(run.policy.plasticity()) == [4, 6, 10]
+    assert run.engine.counts.dropped == 1
 
 
 def test_a_batch_of_one_says_nothing():
     run = Run(Asked(), batch_size=1).steps(10)
     assert run.policy.plasticity() == {}
-    assert run.engine.evaluations_done == 0
+    assert run.engine.counts.done == 0
 
 
 @pytest.mark.parametrize(("refresh", "ages"), [(1, [2, 2, 2, 2]), (2, [2, 4, 2, 4]), (10, [2, 4, 6, 8])])
 def test_the_reference_is_taken_anew_after_so_many_evaluations(refresh, ages):
-    run, taken = Run(Asked(), refresh=refresh), []
+    run, taken = Run(Asked(), refresh=refresh), [0]
     for _ in range(5):
         run.steps(2)
-        if run.engine._reference_age == 0:
+        if run.engine.reference_age == 0:
             taken.append(run.step)
-    assert [step - max(snapshot for snapshot in taken if snapshot < step) for step in (4, 6, 8, 10)] == ages
+    assert [step - max(snapshot for snapshot in taken if snapshot < step) for step in (2, 4, 6, 8)] == ages
 
 
 def test_no_reference_while_the_policy_wants_none():
     policy = Asked()
     policy.wants_reference = False
     run = Run(policy).steps(6)
-    assert run.engine._reference is None
+    assert not run.engine.pool.has_snapshot
     assert run.policy.plasticity() == {}
 
 

@@ -18,6 +18,7 @@ NAN, INF = math.nan, math.inf
 
 
 def guided(max_depth: int = 3, window: int = 2, patience: int = 2, **kwargs) -> FreezingPolicy:
+    kwargs.setdefault("peer_tolerance", 0.0)
     policy = FreezingPolicy(window_evaluations=window, patience=patience, bootstrap=False, **kwargs)
     policy.start(max_depth)
     return policy

@@ -1,13 +1,16 @@
 """The reference model against the obvious slow way: a copy of the network, run by hand."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.freezing.reference import InlineExecutor, NetworkCall, ReferenceModel
-from lightning_egeria.freezing.similarity import gram_matrix
+from lightning_egeria.freezing.parcels import pack, unpack
+from lightning_egeria.freezing.recording import EarlierOutput, NetworkCall
+from lightning_egeria.freezing.reference import Evaluation, ReferenceModel, distances, noise_share
+from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 from lightning_egeria.layers import LayerChain
 
 
@@ -38,8 +41,18 @@ def chain_of(net, inputs):
     return LayerChain.trace(net, lambda: net(inputs).sum())
 
 
-def calls(inputs, **kwargs):
-    return [NetworkCall("", (inputs,), kwargs, output=None)]
+def snapshot(net, *entries):
+    return unpack(pack({path: net.get_submodule(path) for path in entries or ("",)}).to_host())
+
+
+def grams(count=3, samples=10, seed=5):
+    """Of a network in training that is far from the reference."""
+    generator = torch.Generator().manual_seed(seed)
+    return [gram_matrix(torch.randn(samples, 7, generator=generator)) for _ in range(count)]
+
+
+def evaluation(inputs, samples=10, **kwargs):
+    return Evaluation([NetworkCall("", (inputs,), kwargs)], grams(samples=samples))
 
 
 def by_hand(net, inputs, samples):
@@ -50,31 +63,44 @@ def by_hand(net, inputs, samples):
         return [gram_matrix(a[:samples]) for a in (first, second, net.third(second))]
 
 
+def expected(net, inputs, samples):
+    pairs = zip(grams(samples=min(samples, 10)), by_hand(net, inputs, samples), strict=True)
+    return pytest.approx([float(gram_distance(a, b)) for a, b in pairs], abs=1e-7)
+
+
 @pytest.mark.parametrize("samples", [4, 10, 64])
-def test_boundaries_of_a_snapshot_in_evaluation_mode(net, inputs, samples):
-    reference = ReferenceModel(net, chain_of(net, inputs), samples)
-    expected = by_hand(net, inputs, samples)
+def test_plasticity_against_a_snapshot_in_evaluation_mode(net, inputs, samples):
+    reference = ReferenceModel(chain_of(net, inputs), samples, "float32")
+    shown, given = snapshot(net), evaluation(inputs, min(samples, 10))
+    wanted = expected(net, inputs, samples)
     nn.init.zeros_(net.third.weight)  # the snapshot does not follow the model
-    for _ in range(2):  # the first call tries whether fewer samples do, the second uses what it found
-        for found, wanted in zip(reference.boundary_grams(calls(inputs)), expected, strict=True):
-            assert torch.allclose(found, wanted, atol=1e-6)
+    first = reference(given, shown)
+    assert (first.samples, first.crops, first.precision, first.note) == (
+        min(samples, 10),
+        samples < 10,
+        "float32",
+        None,
+    )
+    # The first call tries whether fewer samples do, the second uses what it found.
+    assert list(first.plasticity) == wanted
+    assert list(reference(given, None).plasticity) == wanted
 
 
-def test_refresh_takes_over_weights_and_buffers(net, inputs):
-    reference = ReferenceModel(net, chain_of(net, inputs), 10)
+def test_a_new_snapshot_takes_over_weights_and_buffers(net, inputs):
+    reference = ReferenceModel(chain_of(net, inputs), 10, "float32")
+    before = reference(evaluation(inputs), snapshot(net)).plasticity
     with torch.no_grad():
         net.first[0].weight.mul_(-1)
         net.first[1].running_mean.add_(1)
-    reference.refresh(net)
-    for found, wanted in zip(reference.boundary_grams(calls(inputs)), by_hand(net, inputs, 10), strict=True):
-        assert torch.allclose(found, wanted, atol=1e-6)
+    after = reference(evaluation(inputs), snapshot(net)).plasticity
+    assert list(after) == expected(net, inputs, 10)
+    assert after != before
 
 
 def test_the_model_and_the_random_state_stay_as_they_were(net, inputs):
     chain = chain_of(net, inputs)
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    reference = ReferenceModel(net, chain, 4)
-    reference.boundary_grams(calls(inputs))
+    ReferenceModel(chain, 4)(evaluation(inputs, 4), snapshot(net))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in net.modules())
@@ -83,10 +109,11 @@ def test_the_model_and_the_random_state_stay_as_they_were(net, inputs):
 
 
 def test_keyword_arguments_reach_the_network(net, inputs):
-    reference = ReferenceModel(net, chain_of(net, inputs), 10)
-    plain, scaled = (reference.boundary_grams(calls(inputs, scale=scale)) for scale in (1.0, torch.randn(5)))
-    assert torch.equal(plain[1], scaled[1])
-    assert not torch.allclose(plain[2], scaled[2])
+    reference = ReferenceModel(chain_of(net, inputs), 10, "float32")
+    plain = reference(evaluation(inputs, scale=1.0), snapshot(net)).plasticity
+    scaled = reference(evaluation(inputs, scale=torch.randn(5)), None).plasticity
+    assert plain[1] == scaled[1]
+    assert plain[2] != scaled[2]
 
 
 def test_a_network_that_mixes_its_samples_sees_the_whole_batch(inputs):
@@ -96,32 +123,75 @@ def test_a_network_that_mixes_its_samples_sees_the_whole_batch(inputs):
 
     torch.manual_seed(0)
     net = Mixes()
-    reference = ReferenceModel(net, chain_of(net, inputs), 4)
-    wanted = by_hand(net, inputs - inputs.mean(0), 4)
-    for _ in range(2):
-        for found, gram in zip(reference.boundary_grams(calls(inputs)), wanted, strict=True):
-            assert torch.allclose(found, gram, atol=1e-6)
+    reference = ReferenceModel(chain_of(net, inputs), 4, "float32")
+    first = reference(evaluation(inputs, 4), snapshot(net))
+    assert not first.crops
+    assert list(first.plasticity) == expected(net, inputs - inputs.mean(0), 4)
 
 
 def test_an_output_given_to_a_later_call_is_the_reference_s_own(net, inputs):
     whole = nn.ModuleDict({"encoder": net.first, "decoder": nn.Sequential(net.second, net.third, net.head)})
     chain = LayerChain.trace(whole, lambda: whole["decoder"](whole["encoder"](inputs)).sum())
-    encoded = torch.randn(10, 5)  # of the model in training, which differs from the reference
-    reference = ReferenceModel(whole, chain, 64)
-    found = reference.boundary_grams(
-        [NetworkCall("encoder", (inputs,), {}, encoded), NetworkCall("decoder", (encoded,), {}, None)]
-    )
-    for gram, wanted in zip(found, by_hand(net, inputs, 64), strict=True):
-        assert torch.allclose(gram, wanted, atol=1e-6)
+    calls = [NetworkCall("encoder", (inputs,), {}), NetworkCall("decoder", (EarlierOutput(0, 0),), {})]
+    found = ReferenceModel(chain, 64, "float32")(Evaluation(calls, grams()), snapshot(whole, "encoder", "decoder"))
+    assert list(found.plasticity) == expected(net, inputs, 64)
 
 
-def test_an_activation_kept_on_the_module_does_not_hinder_the_copy(net, inputs):
-    chain = chain_of(net, inputs)
-    net.first.kept = net.first(inputs)
-    ReferenceModel(net, chain, 4)
+def test_the_first_evaluation_needs_a_snapshot(net, inputs):
+    with pytest.raises(RuntimeError, match="snapshot"):
+        ReferenceModel(chain_of(net, inputs), 4)(evaluation(inputs, 4), None)
 
 
-def test_inline_executor():
-    executor = InlineExecutor()
-    assert executor.submit(pow, 2, 3).result() == 8
-    assert isinstance(executor.submit(int, "no number").exception(), ValueError)
+class TestPrecision:
+    def test_bf16_is_close_to_float32(self, net, inputs):
+        low, full = (
+            ReferenceModel(chain_of(net, inputs), 10, precision)(evaluation(inputs), snapshot(net))
+            for precision in ("bf16", "float32")
+        )
+        assert (low.precision, full.precision, low.note) == ("bf16", "float32", None)
+        assert low.plasticity == pytest.approx(full.plasticity, rel=0.1)
+        assert low.plasticity != full.plasticity
+
+    def test_auto_decides_for_one_and_says_why(self, net, inputs):
+        reference = ReferenceModel(chain_of(net, inputs), 10, "auto")
+        first, second = reference(evaluation(inputs), snapshot(net)), reference(evaluation(inputs), snapshot(net))
+        assert first.precision in ("bf16", "float32")
+        assert f"{first.precision}, because bf16 is" in first.note
+        assert (second.precision, second.note) == (first.precision, None)
+
+    @pytest.mark.parametrize("precision", ["auto", "bf16"])
+    def test_noise_beside_what_is_measured_makes_it_step_up_for_good(self, net, inputs, precision):
+        shown = snapshot(net)
+        with torch.no_grad():  # what is measured is as small as can be: the model has hardly moved
+            net.third.weight.mul_(1 + 1e-6)
+        near = Evaluation([NetworkCall("", (inputs,), {})], by_hand(net, inputs + 1e-4 * torch.randn(10, 6), 10))
+        reference = ReferenceModel(chain_of(net, inputs), 10, precision)
+        found = reference(near, shown)
+        assert found.precision == "float32"
+        assert "float32, because bf16 changes plasticity by" in found.note
+        again = reference(evaluation(inputs), snapshot(net))
+        assert (again.precision, again.note) == ("float32", None)
+
+    @pytest.mark.parametrize("precision", ["auto", "bf16"])
+    def test_a_network_that_does_not_run_in_bf16_runs_in_float32(self, inputs, precision):
+        class Solves(Net):
+            def forward(self, x, scale=1.0):
+                return super().forward(torch.linalg.solve(torch.eye(6).to(x.dtype), x.T).T, scale)
+
+        net = Solves()
+        found = ReferenceModel(chain_of(net, inputs), 10, precision)(evaluation(inputs), snapshot(net))
+        assert found.precision == "float32"
+        assert "does not run in bf16" in found.note
+        assert all(map(math.isfinite, found.plasticity))
+
+
+def test_distances_are_nan_where_there_is_nothing_to_compare():
+    first, second = grams(2), [grams(1)[0], None]
+    assert math.isnan(distances(first, second)[1])
+    assert math.isnan(distances(grams(1), grams(1, samples=4))[0])
+
+
+def test_noise_share_is_the_worst_of_the_boundaries():
+    assert noise_share((1.0, 2.0, math.nan), (10.0, 4.0, 1.0)) == 0.5
+    assert noise_share((0.0,), (0.0,)) == 0.0
+    assert noise_share((1.0,), (0.0,)) == math.inf

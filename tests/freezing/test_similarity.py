@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_egeria.freezing.metric import SimilarityPreservingLoss
 from lightning_egeria.freezing.similarity import (
-    SimilarityPreservingLoss,
     gram_distance,
     gram_matrix,
     similarity_preserving_loss,

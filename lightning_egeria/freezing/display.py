@@ -1,0 +1,97 @@
+"""What the user sees while training goes on: log lines, metrics, and the frozen depth in the progress bar."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
+from lightning_egeria.freezing.policy import FreezingPolicy
+
+# A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
+_log = logging.getLogger("lightning.pytorch.lightning_egeria")
+
+
+def tell_event(event: FreezingEvent, engine: FreezingEngine) -> None:
+    """One line for a freeze or unfreeze: what, when, why, and what it saves."""
+    names = engine.prefix.chain.names
+    share = _known_sum(engine.costs.layer_shares(len(names))[: event.depth])
+    saves = f"; they took {share:.0%} of a step" if event.kind == "freeze" and share is not None else ""
+    verb = "froze" if event.kind == "freeze" else "unfroze"
+    last = f", up to {names[event.depth - 1]!r}" if event.depth else ""
+    frozen = f"now {event.depth}/{len(names)} layer modules are frozen{last}"
+    _log.info(f"step {event.step}: {verb}, {frozen}: {event.reason}{saves}")
+
+
+def tell_messages(engine: FreezingEngine) -> None:
+    """Everything that the engine wants to be said, once."""
+    while engine.messages:
+        level, text = engine.messages.pop(0)
+        if level >= logging.WARNING:
+            rank_zero_warn(f"freezing: {text}")
+        else:
+            _log.info(f"freezing: {text}")
+
+
+def log_metrics(trainer: pl.Trainer, engine: FreezingEngine) -> None:
+    """Send to the Trainer's loggers, under ``egeria/``, what the last evaluation step showed."""
+    if not trainer.loggers:
+        return
+    chain, depth = engine.prefix.chain, engine.prefix.depth
+    counts = engine.counts
+    metrics: dict[str, float] = {
+        "egeria/frozen_depth": depth,
+        "egeria/frozen_parameters": _frozen_share_of_parameters(engine),
+        "egeria/evaluations_done": counts.done,
+        "egeria/evaluations_late": counts.late,
+        "egeria/evaluations_dropped": counts.dropped,
+        "egeria/reference_age": engine.reference_age,
+    }
+    frozen_time = _known_sum(engine.costs.layer_shares(len(chain))[:depth])
+    if frozen_time is not None:
+        metrics["egeria/frozen_step_time"] = frozen_time
+    slopes = engine.policy.slopes if isinstance(engine.policy, FreezingPolicy) else ()
+    for kind, values in (("plasticity", engine.plasticity or ()), ("slope", slopes)):
+        for name, value in list(zip(chain.names, values, strict=False))[depth:]:
+            if math.isfinite(value):
+                metrics[f"egeria/{kind}/{name}"] = value
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.global_step)
+
+
+class ProgressBarEntry:
+    """Shows ``frozen 7/28`` in the Trainer's progress bar, from the first training step until `remove`."""
+
+    def __init__(self, trainer: pl.Trainer, engine: FreezingEngine) -> None:
+        self._bar = trainer.progress_bar_callback
+        if self._bar is None:
+            return
+        original = self._bar.get_metrics
+        total = len(engine.prefix.chain)
+
+        def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {**original(*args, **kwargs), "frozen": f"{engine.prefix.depth}/{total}"}
+
+        vars(self._bar)["get_metrics"] = get_metrics
+
+    def remove(self) -> None:
+        """Leave the bar as it was. Safe to call twice."""
+        if self._bar is not None:
+            vars(self._bar).pop("get_metrics", None)
+            self._bar = None
+
+
+def _frozen_share_of_parameters(engine: FreezingEngine) -> float:
+    module, chain = engine.prefix.module, engine.prefix.chain
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    frozen = sum(sizes[name] for name in chain.prefix_parameters(engine.prefix.depth))
+    return frozen / max(1, sum(sizes.values()))
+
+
+def _known_sum(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None

@@ -1,0 +1,78 @@
+"""How deep the prefix may become, for users who know better than the policy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from lightning_egeria.errors import LayerChainError
+from lightning_egeria.layers import LayerChain
+
+
+def depth_limit(
+    chain: LayerChain,
+    max_frozen_fraction: float = 1.0,
+    freeze_until: str | None = None,
+    never_freeze: Sequence[str] = (),
+) -> int:
+    """The deepest prefix that all of these allow, and the chain itself.
+
+    Args:
+        chain: of the model.
+        max_frozen_fraction: of the layer modules, rounded down.
+        freeze_until: path of the last layer module that may freeze, or of a module around or inside it.
+        never_freeze: paths of modules; the prefix ends before the first layer module that has to do with one.
+
+    Raises:
+        LayerChainError: a path has to do with no layer module.
+
+    >>> import torch
+    >>> net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
+    >>> chain = LayerChain.trace(net, lambda: net(torch.ones(3, 2)).sum())
+    >>> chain.names, chain.max_depth
+    (('0', '1', '2', '3', '4'), 4)
+    >>> depth_limit(chain, max_frozen_fraction=0.5), depth_limit(chain, freeze_until="0")
+    (2, 1)
+    >>> depth_limit(chain, never_freeze=["3", "4"])
+    3
+    """
+    limit = min(chain.max_depth, int(max_frozen_fraction * len(chain)))
+    if freeze_until is not None:
+        limit = min(limit, _places(chain, freeze_until, "freeze_until")[-1] + 1)
+    for path in never_freeze:
+        limit = min(limit, _places(chain, path, "never_freeze")[0])
+    return limit
+
+
+def one_optimizer_limit(chain: LayerChain, owners: Mapping[str, int]) -> int:
+    """The deepest prefix whose parameters belong to one optimizer.
+
+    Args:
+        chain: of the model.
+        owners: number of the optimizer of each parameter, by name; a parameter without one may be anywhere.
+    """
+    first: int | None = None
+    for index, layer_module in enumerate(chain.layer_modules):
+        for name in layer_module.parameters:
+            owner = owners.get(name)
+            first = owner if first is None else first
+            if owner is not None and owner != first:
+                return index
+    return len(chain)
+
+
+def _places(chain: LayerChain, path: str, argument: str) -> list[int]:
+    """Layer modules that are, contain, or lie inside the module ``path``."""
+    places = [
+        index
+        for index, layer_module in enumerate(chain.layer_modules)
+        if any(_related(path, member) for member in (layer_module.name, layer_module.boundary, *layer_module.members))
+    ]
+    if not places:
+        near = ", ".join(map(repr, difflib.get_close_matches(path, chain.names, n=3, cutoff=0.3) or chain.names[:5]))
+        raise LayerChainError(f"{argument}: no layer module has to do with {path!r}; did you mean {near}?")
+    return places
+
+
+def _related(path: str, member: str) -> bool:
+    return path == member or member.startswith(f"{path}.")

@@ -1,0 +1,154 @@
+"""The reference models and the processes that they run in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from torch import Tensor, nn
+
+from lightning_egeria.errors import CheckpointError
+from lightning_egeria.freezing.parcels import Parcel, pack, unpack
+from lightning_egeria.freezing.reference import Comparison, Evaluation, ReferenceModel
+from lightning_egeria.freezing.workers import Worker
+
+
+class _Place:
+    """Where one reference model runs: in a process, or in the calling thread."""
+
+    def __init__(self, make: Callable[[], ReferenceModel], threads: int | None) -> None:
+        self._make = make
+        self._threads = threads
+        self._snapshot = -1  # number of the one that the reference here was made from
+        self._inline = make() if threads is None else None
+        self.worker = Worker(make, threads) if threads is not None else None
+        self.busy_since = 0.0
+
+    def evaluate(self, evaluation: Parcel, snapshot: Parcel, number: int) -> Future[Comparison]:
+        newer = snapshot if number != self._snapshot else pack(None)
+        self._snapshot, self.busy_since = number, time.monotonic()
+        if self.worker is not None:
+            return self.worker.call(evaluation, newer)
+        assert self._inline is not None
+        answer: Future[Comparison] = Future()
+        try:
+            evaluation.wait()
+            snapshot.wait()
+            # Copied, because the snapshot has to stay what it is whatever the network does with its buffers.
+            answer.set_result(self._inline(unpack(evaluation), unpack(newer.to_host())))
+        except Exception as error:  # whatever the user's modules raise belongs to the one who reads the result
+            answer.set_exception(error)
+        return answer
+
+    def revive(self) -> None:
+        """Put a new process in the place of one that ended."""
+        if self.worker is not None and self.worker.ended and self._threads is not None:
+            self.worker.close()
+            self.worker, self._snapshot = Worker(self._make, self._threads), -1
+
+
+class ReferencePool:
+    """Runs evaluations, each where nothing else is being done, against the newest snapshot.
+
+    Args:
+        make: gives a reference model.
+        entries: paths of the modules that a snapshot holds.
+        workers: processes; 0 runs the reference in the calling thread, to the same result.
+        threads_per_worker: intra-op threads of torch in each.
+        timeout_s: a worker that has not answered for so long is ended, and replaced when it is needed next.
+
+    Attributes:
+        evaluation_bytes: what the last evaluation sent, without a snapshot.
+        snapshot_bytes: size of the last snapshot.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], ReferenceModel],
+        entries: tuple[str, ...],
+        workers: int,
+        threads_per_worker: int,
+        timeout_s: float,
+    ) -> None:
+        self.evaluation_bytes = 0
+        self.snapshot_bytes = 0
+        self._entries = entries
+        self._timeout_s = timeout_s
+        threads = threads_per_worker if workers else None
+        self._places = [_Place(make, threads) for _ in range(max(1, workers))]
+        self._snapshot: Parcel | None = None
+        self._number = 0
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether there is something to compare with."""
+        return self._snapshot is not None
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The processes."""
+        return [place.worker for place in self._places if place.worker is not None]
+
+    def take_snapshot(self, module: nn.Module) -> None:
+        """The reference is the network with the weights of this moment, from the next evaluation on.
+
+        The calling thread copies the weights and buffers; everything else is done where the reference is.
+
+        Raises:
+            Exception: whatever pickling raises for a part that cannot be sent.
+        """
+        self._keep(self._packed(module).to_host())
+
+    def snapshot_tensors(self) -> list[Tensor] | None:
+        """Weights, buffers and other tensors of the snapshot, for a checkpoint."""
+        if self._snapshot is None:
+            return None
+        self._snapshot.wait()
+        return list(self._snapshot.tensors)
+
+    def restore_snapshot(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """Put a snapshot together from the structure of ``module`` and what `snapshot_tensors` gave.
+
+        Raises:
+            CheckpointError: they do not fit.
+        """
+        parcel = self._packed(module)
+        if [tensor.shape for tensor in parcel.tensors] != [tensor.shape for tensor in tensors]:
+            raise CheckpointError("the reference model in the checkpoint does not fit the model: its tensors differ")
+        self._keep(Parcel(parcel.structure, tensors).to_host())
+
+    def drop_snapshot(self) -> None:
+        """Give its memory back; nothing is to be compared for now."""
+        self._snapshot = None
+
+    def submit(self, evaluation: Evaluation) -> Future[Comparison] | None:
+        """Have ``evaluation`` made; None if every worker is busy. The calling thread copies its tensors.
+
+        Raises:
+            Exception: whatever pickling raises for an argument that cannot be sent.
+        """
+        assert self._snapshot is not None, "an evaluation needs a snapshot first"
+        for place in self._places:
+            worker = place.worker
+            if worker is not None and not worker.idle and time.monotonic() - place.busy_since > self._timeout_s:
+                worker.kill(f"it did not answer within {self._timeout_s:g} s and was ended")
+            place.revive()
+            if place.worker is None or place.worker.idle:
+                parcel = pack(evaluation).to_host()
+                self.evaluation_bytes = parcel.size_bytes
+                return place.evaluate(parcel, self._snapshot, self._number)
+        return None
+
+    def close(self) -> None:
+        """End all workers. Safe to call twice."""
+        for worker in self.workers:
+            worker.close()
+        self._places, self._snapshot = [], None
+
+    def _packed(self, module: nn.Module) -> Parcel:
+        return pack({path: module.get_submodule(path) for path in self._entries})
+
+    def _keep(self, parcel: Parcel) -> None:
+        self._snapshot, self.snapshot_bytes = parcel, parcel.size_bytes
+        self._number += 1

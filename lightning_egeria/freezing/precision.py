@@ -1,0 +1,82 @@
+"""A network in a lower precision, for measuring only: it runs without gradients and in evaluation mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_egeria.freezing.recording import BoundaryRecorder, EarlierOutput, NetworkCall
+from lightning_egeria.layers import LayerChain
+from lightning_egeria.tracing import tensor_leaves
+
+
+class EagerNetwork:
+    """The network of a snapshot as PyTorch runs it, in one floating dtype.
+
+    Args:
+        entries: the modules that the training step calls, by path; changed in place.
+        chain: names the boundaries.
+        samples: Gram matrices are made of the first ``samples`` samples at most.
+        dtype: of weights, buffers and floating inputs.
+    """
+
+    def __init__(self, entries: Mapping[str, nn.Module], chain: LayerChain, samples: int, dtype: torch.dtype) -> None:
+        self._chain = chain
+        self._samples = samples
+        self._dtype = dtype
+        self._entries = entries
+        for entry in entries.values():
+            entry.requires_grad_(False)
+            for part in entry.modules():
+                part.training = False
+                if isinstance(part, nn.TransformerEncoder):
+                    part.use_nested_tensor = False  # activations in it would have no axis of samples any longer
+            entry.to(dtype)
+        self._modules = {
+            _join(path, inner): module
+            for path, entry in entries.items()
+            for inner, module in entry.named_modules(remove_duplicate=False)
+        }
+
+    def lowered(self, dtype: torch.dtype) -> EagerNetwork:
+        """A copy of it in another dtype, with the memory format that convolutions are fastest in."""
+        entries = copy.deepcopy(self._entries)
+        for entry in entries.values():
+            entry.to(memory_format=torch.channels_last)
+        return EagerNetwork(entries, self._chain, self._samples, dtype)
+
+    @torch.no_grad()
+    def boundary_grams(self, calls: list[NetworkCall]) -> tuple[list[Tensor | None], int]:
+        """Gram matrix of each boundary activation, ``[samples, samples]`` each, and how many samples came in."""
+        recorder = BoundaryRecorder(self._modules, self._chain, self._samples)
+        outputs: list[list[Tensor]] = []
+
+        def prepare(value: Any) -> Any:
+            if isinstance(value, EarlierOutput):
+                return outputs[value.call][value.leaf]
+            return value.to(self._dtype) if value.is_floating_point() else value
+
+        recorder.start()
+        try:
+            with torch.random.fork_rng(self._cuda_devices()):
+                for call in calls:
+                    args, kwargs = apply_to_collection(
+                        (call.args, call.kwargs), (Tensor, EarlierOutput), prepare, allow_frozen=True
+                    )
+                    outputs.append(list(tensor_leaves(self._entries[call.entry](*args, **kwargs))))
+        finally:
+            recorder.stop()
+        return recorder.grams, recorder.batch_size
+
+    def _cuda_devices(self) -> list[torch.device]:
+        devices = {tensor.device for entry in self._entries.values() for tensor in entry.parameters()}
+        return [device for device in devices if device.type == "cuda"]
+
+
+def _join(path: str, inner: str) -> str:
+    return f"{path}.{inner}" if path and inner else path or inner

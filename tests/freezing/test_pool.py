@@ -1,0 +1,124 @@
+"""The pool: bounded, replaced when a worker dies, and the same numbers in a process as in the calling thread."""
+
+import functools
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_egeria.errors import CheckpointError, WorkerError
+from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing.recording import NetworkCall
+from lightning_egeria.freezing.reference import Evaluation, ReferenceModel
+from lightning_egeria.freezing.similarity import gram_matrix
+from lightning_egeria.layers import LayerChain
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def pools(net):
+    made = []
+    chain = LayerChain.trace(net, lambda: net(torch.randn(4, 6)).sum())
+
+    def make(workers, precision="float32", timeout_s=60.0):
+        reference = functools.partial(ReferenceModel, chain, 8, precision)
+        made.append(ReferencePool(reference, chain.entries, workers, 1, timeout_s))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+        pool.close()
+
+
+def evaluation(seed=0, samples=8):
+    generator = torch.Generator().manual_seed(seed)
+    grams = [gram_matrix(torch.randn(samples, 5, generator=generator)) for _ in range(2)]
+    return Evaluation([NetworkCall("", (torch.randn(samples, 6, generator=generator),), {})], grams)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_process_gives_the_numbers_of_the_calling_thread(net, pools, precision):
+    found = []
+    for workers in (0, 1):
+        torch.manual_seed(1)
+        pool = pools(workers, precision)
+        plasticity = []
+        for seed in range(4):
+            if seed % 2 == 0:
+                with torch.no_grad():
+                    net[0].weight.copy_(torch.randn(5, 6))
+                pool.take_snapshot(net)
+            plasticity.append(pool.submit(evaluation(seed)).result(60).plasticity)
+        found.append(plasticity)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+
+
+def test_a_full_pool_takes_nothing_more_and_never_blocks(net, pools):
+    pool = pools(2)
+    pool.take_snapshot(net)
+    for worker in pool.workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    answers = [pool.submit(evaluation(i)) for i in range(5)]
+    assert [answer is None for answer in answers] == [False, False, True, True, True]
+    for worker in pool.workers:
+        os.kill(worker.pid, signal.SIGCONT)
+    assert answers[0].result(60).samples == answers[1].result(60).samples == 8
+    assert pool.submit(evaluation()) is not None
+
+
+def test_a_dead_worker_fails_its_call_and_is_replaced(net, pools):
+    pool = pools(1)
+    pool.take_snapshot(net)
+    expected = pool.submit(evaluation()).result(60).plasticity
+    first = pool.workers[0].pid
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="exit status -9"):
+        pool.submit(evaluation()).result(60)
+    answer = pool.submit(evaluation()).result(60)  # of a new process, which was given the snapshot
+    assert answer.plasticity == expected
+    assert pool.workers[0].pid != first
+
+
+def test_a_hanging_worker_is_ended_after_its_time(net, pools):
+    pool = pools(1, timeout_s=0.2)
+    pool.take_snapshot(net)
+    os.kill(pool.workers[0].pid, signal.SIGSTOP)
+    answer = pool.submit(evaluation())
+    assert pool.submit(evaluation()) is None
+    time.sleep(0.3)
+    pool.submit(evaluation())
+    with pytest.raises(WorkerError, match=r"did not answer within 0\.2 s"):
+        answer.result(60)
+
+
+def test_what_travels_is_small(net, pools):
+    pool = pools(0)
+    pool.take_snapshot(net)
+    pool.submit(evaluation()).result()
+    tensors = 4 * (2 * 8 * 8 + 8 * 6)
+    assert tensors < pool.evaluation_bytes < tensors + 1000
+    weights = sum(t.nbytes for t in net.state_dict().values())
+    assert weights <= pool.snapshot_bytes < weights + 4000
+
+
+def test_a_snapshot_from_a_checkpoint_gives_the_same_numbers(net, pools):
+    first, second = pools(0), pools(0)
+    first.take_snapshot(net)
+    expected = first.submit(evaluation()).result().plasticity
+    kept = first.snapshot_tensors()
+    with torch.no_grad():
+        net[0].weight.mul_(-1)
+    second.restore_snapshot(net, kept)
+    assert second.submit(evaluation()).result().plasticity == expected
+    with pytest.raises(CheckpointError, match="does not fit"):
+        second.restore_snapshot(net, kept[1:])
