@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,15 +36,12 @@ def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Eve
 class TimedBoundaryRecorder(BoundaryRecorder):
     """Also marks when forward and backward pass each boundary, to attribute the step's time to layer modules."""
 
-    forward_marks: dict[int, tuple[float | torch.cuda.Event, float | torch.cuda.Event]]
-    backward_marks: dict[int, float | torch.cuda.Event]
-    began: float | torch.cuda.Event | None = None
-    backward_ended: float | torch.cuda.Event | None = None
-
-    def start(self) -> None:
-        """Record from here on."""
-        self.forward_marks, self.backward_marks = {}, {}
-        super().start()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.forward_marks: dict[int, tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = {}
+        self.backward_marks: dict[int, float | torch.cuda.Event] = {}
+        self.began: float | torch.cuda.Event | None = None
+        self.backward_ended: float | torch.cuda.Event | None = None
 
     def boundary_reached(self, index: int, activation: Tensor) -> None:
         """Marks before and after the Gram matrix is made, so that it is not counted as the layer module's time."""

@@ -77,7 +77,7 @@ class FreezingEngine:
         evaluation_samples: how many samples of a batch are compared at most.
         in_flight: how many evaluations may be under way; as many as there are workers.
         wait_s: seconds to wait for an answer that is due; 0 leaves it at that.
-        adapt: evaluate half as often whenever an answer is late.
+        adapt: evaluate half as often whenever two answers in a row are late.
         step: optimizer steps done before.
 
     Attributes:
@@ -117,6 +117,7 @@ class FreezingEngine:
         self._crops = False
         self._compared_samples: int | None = None
         self._failures = 0
+        self._late_in_a_row = 0
         self._capture: StepCapture | None = None
         # One entry per evaluation step; None where there was nothing to evaluate.
         self._pending: collections.deque[StepCapture | None] = collections.deque()
@@ -138,12 +139,16 @@ class FreezingEngine:
         self.prefix.assert_modes()
         due = step + 1 >= self.next_evaluation
         if due and self._capture is None and self.pool.has_snapshot and self._wants_reference():
+            if not self._wait_s and not self.pool.ready():
+                return  # observing the step would be for nothing
             self._capture = StepCapture(self.prefix, self._samples, self._crops)
             self._capture.start()
 
     def refresh_reference(self) -> None:
         """Take a snapshot if it is time; the first, before the first step, is of the weights that were given."""
         if not self._wants_reference():
+            self._pending.clear()
+            self._overdue.clear()
             self.pool.drop_snapshot()
             return
         self.reference_age += 1
@@ -205,7 +210,7 @@ class FreezingEngine:
             self._capture.stop()
         self._capture = None
         self._pending.clear()
-        self.pool.close()
+        self.pool.drop_snapshot()
         self.prefix.set_depth(0)
 
     def state_dict(self, with_reference: bool) -> dict[str, Any]:
@@ -260,13 +265,13 @@ class FreezingEngine:
     def _dispatch(self, capture: StepCapture | None) -> None:
         sent = None
         evaluation = capture.evaluation() if capture is not None else None
-        if capture is not None and self.pool.has_snapshot:
-            if evaluation is not None and capture.version == self.prefix.version:
+        if self.pool.has_snapshot and self._wants_reference():
+            if capture is not None and evaluation is not None and capture.version == self.prefix.version:
                 try:
                     capture.answer = self.pool.submit(evaluation)
                 except Exception as error:  # packing runs the user's own code, which may raise anything
                     self._failed(f"{type(error).__name__}: {error}")
-            if capture.answer is not None:
+            if capture is not None and capture.answer is not None:
                 sent = capture
             else:
                 self.counts.dropped += 1
@@ -294,11 +299,12 @@ class FreezingEngine:
         except Exception as error:  # in this thread the user's modules may raise anything
             self._failed(str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}")
             return None
-        self._failures = 0
+        self._failures = self._late_in_a_row = 0
         self._take_costs(capture)
+        if answer.precision != self.precision:
+            text = f"the reference model runs in {answer.precision}: {answer.reason}"
+            self.messages.append((logging.INFO, text))
         self._crops, self.precision = answer.crops, answer.precision
-        if answer.note is not None:
-            self.messages.append((logging.INFO, f"the reference runs in {answer.note}"))
         return self._comparable(answer)
 
     def _waited(self, capture: StepCapture) -> Comparison | None:
@@ -334,7 +340,10 @@ class FreezingEngine:
 
     def _late(self) -> None:
         self.counts.late += 1
-        if self._adapt:
+        self._late_in_a_row += 1
+        # One is late whenever a new snapshot has to be worked on first.
+        if self._adapt and self._late_in_a_row == 2:
+            self._late_in_a_row = 0
             self.evaluate_every_n_steps *= 2
             every = f"which now is {self.evaluate_every_n_steps} steps"
             text = f"the reference needed longer than the interval between two evaluations, {every}"

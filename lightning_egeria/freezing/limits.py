@@ -63,16 +63,15 @@ def one_optimizer_limit(chain: LayerChain, owners: Mapping[str, int]) -> int:
 
 def _places(chain: LayerChain, path: str, argument: str) -> list[int]:
     """Layer modules that are, contain, or lie inside the module ``path``."""
-    places = [
-        index
-        for index, layer_module in enumerate(chain.layer_modules)
-        if any(_related(path, member) for member in (layer_module.name, layer_module.boundary, *layer_module.members))
-    ]
+    places = []
+    for index, layer_module in enumerate(chain.layer_modules):
+        # The container of an earlier layer module may end with this one, and is no part of it.
+        own = [m for m in layer_module.members if not any(name.startswith(f"{m}.") for name in chain.names)]
+        if any(
+            part == path or part.startswith(f"{path}.") for part in (layer_module.name, layer_module.boundary, *own)
+        ):
+            places.append(index)
     if not places:
         near = ", ".join(map(repr, difflib.get_close_matches(path, chain.names, n=3, cutoff=0.3) or chain.names[:5]))
         raise LayerChainError(f"{argument}: no layer module has to do with {path!r}; did you mean {near}?")
     return places
-
-
-def _related(path: str, member: str) -> bool:
-    return path == member or member.startswith(f"{path}.")

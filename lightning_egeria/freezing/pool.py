@@ -54,7 +54,8 @@ class ReferencePool:
     Args:
         make: gives a reference model.
         entries: paths of the modules that a snapshot holds.
-        workers: processes; 0 runs the reference in the calling thread, to the same result.
+        workers: processes, started with the first snapshot; 0 runs the reference in the calling thread, to the same
+            result.
         threads_per_worker: intra-op threads of torch in each.
         timeout_s: a worker that has not answered for so long is ended, and replaced when it is needed next.
 
@@ -75,8 +76,9 @@ class ReferencePool:
         self.snapshot_bytes = 0
         self._entries = entries
         self._timeout_s = timeout_s
-        threads = threads_per_worker if workers else None
-        self._places = [_Place(make, threads) for _ in range(max(1, workers))]
+        self._make = make
+        self._threads: list[int | None] = [threads_per_worker] * workers or [None]
+        self._places: list[_Place] = []
         self._snapshot: Parcel | None = None
         self._number = 0
 
@@ -119,8 +121,14 @@ class ReferencePool:
         self._keep(Parcel(parcel.structure, tensors).to_host())
 
     def drop_snapshot(self) -> None:
-        """Give its memory back; nothing is to be compared for now."""
-        self._snapshot = None
+        """End all workers: nothing is to be compared, until there is a new snapshot. Safe to call twice."""
+        for worker in self.workers:
+            worker.close()
+        self._places, self._snapshot = [], None
+
+    def ready(self) -> bool:
+        """Whether an evaluation would be taken now. A worker that hangs is ended, one that has ended is replaced."""
+        return self._free_place() is not None
 
     def submit(self, evaluation: Evaluation) -> Future[Comparison] | None:
         """Have ``evaluation`` made; None if every worker is busy. The calling thread copies its tensors.
@@ -129,26 +137,27 @@ class ReferencePool:
             Exception: whatever pickling raises for an argument that cannot be sent.
         """
         assert self._snapshot is not None, "an evaluation needs a snapshot first"
+        place = self._free_place()
+        if place is None:
+            return None
+        parcel = pack(evaluation).to_host()
+        self.evaluation_bytes = parcel.size_bytes
+        return place.evaluate(parcel, self._snapshot, self._number)
+
+    def _free_place(self) -> _Place | None:
         for place in self._places:
             worker = place.worker
             if worker is not None and not worker.idle and time.monotonic() - place.busy_since > self._timeout_s:
                 worker.kill(f"it did not answer within {self._timeout_s:g} s and was ended")
             place.revive()
             if place.worker is None or place.worker.idle:
-                parcel = pack(evaluation).to_host()
-                self.evaluation_bytes = parcel.size_bytes
-                return place.evaluate(parcel, self._snapshot, self._number)
+                return place
         return None
-
-    def close(self) -> None:
-        """End all workers. Safe to call twice."""
-        for worker in self.workers:
-            worker.close()
-        self._places, self._snapshot = [], None
 
     def _packed(self, module: nn.Module) -> Parcel:
         return pack({path: module.get_submodule(path) for path in self._entries})
 
     def _keep(self, parcel: Parcel) -> None:
+        self._places = self._places or [_Place(self._make, threads) for threads in self._threads]
         self._snapshot, self.snapshot_bytes = parcel, parcel.size_bytes
         self._number += 1

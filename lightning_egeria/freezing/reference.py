@@ -39,7 +39,7 @@ class Comparison:
         samples: how many samples were compared.
         crops: whether the reference needs no more than those samples to be given.
         precision: that the reference ran in.
-        note: why in that one, when it was chosen; else None.
+        reason: why in that one.
         seconds: that the evaluation took where the reference is.
     """
 
@@ -47,7 +47,7 @@ class Comparison:
     samples: int
     crops: bool
     precision: str
-    note: str | None
+    reason: str
     seconds: float
 
 
@@ -72,6 +72,7 @@ class ReferenceModel:
         self._samples = samples
         self._precision = precision
         self._network: EagerNetwork | None = None
+        self._reason = "it was asked for"
         self._lowered = False
         self._crops = crops
 
@@ -84,7 +85,6 @@ class ReferenceModel:
                 with the first evaluation.
         """
         started = time.perf_counter()
-        note = None
         if snapshot is not None:
             self._network = EagerNetwork(snapshot, self._chain, self._samples, torch.float32)
             self._lowered = False
@@ -93,16 +93,16 @@ class ReferenceModel:
         if self._crops is None:
             self._crops = self._cropping_is_safe(self._network, evaluation.calls)
         calls = crop_calls(evaluation.calls, self._samples) if self._crops else evaluation.calls
-        if not self._lowered:
-            self._network, note = self._lower(self._network, calls, evaluation.grams)
-            self._lowered = True
-        plasticity = distances(evaluation.grams, self._network.boundary_grams(calls)[0])
+        found = self._network.boundary_grams(calls)[0]
+        if not self._lowered and self._precision != "float32":
+            self._network, found = self._lower(self._network, calls, evaluation.grams, found)
+        self._lowered = True
         return Comparison(
-            plasticity=plasticity,
+            plasticity=distances(evaluation.grams, found),
             samples=max((gram.shape[0] for gram in evaluation.grams if gram is not None), default=0),
-            crops=bool(self._crops),
+            crops=self._crops,
             precision=self._precision,
-            note=note,
+            reason=self._reason,
             seconds=time.perf_counter() - started,
         )
 
@@ -121,28 +121,27 @@ class ReferenceModel:
         )
 
     def _lower(
-        self, full: EagerNetwork, calls: list[NetworkCall], grams: list[Tensor | None]
-    ) -> tuple[EagerNetwork, str | None]:
-        """The network that is to run, and why it was chosen, if that is new."""
-        if self._precision == "float32":
-            return full, None
-        asked, wanted = self._precision, full.boundary_grams(calls)[0]
+        self, full: EagerNetwork, calls: list[NetworkCall], trained: list[Tensor | None], wanted: list[Tensor | None]
+    ) -> tuple[EagerNetwork, list[Tensor | None]]:
+        """The network that is to run from now on, and its Gram matrices; ``wanted`` are those of ``full``."""
+        asked, self._precision = self._precision, "float32"
         try:
             low = full.lowered(torch.bfloat16)
             found = low.boundary_grams(calls)[0]
         except Exception as error:  # some operations know no bfloat16
-            self._precision = "float32"
-            return full, f"float32, because the network does not run in bf16 ({type(error).__name__}: {error})"
-        share = noise_share(distances(wanted, found), distances(grams, wanted))
+            self._reason = f"the network does not run in bf16 ({type(error).__name__}: {error})"
+            return full, wanted
+        share = noise_share(distances(wanted, found), distances(trained, wanted))
         if share > NOISE_SHARE:
-            self._precision = "float32"
-            return full, f"float32, because bf16 changes plasticity by {share:.0%}"
-        if asked == "bf16":
-            return low, None
-        speed_up = seconds_of(full, calls) / seconds_of(low, calls)
-        self._precision = "bf16" if speed_up > 1 else "float32"
-        why = f"bf16 is {speed_up:.1f} times as fast as float32 here and changes plasticity by {share:.1%}"
-        return (low if speed_up > 1 else full), f"{self._precision}, because {why}"
+            self._reason = f"bf16 changes plasticity by {share:.0%}"
+            return full, wanted
+        if asked == "auto":
+            speed_up = seconds_of(full, calls) / seconds_of(low, calls)
+            self._reason = f"bf16 is {speed_up:.1f} times as fast as float32 here and changes plasticity by {share:.1%}"
+            if speed_up <= 1:
+                return full, wanted
+        self._precision = "bf16"
+        return low, found
 
 
 def distances(first: list[Tensor | None], second: list[Tensor | None]) -> tuple[float, ...]:

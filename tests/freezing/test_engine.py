@@ -1,6 +1,7 @@
 """The engine with an executor and a policy that the test holds in its hands; no trainer."""
 
 import functools
+import logging
 import threading
 from concurrent.futures import Future
 
@@ -29,9 +30,10 @@ class HeldPool(ReferencePool):
         )
         self.waiting, self.busy, self.fails = [], False, None
 
+    def ready(self):
+        return not self.busy
+
     def submit(self, evaluation):
-        if self.busy:
-            return None
         held = Future()
         self.waiting.append((held, super().submit(evaluation)))
         return held
@@ -115,11 +117,12 @@ def test_a_late_answer_is_dropped_and_counted():
     assert run.engine.evaluate_every_n_steps == 2
 
 
-def test_late_answers_make_evaluations_rarer_if_that_is_allowed():
-    run = Run(Asked(), adapt=True).steps(5, answers=False).steps(7)
+def test_two_late_answers_in_a_row_make_evaluations_rarer_if_that_is_allowed():
+    run = Run(Asked(), adapt=True).steps(7, answers=False).steps(9)
+    assert run.engine.counts.late == 2
     assert run.engine.evaluate_every_n_steps == 4
-    assert [step for step, *_, loss in run.policy.told if loss is not None] == [2, 4, 8, 12]
-    assert ["now is 4 steps" in text for _, text in run.engine.messages] == [True]
+    assert [step for step, *_, loss in run.policy.told if loss is not None] == [2, 4, 6, 10, 14]
+    assert ["now is 4 steps" in text for _, text in run.engine.messages if "interval" in text] == [True]
 
 
 def test_an_evaluation_that_no_worker_is_free_for_is_dropped_and_counted():
@@ -163,7 +166,7 @@ def test_failures_are_told_once_and_after_three_in_a_row_nothing_is_compared_any
     run.pool.fails = WorkerError("broken")
     run.steps(20)
     assert (run.engine.counts.failed, run.engine.stopped, run.pool.has_snapshot) == (5, True, False)
-    told = [text for _, text in run.engine.messages]
+    told = [text for level, text in run.engine.messages if level == logging.WARNING]
     assert len(told) == 2
     assert "failed: broken" in told[0]
     assert "3 times in a row" in told[1]

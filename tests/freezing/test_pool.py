@@ -35,8 +35,8 @@ def pools(net):
 
     yield make
     for pool in made:
-        pool.close()
-        pool.close()
+        pool.drop_snapshot()
+        pool.drop_snapshot()
 
 
 def evaluation(seed=0, samples=8):

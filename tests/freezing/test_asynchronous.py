@@ -1,0 +1,264 @@
+"""The callback with worker processes: the same result, whatever becomes of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name
+)
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
+        for _ in range(3):
+            layers += [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
+        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 36, 3))
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+class Deciding(FreezingPolicy):
+    """Decides early, and remembers what it was told."""
+
+    def __init__(self, tolerance=0.9):
+        super().__init__(tolerance, window_evaluations=2, patience=2, bootstrap=False, peer_tolerance=0.0)
+        self.seen = []
+
+    def observe(self, step, plasticity, learning_rate, loss):
+        if plasticity is not None:
+            self.seen.append((step, tuple(plasticity)))
+        return super().observe(step, plasticity, learning_rate, loss)
+
+
+class Each(L.Callback):
+    """Call `look(trainer, module)` after each batch."""
+
+    def __init__(self, look):
+        self.look = look
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.look(trainer, pl_module)
+
+
+def fit(*callbacks, epochs=6, module=None, ckpt_path=None):
+    torch.manual_seed(0)
+    module = module or Module()
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(40, 1, 6, 6, generator=generator), torch.arange(40) % 3)
+    trainer = L.Trainer(
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=ckpt_path)
+    return module
+
+
+def states_equal(first, second):
+    second = second.state_dict()
+    return all(torch.equal(value, second[name]) for name, value in first.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_deterministic_run_with_a_worker_is_the_inline_run(precision):
+    runs = []
+    for workers in (0, 1):
+        callback = KnowledgeGuidedFreezing(
+            Deciding(), evaluate_every_n_steps=1, workers=workers, deterministic=True, reference_precision=precision
+        )
+        runs.append((fit(callback), callback))
+    (inline, first), (process, second) = runs
+    assert first.events == second.events
+    assert first.events[-1].depth > 0
+    assert first._engine.policy.seen == second._engine.policy.seen
+    assert len(first._engine.policy.seen) > 5
+    assert states_equal(inline, process)
+
+
+def test_two_workers_have_twice_the_time():
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, workers=2, deterministic=True)
+    fit(callback, epochs=2)
+    # The first step shows the layer chain. Evaluated at step 2, heard of at step 4.
+    assert [step for step, _ in callback._engine.policy.seen[:2]] == [4, 5]
+
+
+def test_with_nothing_frozen_training_is_the_same_bit_for_bit():
+    callback = KnowledgeGuidedFreezing(Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True)
+    watched = fit(callback)
+    assert callback.savings().evaluations_done > 20
+    assert callback.events == []
+    assert states_equal(fit(), watched)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("at", [5, 15, 20])
+def test_a_resumed_deterministic_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, at, precision):
+    def callback():
+        return KnowledgeGuidedFreezing(
+            Deciding(tolerance=0.5),
+            evaluate_every_n_steps=2,
+            refresh_every_n_evaluations=3,
+            workers=0,
+            deterministic=True,
+            reference_precision=precision,
+        )
+
+    class Saves(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.global_step == at:
+                trainer.save_checkpoint(path)
+
+    path = tmp_path / "half.ckpt"
+    whole = callback()
+    expected = fit(whole, Saves())
+    assert torch.load(path, weights_only=True)["global_step"] == at
+    resumed = callback()
+    found = fit(resumed, ckpt_path=path)
+
+    assert whole.events
+    assert resumed.events == whole.events
+    later = [entry for entry in whole._engine.policy.seen if entry[0] > at]
+    assert later
+    assert resumed._engine.policy.seen == later
+    assert resumed.savings().evaluations_done == whole.savings().evaluations_done
+    assert states_equal(expected, found)
+
+
+def test_without_determinism_a_checkpoint_does_not_hold_the_reference(tmp_path):
+    path = tmp_path / "some.ckpt"
+
+    class Saves(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(path)
+
+    fit(KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, workers=0), Saves(), epochs=2)
+    state = next(iter(torch.load(path, weights_only=True)["callbacks"].values()))
+    assert state["engine"]["reference"] is None
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, workers=0)
+    fit(callback, ckpt_path=path)
+    assert callback._engine.policy.seen
+
+
+def test_a_killed_worker_is_told_once_and_replaced():
+    pids = []
+
+    def kill(trainer, pl_module):
+        worker = callback._engine.pool.workers[0]
+        if trainer.global_step in (8, 16):
+            pids.append(worker.pid)
+            os.kill(worker.pid, signal.SIGKILL)
+
+    callback = KnowledgeGuidedFreezing(Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True)
+    with pytest.warns(UserWarning, match="reference model failed: its process ended with exit status -9") as told:
+        fit(callback, Each(kill))
+    assert len([w for w in told if "reference model" in str(w.message)]) == 1
+    assert len(set(pids)) == 2
+    savings = callback.savings()
+    assert savings.evaluations_done > 20
+    assert not callback._engine.stopped
+
+
+def test_a_module_that_cannot_be_imported_there_is_told_and_training_goes_on():
+    class OnlyHere(Module):
+        def __init__(self):
+            super().__init__()
+            self.owner = os.getpid()
+            inner = self.net
+
+            class Net(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.inner = inner
+
+                def forward(self, x, owner=self.owner):
+                    if os.getpid() != owner:
+                        raise RuntimeError("not in this process")
+                    return self.inner(x)
+
+            self.net = Net()
+
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, deterministic=True)
+    with pytest.warns(UserWarning, match="not in this process") as told:
+        fit(callback, module=OnlyHere())
+    told = [str(warning.message) for warning in told if "reference model" in str(warning.message)]
+    assert ["no more layer modules will freeze" in text for text in told] == [False, True]
+    assert callback.events == []
+
+
+def test_an_error_in_training_leaves_no_process():
+    seen = {}
+
+    def fail(trainer, pl_module):
+        seen["pid"] = callback._engine.pool.workers[0].pid
+        if trainer.global_step == 3:
+            raise RuntimeError("the user's own")
+
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        fit(callback, Each(fail))
+    with pytest.raises(ProcessLookupError):
+        os.kill(seen["pid"], 0)
+    assert "egeria-worker" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_trainer_leaves_no_process(tmp_path, number):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time
+        from tests.freezing.test_asynchronous import *
+        def look(trainer, pl_module):
+            if trainer.global_step == 3:
+                print(callback._engine.pool.workers[0].pid, flush=True)
+            time.sleep(0.01)
+        callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1)
+        fit(callback, Each(look), epochs=100000)
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as run:
+        worker = int(run.stdout.readline())
+        run.send_signal(number)
+        run.wait(60)
+    for _ in range(2000):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("the worker outlived its trainer")
+
+
+def test_a_script_of_steps_needs_no_process():
+    callback = KnowledgeGuidedFreezing(ScriptedPolicy({2: 1}))
+    pids = []
+    fit(callback, Each(lambda *_: pids.append([w.pid for w in callback._engine.pool.workers])), epochs=1)
+    assert callback.frozen_depth == 1
+    assert pids[-1] == []

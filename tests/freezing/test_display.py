@@ -1,0 +1,100 @@
+"""What the user sees: metrics, log lines and the progress bar."""
+
+import csv
+import logging
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(6, 6), nn.ReLU())), nn.Linear(6, 3))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(callback, *callbacks, epochs=8, **arguments):
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(40, 6), torch.arange(40) % 3), batch_size=8)
+    arguments = {"logger": False, "enable_progress_bar": False, **arguments}
+    trainer = L.Trainer(
+        max_epochs=epochs,
+        callbacks=[callback, *callbacks],
+        accelerator="cpu",
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    trainer.fit(Module(), data)
+    return trainer
+
+
+def guided():
+    policy = FreezingPolicy(tolerance=0.9, window_evaluations=2, patience=1, bootstrap=False, peer_tolerance=0.0)
+    return KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, workers=0)
+
+
+def test_metrics_of_every_evaluation_reach_the_logger(tmp_path):
+    callback = guided()
+    fit(callback, logger=CSVLogger(tmp_path, name="", version=""))
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    rows = {int(row["step"]): row for row in rows if "egeria/frozen_depth" in row}
+
+    assert sorted(rows) == list(range(2, 41, 2))
+    last, frozen_at = rows[40], callback.events[0].step
+    assert last["egeria/frozen_depth"] == callback.frozen_depth > 0
+    assert 0 < last["egeria/frozen_parameters"] < 1
+    assert 0 < last["egeria/frozen_step_time"] < 1
+    assert last["egeria/evaluations_done"] == callback.savings().evaluations_done
+    assert {"egeria/evaluations_late", "egeria/evaluations_dropped", "egeria/reference_age"} <= set(last)
+    before = rows[frozen_at]
+    assert {f"egeria/plasticity/net.{i}" for i in range(2 * callback.events[0].depth, 8, 2)} <= set(before)
+    assert any(name.startswith("egeria/slope/net.") for row in rows.values() for name in row)
+    # A frozen layer module has no plasticity: nothing is logged for it.
+    assert not any(name.endswith("/net.0") for name in last)
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_show_the_frozen_depth(bar):
+    seen = {}
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            seen[trainer.global_step] = trainer.progress_bar_callback.get_metrics(trainer, pl_module).get("frozen")
+
+    callback = KnowledgeGuidedFreezing(ScriptedPolicy({3: 2}))
+    trainer = fit(callback, bar(), Look(), epochs=1, enable_progress_bar=True)
+    assert seen == {1: "0/4", 2: "0/4", 3: "2/4", 4: "2/4", 5: "2/4"}
+    assert "get_metrics" not in vars(trainer.progress_bar_callback)
+
+
+def test_one_line_for_each_freeze_and_unfreeze(caplog):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.lightning_egeria")
+    fit(KnowledgeGuidedFreezing(ScriptedPolicy({3: 2, 5: 0})))
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("lightning_egeria")]
+    assert lines == [
+        "step 3: froze, now 2/4 layer modules are frozen, up to 'net.2': scripted for step 3",
+        "step 5: unfroze, now 0/4 layer modules are frozen: scripted for step 5",
+    ]
+
+
+def test_what_it_saves_is_said_once_it_was_measured(caplog):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.lightning_egeria")
+    fit(guided())
+    line = next(record.getMessage() for record in caplog.records if ": froze, now" in record.getMessage())
+    assert "within" in line
+    assert line.endswith("% of a step")

@@ -1,0 +1,63 @@
+"""Where the user's arguments and the optimizers end the prefix."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_egeria.errors import LayerChainError
+from lightning_egeria.freezing.limits import depth_limit, one_optimizer_limit
+from lightning_egeria.layers import LayerChain
+
+
+@pytest.fixture
+def chain():
+    net = nn.Module()
+    net.stem = nn.Linear(2, 2)
+    net.stages = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)])
+    net.head = nn.Linear(2, 2)
+
+    def step():
+        x = net.stem(torch.ones(3, 2))
+        for stage in net.stages:
+            x = stage(x)
+        return net.head(x).sum()
+
+    return LayerChain.trace(net, step)
+
+
+def test_the_chain(chain):
+    assert chain.names == ("stem", *(f"stages.{i}.{j}" for i in range(3) for j in range(2)))
+    assert depth_limit(chain) == chain.max_depth == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [
+        ({"max_frozen_fraction": 1.0}, 6),
+        ({"max_frozen_fraction": 0.5}, 3),
+        ({"max_frozen_fraction": 0.1}, 0),
+        ({"freeze_until": "stem"}, 1),
+        ({"freeze_until": "stages.1.0"}, 4),
+        ({"freeze_until": "stages.1"}, 5),
+        ({"freeze_until": "stages.2.1"}, 6),
+        ({"never_freeze": ["stages.1"]}, 3),
+        ({"never_freeze": ["stages.2.1", "stages.0.1"]}, 2),
+        ({"never_freeze": ["stem"]}, 0),
+        ({"freeze_until": "stages.1", "max_frozen_fraction": 0.3, "never_freeze": ["stages.2"]}, 2),
+    ],
+)
+def test_limits(chain, arguments, limit):
+    assert depth_limit(chain, **arguments) == limit
+
+
+@pytest.mark.parametrize("argument", [{"freeze_until": "stage.1"}, {"never_freeze": ["stage.1"]}])
+def test_an_unknown_name_is_told_with_near_ones(chain, argument):
+    with pytest.raises(LayerChainError, match=rf"{next(iter(argument))}.*'stage\.1'; did you mean 'stages\."):
+        depth_limit(chain, **argument)
+
+
+def test_the_prefix_ends_where_another_optimizer_begins(chain):
+    owners = {name: int(name.startswith("stages.1")) for name in chain.prefix_parameters(len(chain))}
+    assert one_optimizer_limit(chain, owners) == 3
+    assert one_optimizer_limit(chain, dict.fromkeys(owners, 1)) == len(chain)
+    assert one_optimizer_limit(chain, {}) == len(chain)
