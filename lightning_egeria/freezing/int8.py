@@ -1,0 +1,265 @@
+"""The reference model in int8: linear and convolution layers multiply 8-bit integers, all else stays as it is.
+
+The kernels are those of oneDNN that torch itself carries, so there is nothing to install, to export or to compile. The
+network's own Python code runs at each call: branches that depend on data, other batch sizes and any modules work as in
+float32, because nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
+from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
+
+_LARGEST_ROW_ERROR = 0.15
+_PIECE = 2**17  # entries that are quantised in one go: what lies between two passes stays in the processor's cache
+
+
+class Int8Layers:
+    """Puts int8 in the place of the ``forward`` of each `nn.Linear` and `nn.Conv2d` of a network.
+
+    Weights are quantised symmetrically with one scale per output channel, when this object is made and at `refresh`.
+    Inputs are quantised to their own range at each call. Results are float32. The modules keep their parameters, so
+    that whoever reads ``linear.weight`` without calling ``linear`` (tied embeddings, `nn.MultiheadAttention`) finds it.
+
+    Left in float32 are subclasses, parametrised weights, modules with hooks or a replaced ``forward``, grouped
+    convolutions, padding other than with zeros, and inputs that are not finite. What fits no `nn.Linear` is lost to
+    int8 too: the input projection of `nn.MultiheadAttention`, recurrent layers.
+
+    Args:
+        network: on the CPU, in float32, in evaluation mode, without gradients. Its ``forward`` methods are replaced.
+
+    Raises:
+        UnsupportedError: this build of torch has no int8 kernels, or ``network`` has no layer for them.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv2d) and _has_int8(m)]
+        if not self._layers:
+            raise UnsupportedError(
+                f"{type(network).__name__} has no nn.Linear or nn.Conv2d on the CPU that could run in int8"
+            )
+        self._replacements = ForwardReplacements()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Quantise the weights that the network has now.
+
+        Raises:
+            UnsupportedError: this build of torch has no int8 kernels.
+        """
+        self.restore()
+        try:
+            for module in self._layers:
+                kernel = _linear_kernel(module) if isinstance(module, nn.Linear) else _conv_kernel(module)
+                self._replacements.replace(module, functools.partial(_int8_forward, kernel))
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            self.restore()
+            raise UnsupportedError(
+                f"torch {torch.__version__} cannot run {type(module).__name__} in int8 on this machine: {error}"
+            ) from error
+
+    def restore(self) -> None:
+        """Put float32 back. Safe to call twice."""
+        self._replacements.restore()
+
+
+class Int8Network:
+    """An int8 copy of one network call that gives its boundary activations.
+
+    Args:
+        network: as for `Int8Layers`.
+        boundaries: path of a module inside ``network`` (``""`` is the network itself) and index of the tensor leaf of
+            its output, in execution order.
+        args: positional arguments of one real call, with which int8 is compared to float32.
+        kwargs: its keyword arguments.
+
+    Raises:
+        UnsupportedError: as `Int8Layers`; or int8 is too coarse for this network (see `check_grams`).
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        boundaries: Sequence[tuple[str, int]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        modules = dict(network.named_modules(remove_duplicate=False))
+        self._network = network
+        self._boundaries = [(modules[path], leaf) for path, leaf in boundaries]
+        self._names = [path for path, _ in boundaries]
+        expected = self._run(args, kwargs, gram_matrix)
+        self.layers = Int8Layers(network)
+        check_grams(self._names, self._run(args, kwargs, gram_matrix), expected)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The boundary activations for these arguments, float32, with the samples as they came, batch first."""
+        return self._run(args, kwargs, lambda activation: activation.detach().float().clone())
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], take: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        taken: dict[int, Tensor] = {}  # at once: the next module may change its input in place
+
+        def recording(index: int, leaf: int, original: Forward) -> Forward:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                output = original(*args, **kwargs)
+                taken[index] = take(list(tensor_leaves(output))[leaf])
+                return output
+
+            return forward
+
+        replacements = ForwardReplacements()
+        args, kwargs = apply_to_collection((args, kwargs), Tensor, torch.clone)
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of nn.TransformerEncoderLayer past int8
+        try:
+            for index, (module, leaf) in enumerate(self._boundaries):
+                replacements.replace(module, functools.partial(recording, index, leaf))
+            with torch.no_grad(), torch.random.fork_rng([]):
+                self._network(*args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            replacements.restore()
+        missing = [name for index, name in enumerate(self._names) if index not in taken]
+        if missing:
+            raise UnsupportedError(f"this call of the network did not reach the boundary {missing[0]!r}")
+        return [taken[index] for index in range(len(self._names))]
+
+
+def check_grams(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Compare the Gram matrices of the int8 network with those of the float32 network on the same samples.
+
+    The rows of a Gram matrix have unit length, so ``sqrt(B * gram_distance)`` is how far an average row is off, as a
+    fraction of its length. 0.15 is allowed: it lies above what trained and untrained networks show in int8 (0.001 to
+    0.07) and below what a layer shows whose outliers leave the other samples no steps.
+
+    Args:
+        names: of the boundaries, for the message.
+        found: Gram matrices in int8, shape ``[B, B]`` each.
+        expected: Gram matrices in float32.
+
+    Raises:
+        UnsupportedError: a row is further off, or not a number where that of float32 is one.
+    """
+    for name, gram, wanted in zip(names, found, expected, strict=True):
+        error = math.sqrt(len(wanted) * float(gram_distance(gram, wanted)))
+        if error > _LARGEST_ROW_ERROR or (math.isnan(error) and bool(wanted.isfinite().all())):
+            raise UnsupportedError(
+                f"int8 is too coarse for this network: rows of the Gram matrix at {name!r} are off by {error:.2f} of "
+                f"their length, {_LARGEST_ROW_ERROR} is allowed"
+            )
+
+
+_Kernel = Callable[[Tensor], Tensor | None]
+
+
+def _has_int8(module: nn.Linear | nn.Conv2d) -> bool:
+    if isinstance(module, nn.Conv2d):
+        plain = (
+            type(module) is nn.Conv2d
+            and module.groups == 1
+            and module.padding_mode == "zeros"
+            and not isinstance(module.padding, str)
+        )
+    else:
+        plain = type(module) is nn.Linear
+    weight = module._parameters.get("weight")  # weight_norm and spectral_norm keep it elsewhere
+    seen_by_others = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    if not plain or seen_by_others or weight is None:
+        return False
+    return weight.dtype is torch.float32 and weight.device.type == "cpu"
+
+
+def _int8_forward(kernel: _Kernel, original: Forward) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else kwargs.get("input")
+        if isinstance(x, Tensor) and x.dtype is torch.float32 and x.ndim >= 2 and x.numel():
+            try:
+                result = kernel(x)
+            except RuntimeError:  # a shape that this kernel does not take, or that is wrong in float32 as well
+                result = None
+            if result is not None:
+                return result
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def _quantized_input(x: Tensor) -> tuple[Tensor, float, int] | None:
+    """``x`` as 8-bit integers over its own range, their scale and zero point; None if a value is not finite."""
+    low, high = min(float(x.amin()), 0.0), max(float(x.amax()), 0.0)
+    scale = (high - low) / 254  # one step is left over for the rounding of the zero point
+    if not 1e-30 < scale < math.inf:
+        return None
+    zero_point = round(-low / scale)
+    offset = torch.tensor(zero_point + 0.5)  # the conversion to integers cuts off
+    steps = torch.empty_like(x, dtype=torch.uint8)
+    for source, target in zip(x.view(-1).split(_PIECE), steps.view(-1).split(_PIECE), strict=True):
+        target.copy_(torch.add(offset, source, alpha=1 / scale))
+    return steps, scale, zero_point
+
+
+def _quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weight as 8-bit integers, and the scale and zero point of each output channel."""
+    rows = weight.detach().flatten(1)
+    scales = (rows.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    steps = (rows / scales[:, None]).round().to(torch.int8).view_as(weight)
+    return steps, scales, torch.zeros(len(rows), dtype=torch.int32)
+
+
+def _linear_kernel(module: nn.Linear) -> _Kernel:
+    weight, scales, zero_points = _quantized_weight(module.weight)
+    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+
+    def kernel(x: Tensor) -> Tensor | None:
+        quantized = _quantized_input(x.contiguous())
+        if quantized is None:
+            return None
+        result: Tensor = torch.ops.onednn.qlinear_pointwise(
+            *quantized, packed, scales, zero_points, module.bias, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return result
+
+    return kernel
+
+
+def _conv_kernel(module: nn.Conv2d) -> _Kernel:
+    weight, scales, zero_points = _quantized_weight(module.weight)
+    geometry = list(module.stride), list(module.padding), list(module.dilation), module.groups
+    packed = torch.ops.onednn.qconv_prepack(weight, scales, 1.0, 0, *geometry, None)
+
+    def kernel(x: Tensor) -> Tensor | None:
+        # oneDNN wants the channels last. That view is contiguous, and a pass over it several times as fast.
+        quantized = _quantized_input(x.permute(0, 2, 3, 1).contiguous()) if x.ndim == 4 else None
+        if quantized is None:
+            return None
+        steps, scale, zero_point = quantized
+        steps = steps.permute(0, 3, 1, 2)
+        result: Tensor = torch.ops.onednn.qconv2d_pointwise(
+            steps,
+            scale,
+            zero_point,
+            packed,
+            scales,
+            zero_points,
+            module.bias,
+            *geometry,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
+        return result
+
+    return kernel

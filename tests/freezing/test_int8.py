@@ -1,0 +1,214 @@
+"""The int8 network against the float32 network that it was made from."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.freezing.int8 import Int8Layers, Int8Network, check_grams
+from lightning_egeria.freezing.similarity import gram_matrix
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, dilation=2, bias=False),
+        nn.Conv2d(8, 8, 3, padding="same"),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positive, self.negative = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.positive(x) if x.sum().item() > 0 else self.negative(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        states, (hidden, _) = self.lstm(x)
+        return states, self.out(hidden[0])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.second(Doubled.apply(self.first(x)))
+
+
+@dataclasses.dataclass
+class Output:
+    last: torch.Tensor
+
+
+class Dictionaries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = nn.Embedding(10, 8), nn.Linear(8, 8)
+
+    def forward(self, batch, mode="mean", scale=1):
+        hidden = F.gelu(self.layer(input=self.words(batch["ids"]))) * scale
+        return {"name": mode, "output": Output(getattr(hidden, mode)(1))}
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def numbers(*shape):
+    return (torch.randn(*shape),), {}
+
+
+CASES = {
+    "convolutions": (convolutions, [("2", 0), ("3", 0), ("", 0)], lambda n: numbers(n, 3, 14, 14)),
+    "branch": (Branching, [("", 0)], lambda n: numbers(n, 6)),
+    "lstm": (Recurrent, [("lstm", 0), ("lstm", 1), ("", 1)], lambda n: numbers(1, n, 6)),
+    "custom function and parametrization": (Custom, [("first", 0), ("second", 0)], lambda n: numbers(n, 6)),
+    "mappings and other arguments": (
+        Dictionaries,
+        [("layer", 0), ("", 0)],
+        lambda n: (({"ids": torch.randint(10, (n, 4))}, "sum"), {"scale": 3}),
+    ),
+    "encoder": (encoder, [("layers.0", 0), ("layers.1", 0)], lambda n: numbers(n, 7, 8)),
+}
+
+
+def new(make):
+    torch.manual_seed(0)
+    return make().eval().requires_grad_(False)
+
+
+def activations(network, boundaries, args, kwargs):
+    """The obvious slow way: one forward per boundary, stopped there."""
+    found = []
+    for path, leaf in boundaries:
+
+        def keep(module, args, output, leaf=leaf):
+            flat = [output] if isinstance(output, torch.Tensor) else None
+            if isinstance(output, dict):
+                flat = [output["output"].last]
+            flat = flat or [output[0], *(output[1] if isinstance(output[1], tuple) else output[1:])]
+            found.append(flat[leaf].clone())
+
+        handle = network.get_submodule(path).register_forward_hook(keep)
+        network(*args, **kwargs)
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_close_to_float32_on_other_inputs_and_batch_sizes(case):
+    make, boundaries, call = CASES[case]
+    network = new(make)
+    int8 = Int8Network(copy.deepcopy(network), boundaries, *call(8))
+    for samples in (8, 5):
+        args, kwargs = call(samples)
+        for got, wanted in zip(int8(args, kwargs), activations(network, boundaries, args, kwargs), strict=True):
+            assert got.dtype == torch.float32
+            assert got.shape == wanted.shape
+            assert (got - wanted).norm() < 0.05 * wanted.norm()
+
+
+def test_int8_is_what_ran():
+    network = new(convolutions)
+    (args, kwargs), boundaries = numbers(8, 3, 14, 14), [("0", 0)]
+    (got,) = Int8Network(copy.deepcopy(network), boundaries, args, kwargs)(args, kwargs)
+    assert not torch.allclose(got, activations(network, boundaries, args, kwargs)[0], atol=1e-5)
+
+
+def test_the_other_branch_is_taken():
+    network = new(Branching)
+    int8 = Int8Network(copy.deepcopy(network), [("", 0)], (torch.rand(4, 6),), {})
+    x = -torch.rand(4, 6)
+    assert torch.allclose(int8((x,), {})[0], network.negative(x), atol=0.02)
+    with pytest.raises(UnsupportedError, match="did not reach the boundary 'positive'"):
+        Int8Network(copy.deepcopy(network), [("positive", 0)], (torch.rand(4, 6),), {})((x,), {})
+
+
+def test_refresh_takes_the_weights_that_are_there_now_and_restore_puts_float32_back():
+    network = new(convolutions)
+    x = torch.randn(4, 3, 14, 14)
+    layers = Int8Layers(network)
+    old = network(x)
+    for parameter in network.parameters():
+        parameter.mul_(-2)
+    layers.refresh()
+    new_weights = network(x)
+    layers.restore()
+    layers.restore()
+    assert not any("forward" in vars(module) for module in network.modules())
+    assert torch.allclose(new_weights, network(x), atol=0.05 * network(x).abs().max())
+    assert not torch.allclose(new_weights, old, atol=0.05 * network(x).abs().max())
+
+
+def test_values_that_are_not_finite_are_not_hidden():
+    network = new(lambda: nn.Sequential(nn.Linear(3, 3)))
+    Int8Layers(network)
+    assert network(torch.tensor([[1.0, float("nan"), 2.0]])).isnan().all()
+    assert torch.equal(network(torch.zeros(2, 3))[0], network[0].bias)
+
+
+def test_an_input_and_the_random_state_stay_as_they_were():
+    network = new(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)))
+    x = torch.randn(4, 6)
+    before, state = x.clone(), torch.get_rng_state()
+    Int8Network(network, [("0", 0), ("1", 0)], (x,), {})((x,), {})
+    assert torch.equal(x, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_layer_that_int8_cannot_resolve_is_refused():
+    x = torch.randn(8, 6)
+    x[0] *= 1e5  # the others fall into one step
+    with pytest.raises(UnsupportedError, match="int8 is too coarse for this network: rows of the Gram matrix at '0'"):
+        Int8Network(new(lambda: nn.Sequential(nn.Linear(6, 6, bias=False))), [("0", 0)], (x,), {})
+
+
+def test_grams_that_are_no_numbers_are_refused():
+    gram = gram_matrix(torch.randn(4, 3))
+    check_grams(["a"], [gram], [gram])
+    with pytest.raises(UnsupportedError, match="off by nan"):
+        check_grams(["a"], [gram * float("nan")], [gram])
+
+
+def test_a_network_without_such_layers_is_refused():
+    with pytest.raises(UnsupportedError, match=r"LSTM has no nn\.Linear or nn\.Conv2d"):
+        Int8Layers(nn.LSTM(2, 2))
+
+
+def test_a_torch_without_the_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.ops, "onednn", torch.ops.no_such_namespace)
+    network = new(convolutions)
+    with pytest.raises(UnsupportedError, match="cannot run Conv2d in int8"):
+        Int8Layers(network)
+    assert not any("forward" in vars(module) for module in network.modules())
