@@ -139,8 +139,8 @@ def check_grams(names: Sequence[str], found: Sequence[Tensor], expected: Sequenc
     """Compare the Gram matrices of the int8 network with those of the float32 network on the same samples.
 
     The rows of a Gram matrix have unit length, so ``sqrt(B * gram_distance)`` is how far an average row is off, as a
-    fraction of its length. 0.15 is allowed: it lies above what the networks of `benchmarks/reference.py` show in int8 (0.04 at
-    most) and below what a layer shows whose outliers leave the other samples no steps.
+    fraction of its length. 0.15 is allowed: it lies above what the networks of `benchmarks/reference.py` show in int8
+    (0.04 at most) and below what a layer shows whose outliers leave the other samples no steps.
 
     Args:
         names: of the boundaries, for the message.
