@@ -1,10 +1,10 @@
 """What does an evaluation of the reference model cost in each precision, how close is it, and what can it not run?
 
-Each network takes a few training steps, and is then run in evaluation mode on one thread on samples that the int8
-network has not seen. Printed are the median time of a forward that gives every boundary activation; the float32 time
-over it, as the median of the ratios of neighbours; the time to build it from new weights; the median time of the
-Gram matrices, which comes on top; and how far a row of the worst Gram matrix is off, as a fraction of its length. A
-second table runs networks of unusual kinds in int8, on a second input of another batch size.
+Each network takes a few training steps, and is then run on one thread as a reference model is. Printed are the median
+time of a run that gives the Gram matrix of every boundary; the float32 time over it, as the median of the ratios of
+neighbours; how much of the run is spent on the Gram matrices; the time to build the network from a snapshot; and how
+far a row of the worst Gram matrix is off, as a fraction of its length. A second table says in which precision networks
+of unusual kinds run.
 
     python benchmarks/reference.py [--networks resnet56,encoder] [--rounds 5]
 
@@ -13,12 +13,12 @@ environment shows a machine that has only the latter.
 """
 
 import argparse
-import copy
 import functools
 import os
 import platform
 import statistics
 import time
+import unittest.mock
 
 import timm
 import torch
@@ -26,9 +26,11 @@ from torch import nn
 
 from lightning_egeria import LayerChain
 from lightning_egeria.demos.resnet import CifarResNet
-from lightning_egeria.freezing.int8 import Int8Layers, Int8Network
+from lightning_egeria.freezing import recording
+from lightning_egeria.freezing.precision import SnapshotNetwork
+from lightning_egeria.freezing.recording import NetworkCall
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
-from lightning_egeria.tracing import ForwardReplacements, tensor_leaves
+from lightning_egeria.layers import LayerModule
 
 
 def encoder() -> nn.Module:
@@ -109,31 +111,8 @@ ODD = {
 }
 
 
-def boundary_grams(network: nn.Module, boundaries, x, take=gram_matrix) -> list[torch.Tensor]:
-    """What ``take`` makes of each boundary activation, taken while the network runs."""
-    taken = []
-
-    def recording(leaf, original):
-        def forward(*args, **kwargs):
-            output = original(*args, **kwargs)
-            taken.append(take(list(tensor_leaves(output))[leaf]))
-            return output
-
-        return forward
-
-    replacements = ForwardReplacements()
-    try:
-        for path, leaf in boundaries:
-            replacements.replace(network.get_submodule(path), functools.partial(recording, leaf))
-        with torch.no_grad():
-            network(x)
-    finally:
-        replacements.restore()
-    return taken
-
-
-def trained(make, shape) -> tuple[nn.Module, list[tuple[str, int]]]:
-    """A network after three steps, so that its normalisation has seen data, and its boundaries."""
+def trained(make, shape) -> tuple[nn.Module, LayerChain]:
+    """A network after three steps, so that its normalisation has seen data, and its layer chain."""
     network = make().train()
     chain = LayerChain.trace(network, lambda: network(torch.randn(8, *shape[1:])).square().mean())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
@@ -141,32 +120,7 @@ def trained(make, shape) -> tuple[nn.Module, list[tuple[str, int]]]:
         network(torch.randn(8, *shape[1:])).flatten(1).log_softmax(1)[:, 0].mean().neg().backward()
         optimizer.step()
         optimizer.zero_grad()
-    network.eval().requires_grad_(False)
-    return network, [(layer_module.boundary, layer_module.output_leaf) for layer_module in chain.layer_modules]
-
-
-def channels_last(value):
-    """Modules and images with the channels last in memory, anything else as it is."""
-    images = isinstance(value, nn.Module) or value.ndim == 4
-    return value.to(memory_format=torch.channels_last) if images else value
-
-
-def in_int8(network: nn.Module) -> nn.Module:
-    Int8Layers(network)
-    return network
-
-
-BUILDS = {
-    "float32": lambda network: network,
-    "float32 channels last": channels_last,
-    "bfloat16": lambda network: channels_last(network.to(torch.bfloat16)),
-    "int8": in_int8,
-}
-
-
-def use_fast_path(precision: str) -> None:
-    """The fused kernel of nn.TransformerEncoderLayer knows no int8; the others may have it."""
-    torch.backends.mha.set_fastpath_enabled(precision != "int8")
+    return network, chain
 
 
 def seconds(function, *arguments) -> float:
@@ -176,62 +130,69 @@ def seconds(function, *arguments) -> float:
     return time.perf_counter() - start
 
 
+def gram_seconds(network: SnapshotNetwork, calls) -> float:
+    """How much of one run goes into the Gram matrices."""
+    spent = []
+
+    def timed(activation):
+        start = time.perf_counter()
+        gram = gram_matrix(activation)
+        spent.append(time.perf_counter() - start)
+        return gram
+
+    with unittest.mock.patch.object(recording, "gram_matrix", timed):
+        network.boundary_grams(calls)
+    return sum(spent)
+
+
 def compare(name: str, rounds: int) -> None:
     """Print one network's rows."""
     make, shape = NETWORKS[name]
     torch.manual_seed(0)
-    network, boundaries = trained(make, shape)
-    x = torch.randn(shape)
-    networks, inputs, builds = {}, {}, {}
-    for precision, build in BUILDS.items():
-        copied = copy.deepcopy(network)
+    network, chain = trained(make, shape)
+    calls = [NetworkCall("", (torch.randn(shape),), {})]
+    full = SnapshotNetwork({"": network}, chain, 64)
+    networks, builds = {"float32": full}, {"float32": 0.0}
+    for precision in ("bf16", "int8"):
         start = time.perf_counter()
-        networks[precision] = build(copied)
+        networks[precision] = full.lowered(precision)
         builds[precision] = time.perf_counter() - start
-        low = x.bfloat16() if precision == "bfloat16" else x
-        inputs[precision] = low if precision == "float32" else channels_last(low)
-    times = {precision: [] for precision in BUILDS}
+    times = {precision: [] for precision in networks}
     for index in range(rounds + 1):
-        for precision in list(BUILDS)[:: 1 if index % 2 else -1]:
-            use_fast_path(precision)
-            run = functools.partial(boundary_grams, networks[precision], boundaries, inputs[precision], lambda a: None)
-            times[precision].append(seconds(run))
-    use_fast_path("float32")
-    expected = boundary_grams(network, boundaries, x)
-    for precision in BUILDS:
-        use_fast_path(precision)
-        found = boundary_grams(networks[precision], boundaries, inputs[precision])
+        for precision in list(networks)[:: 1 if index % 2 else -1]:
+            times[precision].append(seconds(networks[precision].boundary_grams, calls))
+    expected = full.boundary_grams(calls)[0]
+    for precision in networks:
+        found = networks[precision].boundary_grams(calls)[0]
         errors = [(shape[0] * gram_distance(a, b)).sqrt().item() for a, b in zip(found, expected, strict=True)]
-        grams = []
-        for _ in range(rounds):
-            spent = []
-            boundary_grams(
-                networks[precision], boundaries, inputs[precision], lambda a, s=spent: s.append(seconds(gram_matrix, a))
-            )
-            grams.append(sum(spent))
         own = times[precision][1:]
         speed = statistics.median(a / b for a, b in zip(times["float32"][1:], own, strict=True))
+        grams = statistics.median(gram_seconds(networks[precision], calls) for _ in range(3))
         print(
-            f"{name:12s} {precision:22s} {statistics.median(own) * 1000:8.1f} ms {speed:6.2f} "
-            f"{builds[precision]:7.2f} s {statistics.median(grams) * 1000:8.1f} ms {max(errors):10.4f}",
+            f"{name:12s} {precision:8s} {statistics.median(own) * 1000:8.1f} ms {speed:6.2f} {grams * 1000:8.1f} ms "
+            f"{builds[precision]:7.2f} s {max(errors):10.4f}",
             flush=True,
         )
 
 
-def try_odd(name: str) -> str:
-    """What int8 makes of one unusual network."""
+def try_odd(name: str, precision: str) -> str:
+    """What becomes of one unusual network."""
     make, call = ODD[name]
     torch.manual_seed(0)
-    network = make().eval().requires_grad_(False)
+    network = make()
+    args, kwargs = call(8)
+    inner = (path for path, part in network.named_modules() if path and any(True for _ in part.parameters()))
+    path = next(inner, "")
+    layer_module = LayerModule(path, path, 0, (), ())
+    chain = LayerChain((layer_module,), ("",), 0)
+    full = SnapshotNetwork({"": network}, chain, 64)
     try:
-        int8 = Int8Network(copy.deepcopy(network), [("", 0)], *call(8))
-        args, kwargs = call(5)
-        with torch.no_grad():
-            wanted = next(tensor_leaves(network(*args, **kwargs)))
-        (found,) = int8(args, kwargs)
+        low = full.lowered(precision)
+        found = low.boundary_grams([NetworkCall("", args, kwargs)])[0][0]
     except Exception as error:  # any of them is a result here
-        return f"{type(error).__name__}: {error}"
-    return f"runs, rows off by {(5 * gram_distance(gram_matrix(found), gram_matrix(wanted))).sqrt().item():.4f}"
+        return f"{type(error).__name__}: {error}".splitlines()[0][:60]
+    wanted = full.boundary_grams([NetworkCall("", args, kwargs)])[0][0]
+    return f"runs, rows off by {(8 * gram_distance(found, wanted)).sqrt().item():.4f}"
 
 
 def main() -> None:
@@ -243,12 +204,13 @@ def main() -> None:
     torch.set_num_threads(1)
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all that the machine has")
     print(f"1 thread, torch {torch.__version__}, {platform.machine()}, instructions: {isa}")
-    print("network      precision               forward   speed     build        Grams  row error")
+    print("network      precision       run   speed       Grams     build  row error")
     for name in options.networks.split(","):
         compare(name, options.rounds)
-    print("\nin int8")
+    print()
     for name in ODD:
-        print(f"{name:30s} {try_odd(name)}", flush=True)
+        for precision in ("bf16", "int8"):
+            print(f"{name:30s} {precision:8s} {try_odd(name, precision)}", flush=True)
 
 
 if __name__ == "__main__":

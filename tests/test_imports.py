@@ -21,6 +21,7 @@ ORDER = [
         "freezing.limits",
         "freezing.parcels",
         "freezing.compilation",
+        "freezing.int8",
         "freezing.metric",
     ],
     ["freezing.costs", "freezing.precision", "freezing.workers"],

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +23,7 @@ from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
 from lightning_egeria.freezing.limits import depth_limit, one_optimizer_limit
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pool import ReferencePool
-from lightning_egeria.freezing.reference import ReferenceModel
+from lightning_egeria.freezing.reference import Precision, ReferenceModel
 from lightning_egeria.layers import FrozenPrefix, LayerChain
 from lightning_egeria.report import LayerModuleSavings, Savings, savings_table
 from lightning_egeria.tracing import StepTrace
@@ -73,7 +73,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         evaluate_every_n_steps: int | None = None,
         refresh_every_n_evaluations: int = 10,
         evaluation_samples: int = 64,
-        reference_precision: Literal["auto", "bf16", "float32"] = "auto",
+        reference_precision: Precision = "auto",
         workers: int = 1,
         threads_per_worker: int = 1,
         timeout_s: float = 120.0,
@@ -94,8 +94,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
         for name, names in (("layer_modules", layer_modules), ("never_freeze", never_freeze)):
             if isinstance(names, str):
                 raise ArgumentError(f"{name} must be a list of names, got the single text {names!r}")
-        if reference_precision not in ("auto", "bf16", "float32"):
-            raise ArgumentError(f"reference_precision must be 'auto', 'bf16' or 'float32', got {reference_precision!r}")
+        if reference_precision not in get_args(Precision):
+            raise ArgumentError(
+                f"reference_precision must be one of {get_args(Precision)}, got {reference_precision!r}"
+            )
         if not timeout_s > 0:
             raise ArgumentError(f"timeout_s must be greater than 0, got {timeout_s}")
         if not 0 < max_frozen_fraction <= 1:

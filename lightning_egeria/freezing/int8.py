@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
-from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
+from lightning_egeria.tracing import Forward, ForwardReplacements
 
-_LARGEST_ROW_ERROR = 0.15
 _PIECE = 2**17  # entries that are quantised in one go: what lies between two passes stays in the processor's cache
 
 
 class Int8Layers:
     """Puts int8 in the place of the ``forward`` of each `nn.Linear` and `nn.Conv2d` of a network.
 
-    Weights are quantised symmetrically with one scale per output channel, when this object is made and at `refresh`.
+    Weights are quantised symmetrically with one scale per output channel, when this object is made.
     Inputs are quantised to their own range at each call. Results are float32. The modules keep their parameters, so
     that whoever reads ``linear.weight`` without calling ``linear`` (tied embeddings, `nn.MultiheadAttention`) finds it.
 
@@ -43,23 +40,14 @@ class Int8Layers:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self._layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv2d) and _has_int8(m)]
-        if not self._layers:
+        layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv2d) and _has_int8(m)]
+        if not layers:
             raise UnsupportedError(
                 f"{type(network).__name__} has no nn.Linear or nn.Conv2d on the CPU that could run in int8"
             )
         self._replacements = ForwardReplacements()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Quantise the weights that the network has now.
-
-        Raises:
-            UnsupportedError: this build of torch has no int8 kernels.
-        """
-        self.restore()
         try:
-            for module in self._layers:
+            for module in layers:
                 kernel = _linear_kernel(module) if isinstance(module, nn.Linear) else _conv_kernel(module)
                 self._replacements.replace(module, functools.partial(_int8_forward, kernel))
         except (AttributeError, NotImplementedError, RuntimeError) as error:
@@ -71,92 +59,6 @@ class Int8Layers:
     def restore(self) -> None:
         """Put float32 back. Safe to call twice."""
         self._replacements.restore()
-
-
-class Int8Network:
-    """An int8 copy of one network call that gives its boundary activations.
-
-    Args:
-        network: as for `Int8Layers`.
-        boundaries: path of a module inside ``network`` (``""`` is the network itself) and index of the tensor leaf of
-            its output, in execution order.
-        args: positional arguments of one real call, with which int8 is compared to float32.
-        kwargs: its keyword arguments.
-
-    Raises:
-        UnsupportedError: as `Int8Layers`; or int8 is too coarse for this network (see `check_grams`).
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        boundaries: Sequence[tuple[str, int]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        modules = dict(network.named_modules(remove_duplicate=False))
-        self._network = network
-        self._boundaries = [(modules[path], leaf) for path, leaf in boundaries]
-        self._names = [path for path, _ in boundaries]
-        expected = self._run(args, kwargs, gram_matrix)
-        self.layers = Int8Layers(network)
-        check_grams(self._names, self._run(args, kwargs, gram_matrix), expected)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The boundary activations for these arguments, float32, with the samples as they came, batch first."""
-        return self._run(args, kwargs, lambda activation: activation.detach().float().clone())
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], take: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        taken: dict[int, Tensor] = {}  # at once: the next module may change its input in place
-
-        def recording(index: int, leaf: int, original: Forward) -> Forward:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                output = original(*args, **kwargs)
-                taken[index] = take(list(tensor_leaves(output))[leaf])
-                return output
-
-            return forward
-
-        replacements = ForwardReplacements()
-        args, kwargs = apply_to_collection((args, kwargs), Tensor, torch.clone)
-        fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of nn.TransformerEncoderLayer past int8
-        try:
-            for index, (module, leaf) in enumerate(self._boundaries):
-                replacements.replace(module, functools.partial(recording, index, leaf))
-            with torch.no_grad(), torch.random.fork_rng([]):
-                self._network(*args, **kwargs)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-            replacements.restore()
-        missing = [name for index, name in enumerate(self._names) if index not in taken]
-        if missing:
-            raise UnsupportedError(f"this call of the network did not reach the boundary {missing[0]!r}")
-        return [taken[index] for index in range(len(self._names))]
-
-
-def check_grams(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Compare the Gram matrices of the int8 network with those of the float32 network on the same samples.
-
-    The rows of a Gram matrix have unit length, so ``sqrt(B * gram_distance)`` is how far an average row is off, as a
-    fraction of its length. 0.15 is allowed: it lies above what the networks of `benchmarks/reference.py` show in int8
-    (0.04 at most) and below what a layer shows whose outliers leave the other samples no steps.
-
-    Args:
-        names: of the boundaries, for the message.
-        found: Gram matrices in int8, shape ``[B, B]`` each.
-        expected: Gram matrices in float32.
-
-    Raises:
-        UnsupportedError: a row is further off, or not a number where that of float32 is one.
-    """
-    for name, gram, wanted in zip(names, found, expected, strict=True):
-        error = math.sqrt(len(wanted) * float(gram_distance(gram, wanted)))
-        if error > _LARGEST_ROW_ERROR or (math.isnan(error) and bool(wanted.isfinite().all())):
-            raise UnsupportedError(
-                f"int8 is too coarse for this network: rows of the Gram matrix at {name!r} are off by {error:.2f} of "
-                f"their length, {_LARGEST_ROW_ERROR} is allowed"
-            )
 
 
 _Kernel = Callable[[Tensor], Tensor | None]

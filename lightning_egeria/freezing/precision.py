@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_egeria.freezing.int8 import Int8Layers
 from lightning_egeria.freezing.recording import BoundaryRecorder, EarlierOutput, NetworkCall
 from lightning_egeria.layers import LayerChain
 from lightning_egeria.tracing import tensor_leaves
 
+Lower = Literal["bf16", "int8"]
 
-class EagerNetwork:
-    """The network of a snapshot as PyTorch runs it, in one floating dtype.
+
+class SnapshotNetwork:
+    """The network of a snapshot, run eagerly in one precision.
+
+    In ``"bf16"`` weights, buffers and inputs are bfloat16; in ``"int8"`` the linear and convolution layers are; see
+    `Int8Layers`.
 
     Args:
         entries: the modules that the training step calls, by path; changed in place.
         chain: names the boundaries.
         samples: Gram matrices are made of the first ``samples`` samples at most.
-        dtype: of weights, buffers and floating inputs.
+        precision: to run in.
+
+    Raises:
+        UnsupportedError: nothing of it can run in int8.
     """
 
-    def __init__(self, entries: Mapping[str, nn.Module], chain: LayerChain, samples: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        entries: Mapping[str, nn.Module],
+        chain: LayerChain,
+        samples: int,
+        precision: Lower | Literal["float32"] = "float32",
+    ) -> None:
         self._chain = chain
         self._samples = samples
-        self._dtype = dtype
+        self._precision = precision
+        self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._entries = entries
         for entry in entries.values():
             entry.requires_grad_(False)
@@ -36,19 +52,26 @@ class EagerNetwork:
                 part.training = False
                 if isinstance(part, nn.TransformerEncoder):
                     part.use_nested_tensor = False  # activations in it would have no axis of samples any longer
-            entry.to(dtype)
+            entry.to(self._dtype)
+        if precision == "int8":
+            Int8Layers(nn.ModuleList(entries.values()))
         self._modules = {
             _join(path, inner): module
             for path, entry in entries.items()
             for inner, module in entry.named_modules(remove_duplicate=False)
         }
 
-    def lowered(self, dtype: torch.dtype) -> EagerNetwork:
-        """A copy of it in another dtype, with the memory format that convolutions are fastest in."""
+    def lowered(self, precision: Lower) -> SnapshotNetwork:
+        """A copy of it in a lower precision.
+
+        Raises:
+            UnsupportedError: nothing of it can run in int8.
+        """
         entries = copy.deepcopy(self._entries)
-        for entry in entries.values():
-            entry.to(memory_format=torch.channels_last)
-        return EagerNetwork(entries, self._chain, self._samples, dtype)
+        if precision == "bf16":  # int8 has its own way with the channels
+            for entry in entries.values():
+                entry.to(memory_format=torch.channels_last)
+        return SnapshotNetwork(entries, self._chain, self._samples, precision)
 
     @torch.no_grad()
     def boundary_grams(self, calls: list[NetworkCall]) -> tuple[list[Tensor | None], int]:
@@ -61,8 +84,11 @@ class EagerNetwork:
                 return outputs[value.call][value.leaf]
             return value.to(self._dtype) if value.is_floating_point() else value
 
+        fast_path = torch.backends.mha.get_fastpath_enabled()
         recorder.start()
         try:
+            # It reads the weights of nn.TransformerEncoderLayer past the layers that would run in int8.
+            torch.backends.mha.set_fastpath_enabled(fast_path and self._precision != "int8")
             with torch.random.fork_rng(self._cuda_devices()):
                 for call in calls:
                     args, kwargs = apply_to_collection(
@@ -70,6 +96,7 @@ class EagerNetwork:
                     )
                     outputs.append(list(tensor_leaves(self._entries[call.entry](*args, **kwargs))))
         finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
             recorder.stop()
         return recorder.grams, recorder.batch_size
 

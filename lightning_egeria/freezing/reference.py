@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.freezing.precision import EagerNetwork
+from lightning_egeria.freezing.precision import Lower, SnapshotNetwork
 from lightning_egeria.freezing.recording import NetworkCall, crop_calls
 from lightning_egeria.freezing.similarity import gram_distance
 from lightning_egeria.layers import LayerChain
@@ -20,6 +20,12 @@ Precision = Literal["auto", "int8", "bf16", "float32"]
 # What lowering the precision changes may be at most this share of what is measured with it.
 NOISE_SHARE = 0.1
 TIMED_RUNS = 2
+# What is tried, and in which order, before float32.
+_CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
+    "auto": ("bf16", "int8"),
+    "int8": ("int8", "bf16"),
+    "bf16": ("bf16",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +77,7 @@ class ReferenceModel:
         self._chain = chain
         self._samples = samples
         self._precision = precision
-        self._network: EagerNetwork | None = None
+        self._network: SnapshotNetwork | None = None
         self._reason = "it was asked for"
         self._lowered = False
         self._crops = crops
@@ -86,7 +92,7 @@ class ReferenceModel:
         """
         started = time.perf_counter()
         if snapshot is not None:
-            self._network = EagerNetwork(snapshot, self._chain, self._samples, torch.float32)
+            self._network = SnapshotNetwork(snapshot, self._chain, self._samples)
             self._lowered = False
         if self._network is None:
             raise RuntimeError("the first evaluation must bring a snapshot along")
@@ -106,7 +112,7 @@ class ReferenceModel:
             seconds=time.perf_counter() - started,
         )
 
-    def _cropping_is_safe(self, full: EagerNetwork, calls: list[NetworkCall]) -> bool:
+    def _cropping_is_safe(self, full: SnapshotNetwork, calls: list[NetworkCall]) -> bool:
         """Whether the other samples of the batch make no difference to those that are compared."""
         wanted, batch_size = full.boundary_grams(calls)
         if batch_size <= self._samples:
@@ -121,27 +127,34 @@ class ReferenceModel:
         )
 
     def _lower(
-        self, full: EagerNetwork, calls: list[NetworkCall], trained: list[Tensor | None], wanted: list[Tensor | None]
-    ) -> tuple[EagerNetwork, list[Tensor | None]]:
+        self, full: SnapshotNetwork, calls: list[NetworkCall], trained: list[Tensor | None], wanted: list[Tensor | None]
+    ) -> tuple[SnapshotNetwork, list[Tensor | None]]:
         """The network that is to run from now on, and its Gram matrices; ``wanted`` are those of ``full``."""
         asked, self._precision = self._precision, "float32"
-        try:
-            low = full.lowered(torch.bfloat16)
-            found = low.boundary_grams(calls)[0]
-        except Exception as error:  # some operations know no bfloat16
-            self._reason = f"the network does not run in bf16 ({type(error).__name__}: {error})"
-            return full, wanted
-        share = noise_share(distances(wanted, found), distances(trained, wanted))
-        if share > NOISE_SHARE:
-            self._reason = f"bf16 changes plasticity by {share:.0%}"
-            return full, wanted
-        if asked == "auto":
-            speed_up = seconds_of(full, calls) / seconds_of(low, calls)
-            self._reason = f"bf16 is {speed_up:.1f} times as fast as float32 here and changes plasticity by {share:.1%}"
-            if speed_up <= 1:
-                return full, wanted
-        self._precision = "bf16"
-        return low, found
+        reasons = []
+        best, found, best_seconds = full, wanted, seconds_of(full, calls) if asked == "auto" else math.inf
+        full_seconds = best_seconds
+        for precision in _CANDIDATES[asked]:
+            try:
+                low = full.lowered(precision)
+                grams = low.boundary_grams(calls)[0]
+            except Exception as error:  # the user's modules, and some operations know no other dtype
+                reasons.append(f"the network does not run in {precision} ({type(error).__name__}: {error})")
+                continue
+            share = noise_share(distances(wanted, grams), distances(trained, wanted))
+            if share > NOISE_SHARE:
+                reasons.append(f"{precision} changes plasticity by {share:.0%}")
+                continue
+            seconds = seconds_of(low, calls) if asked == "auto" else 0.0
+            if asked == "auto":
+                speed = f"is {full_seconds / seconds:.1f} times as fast as float32 here"
+                reasons.append(f"{precision} {speed} and changes plasticity by {share:.1%}")
+            if seconds < best_seconds:
+                best, found, best_seconds, self._precision = low, grams, seconds, precision
+            if asked != "auto":
+                break
+        self._reason = "; ".join(reasons) or self._reason
+        return best, found
 
 
 def distances(first: list[Tensor | None], second: list[Tensor | None]) -> tuple[float, ...]:
@@ -158,12 +171,12 @@ def noise_share(noise: tuple[float, ...], plasticity: tuple[float, ...]) -> floa
     return max(shares, default=0.0)
 
 
-def seconds_of(network: EagerNetwork, calls: list[NetworkCall]) -> float:
+def seconds_of(network: SnapshotNetwork, calls: list[NetworkCall]) -> float:
     """Shortest of a few runs."""
     return min(_timed(network, calls) for _ in range(TIMED_RUNS))
 
 
-def _timed(network: EagerNetwork, calls: list[NetworkCall]) -> float:
+def _timed(network: SnapshotNetwork, calls: list[NetworkCall]) -> float:
     started = time.perf_counter()
     network.boundary_grams(calls)
     return time.perf_counter() - started

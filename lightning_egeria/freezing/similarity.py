@@ -28,9 +28,13 @@ def gram_matrix(activation: Tensor) -> Tensor:
             [0., 1.]])
     """
     with torch.autocast(activation.device.type, enabled=False):
-        rows = activation.detach().flatten(1)
+        activation = activation.detach()
+        # In which order the features stand makes no difference; in that of memory they need not be moved.
+        axes = sorted(range(1, activation.ndim), key=activation.stride, reverse=True)
+        rows = activation.permute(0, *axes).flatten(1)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # float64 may hold more than float32 can
-        rows = (rows / rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)).float()
+        largest = torch.linalg.vector_norm(rows, torch.inf) if rows.numel() else rows.new_ones(())
+        rows = (rows / largest.clamp_min(torch.finfo(rows.dtype).tiny)).float()
         # Of a sample far quieter than the loudest, a row may be shorter than the default eps.
         return F.normalize(rows @ rows.T, p=2.0, dim=1, eps=torch.finfo(torch.float32).tiny)
 

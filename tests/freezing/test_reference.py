@@ -139,21 +139,37 @@ def test_the_first_evaluation_needs_a_snapshot(net, inputs):
 
 
 class TestPrecision:
-    def test_bf16_is_close_to_float32(self, net, inputs):
+    @pytest.mark.parametrize("precision", ["bf16", "int8"])
+    def test_a_low_precision_is_close_to_float32(self, net, inputs, precision):
         low, full = (
             ReferenceModel(chain_of(net, inputs), 10, precision)(evaluation(inputs), snapshot(net))
-            for precision in ("bf16", "float32")
+            for precision in (precision, "float32")
         )
-        assert (low.precision, full.precision, low.reason) == ("bf16", "float32", "it was asked for")
+        assert (low.precision, full.precision, low.reason) == (precision, "float32", "it was asked for")
         assert low.plasticity == pytest.approx(full.plasticity, rel=0.1)
         assert low.plasticity != full.plasticity
 
     def test_auto_decides_for_one_and_says_why(self, net, inputs):
         reference = ReferenceModel(chain_of(net, inputs), 10, "auto")
         first, second = reference(evaluation(inputs), snapshot(net)), reference(evaluation(inputs), snapshot(net))
-        assert first.precision in ("bf16", "float32")
+        assert first.precision in ("bf16", "int8", "float32")
         assert "times as fast as float32 here" in first.reason
         assert second.precision == first.precision
+
+    def test_int8_gives_way_to_bf16(self, inputs):
+        class Reads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lstm, self.head = nn.LSTM(6, 5), nn.LSTM(5, 2)
+
+            def forward(self, x):
+                return self.head(self.lstm(x)[0])[0]
+
+        net = Reads()
+        reference = ReferenceModel(LayerChain.trace(net, lambda: net(inputs).sum(), ["lstm", "head"]), 10, "int8")
+        found = reference(Evaluation([NetworkCall("", (inputs,), {})], grams(2)), snapshot(net))
+        assert found.precision == "bf16"
+        assert "does not run in int8" in found.reason
 
     @pytest.mark.parametrize("precision", ["auto", "bf16"])
     def test_noise_beside_what_is_measured_makes_it_step_up_for_good(self, net, inputs, precision):
