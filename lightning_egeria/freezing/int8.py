@@ -42,9 +42,7 @@ class Int8Layers:
     def __init__(self, network: nn.Module) -> None:
         layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv2d) and _has_int8(m)]
         if not layers:
-            raise UnsupportedError(
-                f"{type(network).__name__} has no nn.Linear or nn.Conv2d on the CPU that could run in int8"
-            )
+            raise UnsupportedError("it has no nn.Linear or nn.Conv2d on the CPU that could run in int8")
         self._replacements = ForwardReplacements()
         try:
             for module in layers:
