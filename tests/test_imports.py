@@ -28,7 +28,7 @@ ORDER = [
     ["freezing.reference"],
     ["freezing.capture", "freezing.pool"],
     ["freezing.engine"],
-    ["freezing.display"],
+    ["freezing.display", "freezing.summary"],
     ["freezing.callback"],
     [""],
     ["demos", "demos.images", "demos.resnet", "demos.classifier"],

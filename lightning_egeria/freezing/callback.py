@@ -20,12 +20,13 @@ from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingData
 from lightning_egeria.freezing.compilation import eager
 from lightning_egeria.freezing.display import ProgressBarEntry, log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
-from lightning_egeria.freezing.limits import depth_limit, one_optimizer_limit
+from lightning_egeria.freezing.limits import depth_limit, one_optimizer
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pool import ReferencePool
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
+from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.layers import FrozenPrefix, LayerChain
-from lightning_egeria.report import LayerModuleSavings, Savings, savings_table
+from lightning_egeria.report import Savings, savings_table
 from lightning_egeria.tracing import StepTrace
 
 STATE_VERSION = 2
@@ -126,6 +127,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._waits = False
         self._step_before = 0
         self._learning_rate = math.nan
+        self._front_group = (0, 0)  # numbers of the optimizer and of its group
         self._restored: dict[str, Any] | None = None
 
     @property
@@ -146,29 +148,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         """
         if self._chain is None or self._engine is None:
             raise RuntimeError("there are no savings to tell of before the first training step")
-        costs = self._engine.costs
-        shares = costs.layer_shares(len(self._chain))
-        modules = []
-        for index, name in enumerate(self._chain.names):
-            frozen_at = None
-            for event in self.events:
-                frozen_at = (event.step if frozen_at is None else frozen_at) if event.depth > index else None
-            modules.append(LayerModuleSavings(name, frozen_at, shares[index]))
-        saved = costs.seconds_saved()
-        return Savings(
-            layer_modules=tuple(modules),
-            frozen_depth=self.frozen_depth,
-            step_seconds_before=costs.mean_seconds(0),
-            step_seconds_after=costs.mean_seconds(self.frozen_depth) if self.frozen_depth else None,
-            evaluation_seconds=costs.evaluation_seconds,
-            seconds_saved=None if saved is None else saved - costs.evaluation_seconds,
-            evaluations_done=self._engine.counts.done,
-            evaluations_late=self._engine.counts.late,
-            evaluations_dropped=self._engine.counts.dropped,
-            reference_precision=self._engine.precision,
-            bytes_per_evaluation=self._engine.pool.evaluation_bytes,
-            bytes_per_snapshot=self._engine.pool.snapshot_bytes,
-        )
+        return summarize(self._engine, self.events)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what freezing was not made for, before anything is set up."""
@@ -183,6 +163,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         """Start anew; see that there is something to train on."""
         self._close()
         self._chain = self._engine = None
+        self._front_group = (0, 0)
         self._active = not getattr(trainer, "fast_dev_run", False)
         asked = torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
         self._waits = asked
@@ -215,7 +196,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if not self._active:
             return
         self._step_before = trainer.global_step
-        self._learning_rate = self._front_learning_rate(trainer, pl_module)
+        self._learning_rate = self._front_learning_rate(trainer)
         if self._engine is not None:
             self._engine.begin_step(trainer.global_step)
         else:
@@ -230,8 +211,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
         trace = self._stop_trace()
         if trace is not None:
             chain = LayerChain.from_trace(trace, loss, self._named_layer_modules)
-            self._start_engine(trainer, pl_module, self._limited(trainer, pl_module, chain), None)
-            for note in chain.notes:
+            limit = depth_limit(chain, self.max_frozen_fraction, self.freeze_until, self.never_freeze)
+            chain, notes = one_optimizer(chain, pl_module, trainer.optimizers)
+            chain = dataclasses.replace(chain, max_depth=min(limit, chain.max_depth))
+            self._start_engine(trainer, pl_module, chain, None)
+            for note in (*chain.notes, *notes):
                 rank_zero_warn(f"freezing: {note}")
         if self._engine is not None:
             self._engine.end_forward(loss)
@@ -245,8 +229,16 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Apply the decision that is due, ask for the next evaluation."""
-        self._stop_trace()  # a skipped step has no loss and no backward; the next one is observed instead
+        trace = self._stop_trace()
         if self._engine is None:
+            # A step that was skipped has no backward; the next one is observed instead.
+            stepped = trainer.global_step > self._step_before and not pl_module.automatic_optimization
+            if trace is not None and stepped:
+                self._active = False
+                rank_zero_warn(
+                    "freezing: an optimizer step was done and no backward was seen before it, so nothing will freeze. "
+                    "With manual optimization, call self.manual_backward(loss) instead of loss.backward()"
+                )
             return
         self._engine.end_batch()
         if trainer.global_step > self._step_before:
@@ -302,33 +294,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
             )
         self._restored = state_dict
 
-    def _limited(self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain) -> LayerChain:
-        """The chain with the depth that the user and the optimizers allow."""
-        limit = depth_limit(chain, self.max_frozen_fraction, self.freeze_until, self.never_freeze)
-        names = {parameter: name for name, parameter in pl_module.named_parameters()}
-        owners = {
-            names[parameter]: number
-            for number, optimizer in enumerate(trainer.optimizers)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in names
-        }
-        of_one = one_optimizer_limit(chain, owners)
-        if of_one < limit:
-            rank_zero_warn(
-                f"freezing: {chain.names[of_one]!r} belongs to another optimizer than the layer modules before it, so "
-                f"at most {of_one} of {len(chain)} layer modules will freeze; layer_modules=[...] chooses others"
-            )
-        return dataclasses.replace(chain, max_depth=min(limit, of_one))
-
-    def _front_learning_rate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float:
+    def _front_learning_rate(self, trainer: pl.Trainer) -> float:
         """Of the parameter group that holds the front of the network; of the first one until the chain is known."""
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        if self._chain is not None:
-            parameters = dict(pl_module.named_parameters())
-            front = {id(parameters[name]) for name in self._chain.layer_modules[0].parameters}
-            groups = [g for g in groups if any(id(p) in front for p in g["params"])] or groups
-        return float(groups[0]["lr"]) if groups else math.nan
+        number, group = self._front_group
+        optimizers = trainer.optimizers
+        return float(optimizers[number].param_groups[group]["lr"]) if number < len(optimizers) else math.nan
 
     def _start_engine(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, restored: dict[str, Any] | None
@@ -348,6 +318,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             precision = "float32"  # what is fastest may differ from run to run
         make = functools.partial(ReferenceModel, chain, self.evaluation_samples, precision, before["crops"] or None)
         self._chain = chain
+        self._front_group = _group_of(trainer, pl_module.get_parameter(chain.prefix_parameters(len(chain))[0]))
         self._engine = FreezingEngine(
             prefix,
             policy,
@@ -382,3 +353,12 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._engine.close()
         if self._bar_entry is not None:
             self._bar_entry.remove()
+
+
+def _group_of(trainer: pl.Trainer, parameter: Tensor) -> tuple[int, int]:
+    """Numbers of the optimizer and of its group that hold ``parameter``; those of the first if none does."""
+    for number, optimizer in enumerate(trainer.optimizers):
+        for group, entry in enumerate(optimizer.param_groups):
+            if any(other is parameter for other in entry["params"]):
+                return number, group
+    return 0, 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_egeria.errors import LayerChainError
 from lightning_egeria.layers import LayerChain
@@ -44,21 +48,36 @@ def depth_limit(
     return limit
 
 
-def one_optimizer_limit(chain: LayerChain, owners: Mapping[str, int]) -> int:
-    """The deepest prefix whose parameters belong to one optimizer.
+def one_optimizer(
+    chain: LayerChain, module: nn.Module, optimizers: Sequence[Optimizer]
+) -> tuple[LayerChain, tuple[str, ...]]:
+    """The chain, only as deep as its prefix belongs to one optimizer, and what the user should know of that.
 
     Args:
         chain: of the model.
-        owners: number of the optimizer of each parameter, by name; a parameter without one may be anywhere.
+        module: the model.
+        optimizers: all of the run. A parameter that none of them has may be anywhere.
     """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    owners = {
+        names[parameter]: number
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in names
+    }
     first: int | None = None
     for index, layer_module in enumerate(chain.layer_modules):
         for name in layer_module.parameters:
             owner = owners.get(name)
             first = owner if first is None else first
             if owner is not None and owner != first:
-                return index
-    return len(chain)
+                note = (
+                    f"{layer_module.name!r} belongs to another optimizer than the layer modules before it, so at most "
+                    f"{index} of {len(chain)} layer modules will freeze; layer_modules=[...] chooses others"
+                )
+                return dataclasses.replace(chain, max_depth=min(chain.max_depth, index)), (note,)
+    return chain, ()
 
 
 def _places(chain: LayerChain, path: str, argument: str) -> list[int]:

@@ -5,17 +5,21 @@ import torch
 from torch import nn
 
 from lightning_egeria.errors import LayerChainError
-from lightning_egeria.freezing.limits import depth_limit, one_optimizer_limit
+from lightning_egeria.freezing.limits import depth_limit, one_optimizer
 from lightning_egeria.layers import LayerChain
 
 
 @pytest.fixture
-def chain():
+def net():
     net = nn.Module()
     net.stem = nn.Linear(2, 2)
     net.stages = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)])
     net.head = nn.Linear(2, 2)
+    return net
 
+
+@pytest.fixture
+def chain(net):
     def step():
         x = net.stem(torch.ones(3, 2))
         for stage in net.stages:
@@ -56,8 +60,14 @@ def test_an_unknown_name_is_told_with_near_ones(chain, argument):
         depth_limit(chain, **argument)
 
 
-def test_the_prefix_ends_where_another_optimizer_begins(chain):
-    owners = {name: int(name.startswith("stages.1")) for name in chain.prefix_parameters(len(chain))}
-    assert one_optimizer_limit(chain, owners) == 3
-    assert one_optimizer_limit(chain, dict.fromkeys(owners, 1)) == len(chain)
-    assert one_optimizer_limit(chain, {}) == len(chain)
+def test_the_prefix_ends_where_another_optimizer_begins(chain, net):
+    def optimizers(*parts):
+        return [torch.optim.SGD([p for part in group for p in part.parameters()], lr=0.1) for group in parts]
+
+    shorter, notes = one_optimizer(chain, net, optimizers([net.stem, net.stages[0]], [net.stages[1], net.stages[2]]))
+    assert shorter.max_depth == 3
+    assert "'stages.1.0' belongs to another optimizer" in notes[0]
+    assert one_optimizer(chain, net, optimizers([net.stem, net.stages], [net.head])) == (chain, ())
+    # A part that no optimizer has does not matter.
+    assert one_optimizer(chain, net, optimizers([net.stages], [net.head])) == (chain, ())
+    assert one_optimizer(chain, net, []) == (chain, ())
