@@ -83,6 +83,10 @@ class FreezingPolicy:
     and with it all that follow and qualify too. When the learning rate jumps, everything unfreezes and window and
     patience are halved.
 
+    In fine-tuning (``bootstrap=False``) there is no bootstrapping and one decision: after the first window, the layer
+    modules at the front that moved away from the given weights by less than ``peer_tolerance`` times what the one that
+    moved most did freeze together; the others train to the end. If there is none, all goes on as from scratch.
+
     Args:
         tolerance: fraction of the largest slope so far that counts as calm; in (0, 1). Larger freezes sooner.
         window_evaluations: evaluations in the moving average and in the line; at least 2.
@@ -90,8 +94,7 @@ class FreezingPolicy:
         bootstrap: wait for the loss to calm down first. Switch it off in fine-tuning.
         bootstrap_threshold: change of the mean loss from one window to the next, relative to the largest window's,
             that still counts as unsettled; > 0.
-        peer_tolerance: only without bootstrapping, for the first decision: layer modules at the front whose smoothed
-            plasticity is below this fraction of the largest of all freeze at once; in [0, 1), 0 for none.
+        peer_tolerance: of fine-tuning; in [0, 1). 0 applies the rule of training from scratch from the first step.
         unfreeze_on: ``"annealing"`` unfreezes all when the learning rate jumps, ``"never"`` does not.
         unfreeze_lr_factor: fall of the learning rate in one step that unfreezes all; in (0, 1).
 
@@ -222,14 +225,14 @@ class FreezingPolicy:
             self._tracks.append(_Track(PlasticitySeries(self.window_evaluations)))
         for track, value in zip(self._tracks[self.depth :], plasticity[self.depth :], strict=True):
             self._follow(track, value)
-        decision = self._compare_peers() or self._calm_front()
+        decision = self._compare_peers() if self._compares_peers else self._calm_front()
         if decision is None:
             return None
         if self._lr_at_freeze is None:
             self._lr_at_freeze = learning_rate
-        self.depth = decision.depth
-        if self.depth == self._max_depth:
+        if decision.depth == self._max_depth or self._compares_peers:
             self.stage = Stage.EXHAUSTED
+        self.depth = decision.depth
         return decision
 
     def _calm_front(self) -> Decision | None:
@@ -245,21 +248,18 @@ class FreezingPolicy:
         )
 
     def _compare_peers(self) -> Decision | None:
-        """The first decision of fine-tuning: what moves away from the given weights far less than the rest."""
-        smoothed = [track.series.smoothed for track in self._tracks]
-        if not self._compares_peers or None in smoothed:
+        """The one decision of fine-tuning, as soon as every layer module has a smoothed plasticity."""
+        values = [track.series.smoothed for track in self._tracks]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
             return None
-        self._compares_peers = False
-        values = [value for value in smoothed if value is not None]
-        threshold, depth = self.peer_tolerance * max(values), 0
-        while depth < self._max_depth and values[depth] < threshold:
+        threshold, depth = self.peer_tolerance * max(known), 0
+        while depth < self._max_depth and known[depth] < threshold:
             depth += 1
-        if depth == 0:
+        if depth == 0:  # the given weights are no help: as from scratch
+            self.stage, self._compares_peers, self._tracks = Stage.BOOTSTRAP, False, []
             return None
-        return Decision(
-            depth,
-            f"plasticity up to {max(values[:depth]):.2e}, of {max(values):.2e} where it is largest",
-        )
+        return Decision(depth, f"plasticity up to {max(known[:depth]):.2e}, of {max(known):.2e} where it is largest")
 
     def _follow(self, track: _Track, value: float) -> None:
         slope = track.series.append(value)
@@ -272,7 +272,7 @@ class FreezingPolicy:
         track.calm = track.calm + 1 if calm else 0
 
     def _unfreeze(self, previous: float, learning_rate: float) -> Decision:
-        self.depth, self.stage, self._lr_at_freeze = 0, Stage.GUIDED, None
+        self.depth, self.stage, self._lr_at_freeze = 0, Stage.GUIDED, None  # those who were compared are so again
         self.window_evaluations = max(2, self.window_evaluations // 2)
         self.patience = max(1, self.patience // 2)
         self._tracks = []

@@ -449,6 +449,16 @@ def test_a_script_that_is_deeper_than_the_model():
         fit(module(), freezing(ScriptedPolicy({2: 3})))
 
 
+def test_the_user_may_know_better():
+    callback = freezing(ScriptedPolicy({2: 1}), never_freeze=["some_name.middle"])
+    fit(module(), callback, epochs=1)
+    assert callback.frozen_depth == 1
+    with pytest.raises(ArgumentError, match="depth 2, but this model allows 1"):
+        fit(module(), freezing(ScriptedPolicy({2: 2}), freeze_until="some_name.stem"))
+    with pytest.raises(LayerChainError, match="freeze_until: no layer module has to do with 'stem'"):
+        fit(module(), freezing(freeze_until="stem"))
+
+
 def test_several_processes_are_refused():
     trainer = types.SimpleNamespace(world_size=2, strategy=None)
     with pytest.raises(UnsupportedError, match="one process, and this Trainer has 2"):
@@ -462,8 +472,15 @@ def test_several_processes_are_refused():
         ("refresh_every_n_evaluations", 0),
         ("evaluation_samples", 1),
         ("layer_modules", "layer1"),
+        ("never_freeze", "layer1"),
+        ("reference_precision", "int4"),
+        ("workers", -1),
+        ("threads_per_worker", 0),
+        ("timeout_s", 0.0),
+        ("max_frozen_fraction", 0.0),
+        ("max_frozen_fraction", 1.1),
     ],
 )
 def test_a_wrong_argument_is_named(name, value):
     with pytest.raises(ArgumentError, match=name):
-        freezing(**{name: value})
+        KnowledgeGuidedFreezing(**{name: value})

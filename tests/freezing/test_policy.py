@@ -173,6 +173,57 @@ class TestFreezing:
         assert bootstrapped.stage is Stage.BOOTSTRAP
 
 
+class TestFineTuning:
+    """Without bootstrapping: one decision, by comparison among the layer modules."""
+
+    PLASTICITY = (0.001, 0.02, 0.09, 0.2, 1.0)
+
+    def policy(self, window=3, max_depth=4, **kwargs):
+        policy = FreezingPolicy(window_evaluations=window, bootstrap=False, **kwargs)
+        policy.start(max_depth)
+        return policy
+
+    @pytest.mark.parametrize(("tolerance", "depth"), [(0.1, 3), (0.05, 2), (0.002, 1), (0.3, 4), (0.9, 4)])
+    def test_freezes_what_moves_far_less_than_the_rest_after_one_window(self, tolerance, depth):
+        policy = self.policy(peer_tolerance=tolerance)
+        assert feed(policy, [self.PLASTICITY] * 40) == [(2, depth)]
+        assert policy.stage is Stage.EXHAUSTED
+        assert not policy.wants_reference
+
+    def test_only_the_front_counts(self):
+        policy = self.policy()
+        assert feed(policy, [(0.001, 0.5, 0.001, 0.001, 1.0)] * 10) == [(2, 1)]
+
+    def test_the_mean_of_the_window_is_compared(self):
+        one_loud = [(1.0, 0.0, 0.0, 0.0, 3.0), *[(0.0, 0.0, 0.0, 0.0, 3.0)] * 2]
+        assert feed(self.policy(), one_loud) == []  # (1 + 0 + 0) / 3 is more than a tenth of 3
+        assert feed(self.policy(peer_tolerance=0.2), one_loud) == [(2, 4)]
+
+    def test_given_weights_that_are_no_help_are_trained_as_from_scratch(self):
+        policy = self.policy()
+        assert feed(policy, [(0.5, 0.4, 0.3, 0.2, 1.0)] * 3) == []
+        assert policy.stage is Stage.BOOTSTRAP
+        feed(policy, [None] * 6, loss=1.0)
+        assert policy.stage is Stage.GUIDED
+
+    def test_after_an_annealing_event_they_are_compared_again(self):
+        policy = self.policy(window=4)
+        assert feed(policy, [self.PLASTICITY] * 5, learning_rate=0.1) == [(3, 3)]
+        assert feed(policy, [None], learning_rate=0.01) == [(0, 0)]
+        assert feed(policy, [self.PLASTICITY] * 5, learning_rate=0.01) == [(1, 3)]
+
+    def test_state_goes_on(self):
+        first, second = self.policy(), self.policy()
+        feed(first, [self.PLASTICITY] * 2)
+        second.load_state_dict(first.state_dict())
+        assert feed(second, [self.PLASTICITY] * 2) == [(0, 3)]
+
+    def test_unfreeze_on_never(self):
+        policy = self.policy(unfreeze_on="never")
+        assert feed(policy, [self.PLASTICITY] * 5, learning_rate=0.1) == [(2, 3)]
+        assert feed(policy, [None] * 3, learning_rate=0.001) == []
+
+
 class TestBootstrap:
     def policy(self, **kwargs):
         policy = FreezingPolicy(window_evaluations=3, patience=1, **kwargs)
@@ -439,6 +490,8 @@ def test_loading_does_not_tie_two_policies_together():
         *[("tolerance", value) for value in (0, 1, 0.0, 1.0, -0.1, 1.5, NAN, INF)],
         *[("window_evaluations", value) for value in (1, 0, -3, 2.5, 10.0, NAN, INF)],
         *[("patience", value) for value in (0, -1, 1.5, NAN, INF)],
+        *[("peer_tolerance", value) for value in (1, -0.1, NAN)],
+        *[("unfreeze_on", value) for value in ("always", None, "")],
         *[("bootstrap_threshold", value) for value in (0, -0.1, NAN)],
         *[("unfreeze_lr_factor", value) for value in (0, 1, -0.1, 2, NAN)],
     ],
