@@ -101,7 +101,7 @@ class FreezingPolicy:
     Raises:
         ArgumentError: an argument is out of its range.
 
-    >>> policy = FreezingPolicy(window_evaluations=2, patience=2, bootstrap=False)
+    >>> policy = FreezingPolicy(window_evaluations=2, patience=2, bootstrap=False, peer_tolerance=0)
     >>> policy.start(max_depth=1)
     >>> for step, plasticity in enumerate([8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]):
     ...     decision = policy.observe(step, [plasticity, 1.0], learning_rate=0.1, loss=None)
