@@ -125,6 +125,8 @@ class FreezingEngine:
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._began = 0.0
+        self._step_before = step
+        self._steps_per_batch = 1
         prefix.listeners.append(self)
 
     def prefix_changed(self, prefix: FrozenPrefix) -> None:
@@ -134,10 +136,11 @@ class FreezingEngine:
         forget_compiled()
 
     def begin_step(self, step: int) -> None:
-        """The forward of optimizer step ``step + 1`` is about to run (or, in an accumulation window, a part of it)."""
+        """A forward is about to run, after ``step`` optimizer steps; in an accumulation window, one of several."""
+        self._step_before = step
         self._began = time.perf_counter()
         self.prefix.assert_modes()
-        due = step + 1 >= self.next_evaluation
+        due = step + self._steps_per_batch >= self.next_evaluation
         if due and self._capture is None and self.pool.has_snapshot and self._wants_reference():
             if not self._wait_s and not self.pool.ready():
                 return  # observing the step would be for nothing
@@ -186,6 +189,7 @@ class FreezingEngine:
             step: optimizer steps done so far.
             learning_rate: that this step was done with.
         """
+        self._steps_per_batch = step - self._step_before  # more than one with several optimizers
         due = step >= self.next_evaluation
         self.plasticity = self._collect() if due else None
         loss = self._mean_loss() if due else None

@@ -1,0 +1,621 @@
+"""Every ordinary way to train: with nothing frozen nothing changes, and frozen by the callback is frozen by hand."""
+
+import copy
+import itertools
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.errors import LayerChainError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),  # pytest.warns emits Lightning's again
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+]
+
+
+class Net(nn.Module):
+    """Convolutions with batch normalisation and dropout in front, so that modes and random state matter."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.middle = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.2))
+        self.deep = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4 * 2 * 2, 3)
+
+    def forward(self, images):
+        return self.head(self.deep(self.middle(self.stem(images))).flatten(1))
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.lr = 0.05
+        self.batch_size = 8
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+    def train_dataloader(self):
+        return loader(batch_size=self.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=0.01)
+
+
+class Watching(FreezingPolicy):
+    """Has everything measured and decides nothing."""
+
+    def __init__(self):
+        super().__init__(bootstrap=False)
+
+    def observe(self, step, plasticity, learning_rate, loss):
+        return None
+
+
+class ByHand(L.Callback):
+    """What a careful user would write to freeze stem and middle after step 4."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step >= 4:
+            for part in (pl_module.net.stem, pl_module.net.middle):
+                part.requires_grad_(False).eval()
+                part.zero_grad(set_to_none=True)
+
+
+class At(L.Callback):
+    """Call `look(trainer, module)` after each optimizer step in `steps`."""
+
+    def __init__(self, look, *steps):
+        self.look, self.steps = look, steps
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if not self.steps or trainer.global_step in self.steps:
+            self.look(trainer, pl_module)
+
+
+def freezing(policy, **arguments):
+    return KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, **{"workers": 0, **arguments})
+
+
+def loader(samples=40, batch_size=8):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(samples, 1, 8, 8, generator=generator)
+    return DataLoader(TensorDataset(images, torch.arange(samples) % 3), batch_size=batch_size)
+
+
+def trainer_of(*callbacks, epochs=3, **arguments):
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    quiet |= {"enable_model_summary": False, "num_sanity_val_steps": 0, "max_epochs": epochs}
+    return L.Trainer(callbacks=list(callbacks), **{**quiet, **arguments})
+
+
+def fit(module, *callbacks, data=None, val=None, ckpt_path=None, **arguments):
+    trainer = trainer_of(*callbacks, **arguments)
+    L.seed_everything(3, verbose=False)
+    trainer.fit(module, loader() if data is None else data, val, ckpt_path=ckpt_path)
+    return trainer
+
+
+def new(kind=Module, **arguments):
+    torch.manual_seed(0)
+    return kind(**arguments)
+
+
+def equal(first, second):
+    first, second = first.state_dict(), second.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def left_behind(module):
+    return [path for path, part in module.named_modules() if "forward" in vars(part)] + [
+        name for name, parameter in module.named_parameters() if not parameter.requires_grad
+    ]
+
+
+class Checkpointed(Module):
+    """Recomputes its activations in the backward."""
+
+    reentrant = False
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        hidden = images.requires_grad_() if self.reentrant else images
+        for part in (self.net.stem, self.net.middle, self.net.deep):
+            hidden = checkpoint(part, hidden, use_reentrant=self.reentrant)
+        return nn.functional.cross_entropy(self.net.head(hidden.flatten(1)), labels)
+
+
+class ChannelsLast(Module):
+    def __init__(self):
+        super().__init__()
+        self.to(memory_format=torch.channels_last)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0].to(memory_format=torch.channels_last), batch[1]), batch_idx)
+
+
+class Manual(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Groups(Module):
+    def configure_optimizers(self):
+        groups = [{"params": self.net.head.parameters(), "lr": 0.1}, {"params": self.net.stem.parameters()}]
+        rest = [*self.net.middle.parameters(), *self.net.deep.parameters()]
+        return torch.optim.AdamW([*groups, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+class Dictionary(Module):
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "kept": batch[1]}
+
+
+class Skipping(Module):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+class Trains(Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.train()
+
+
+SETUPS = {
+    "plain": (Module, {}),
+    "gradient accumulation": (Module, {"accumulate_grad_batches": 2, "epochs": 5}),
+    "gradient clipping by norm": (Module, {"gradient_clip_val": 0.1}),
+    "gradient clipping by value": (Module, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "bf16-mixed": (Module, {"precision": "bf16-mixed"}),
+    "bf16-true": (Module, {"precision": "bf16-true"}),
+    "64-true": (Module, {"precision": "64-true"}),
+    "channels last": (ChannelsLast, {}),
+    "activation checkpointing": (Checkpointed, {}),
+    "manual optimization": (Manual, {}),
+    "parameter groups": (Groups, {}),
+    "a dictionary with the loss": (Dictionary, {}),
+    "skipped steps": (Skipping, {}),
+    "self.train() in a hook": (Trains, {}),
+    "overfit_batches": (Module, {"overfit_batches": 2, "epochs": 6}),
+    "validation inside an epoch": (Module, {"val_check_interval": 2}),
+    "detect_anomaly": (Module, {"detect_anomaly": True}),
+}
+
+
+class Validated(L.Callback):
+    """Switches modes in the middle of an epoch, as any validation does."""
+
+
+def validated(kind):
+    class WithValidation(kind):
+        def validation_step(self, batch, batch_idx):
+            self.net(batch[0])
+
+    return WithValidation
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_with_nothing_frozen_training_is_the_same_bit_for_bit(setup):
+    kind, arguments = SETUPS[setup]
+    val = loader(8) if "val_check_interval" in arguments else None
+    kind = validated(kind) if val else kind
+    plain, watched, callback = new(kind), new(kind), freezing(Watching())
+    fit(plain, val=val, **arguments)
+    fit(watched, callback, val=val, **arguments)
+    assert callback.savings().evaluations_done >= 2  # else this would show nothing
+    assert equal(plain, watched)
+    assert left_behind(watched) == []
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_frozen_by_the_callback_is_frozen_by_hand_bit_for_bit(setup):
+    kind, arguments = SETUPS[setup]
+    if setup == "self.train() in a hook":
+        pytest.skip("by hand, the hook of the module would come after that of the callback")
+    val = loader(8) if "val_check_interval" in arguments else None
+    kind = validated(kind) if val else kind
+    plain, by_hand, by_callback = new(kind), new(kind), new(kind)
+    fit(plain, val=val, **arguments)
+    fit(by_hand, ByHand(), val=val, **arguments)
+    callback = freezing(ScriptedPolicy({4: 2}))
+    fit(by_callback, callback, val=val, **arguments)
+    assert callback.frozen_depth == 2
+    assert equal(by_hand, by_callback)
+    assert not equal(plain, by_callback)
+    assert left_behind(by_callback) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_16_mixed_with_a_gradient_scaler():
+    by_hand, by_callback = new(), new()
+    fit(by_hand, ByHand(), precision="16-mixed", accelerator="cuda", devices=1)
+    fit(by_callback, freezing(ScriptedPolicy({4: 2})), precision="16-mixed", accelerator="cuda", devices=1)
+    assert equal(by_hand, by_callback)
+
+
+def test_reentrant_checkpointing_is_refused_with_its_reason():
+    class Reentrant(Checkpointed):
+        reentrant = True
+
+    with pytest.raises(LayerChainError, match="use_reentrant=False"):
+        fit(new(Reentrant), freezing(Watching()))
+
+
+class TestCompiled:
+    """`torch.compile`, with a backend that only counts."""
+
+    def compiled(self, whole, log):
+        def backend(graph, example_inputs):
+            log.append(len(example_inputs))
+            return graph.forward
+
+        torch.compiler.reset()
+        module = new()
+        if whole:
+            return torch.compile(module, backend=backend), module
+        module.net = torch.compile(module.net, backend=backend)
+        return module, module
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_evaluations_do_not_change_training_nor_compile_anew(self, whole):
+        logs, states = ([], []), []
+        for log, callbacks in zip(logs, ([], [freezing(Watching())]), strict=True):
+            module, inner = self.compiled(whole, log)
+            fit(module, *callbacks, epochs=6)
+            states.append(inner)
+        assert callbacks[0].savings().evaluations_done > 5
+        assert len(logs[1]) <= len(logs[0]) + 1
+        assert equal(*states)
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_freezing_stops_and_unfreezing_starts_learning(self, whole):
+        module, _ = self.compiled(whole, [])
+        seen = {}
+
+        def look(trainer, pl_module):
+            weight = next(iter(dict(pl_module.net.named_parameters()).values()))
+            seen[trainer.global_step] = (weight.detach().clone(), weight.grad is None)
+
+        callback = freezing(ScriptedPolicy({4: 2, 8: 0}))
+        fit(module, callback, At(look, 3, 4, 5, 7, 8, 9))
+        assert len(callback.layer_modules) == 3
+        assert not torch.equal(seen[3][0], seen[4][0])
+        assert torch.equal(seen[4][0], seen[7][0])
+        assert seen[5][1]
+        assert torch.equal(seen[7][0], seen[8][0])
+        assert not torch.equal(seen[8][0], seen[9][0])
+
+
+def test_manual_optimization_past_lightning_is_told():
+    class Past(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            Module.training_step(self, batch, batch_idx).backward()
+            optimizer.step()
+
+    plain, watched = new(Past), new(Past)
+    fit(plain)
+    with pytest.warns(UserWarning, match=r"call self\.manual_backward\(loss\) instead") as told:
+        fit(watched, freezing(Watching()))
+    assert len([w for w in told if "manual_backward" in str(w.message)]) == 1
+    assert equal(plain, watched)
+
+
+class Adversaries(L.LightningModule):
+    """A generator and a discriminator with an optimizer each."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+        self.discriminator = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 1))
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        made = self.generator(batch[0].flatten(1)[:, :6])
+        first.zero_grad()
+        self.manual_backward(-self.discriminator(made).mean())
+        first.step()
+        second.zero_grad()
+        self.manual_backward(self.discriminator(made.detach()).mean())
+        second.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.generator, self.discriminator)]
+
+
+def test_a_prefix_ends_where_another_optimizer_begins():
+    plain, watched, frozen = new(Adversaries), new(Adversaries), new(Adversaries)
+    fit(plain)
+    callback = freezing(Watching())
+    with pytest.warns(UserWarning, match=r"'discriminator\.0' belongs to another optimizer.*at most 3 of 5"):
+        fit(watched, callback)
+    assert callback.savings().evaluations_done > 2
+    assert equal(plain, watched)
+    weights = []
+    with pytest.warns(UserWarning, match="belongs to another optimizer"):
+        fit(
+            frozen,
+            freezing(ScriptedPolicy({4: 2})),
+            At(lambda _, m: weights.append([m.generator[i].weight.detach().clone() for i in (0, 2)]), 4, 10),
+        )
+    assert torch.equal(weights[0][0], weights[-1][0])
+    assert not torch.equal(weights[0][1], weights[-1][1])
+
+
+@pytest.mark.skipif(not hasattr(pl_callbacks, "WeightAveraging"), reason="this Lightning has no WeightAveraging")
+def test_ema_weights_are_swapped_in_for_validation_only():
+    def ema():
+        return pl_callbacks.EMAWeightAveraging(decay=0.9)
+
+    class Validates(Module):
+        def validation_step(self, batch, batch_idx):
+            self.net(batch[0])
+
+    plain, watched, callback = new(Validates), new(Validates), freezing(Watching())
+    fit(plain, ema(), val=loader(8))
+    fit(watched, ema(), callback, val=loader(8))
+    assert callback.savings().evaluations_done > 2
+    assert equal(plain, watched)
+    by_hand, by_callback = new(Validates), new(Validates)
+    fit(by_hand, ema(), ByHand(), val=loader(8))
+    fit(by_callback, ema(), freezing(ScriptedPolicy({4: 2})), val=loader(8))
+    assert equal(by_hand, by_callback)
+
+
+@pytest.mark.filterwarnings("ignore:.*SWA")
+def test_stochastic_weight_averaging():
+    def swa():
+        return pl_callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
+
+    plain, watched, callback = new(), new(), freezing(Watching())
+    fit(plain, swa(), epochs=5)
+    fit(watched, swa(), callback, epochs=5)
+    assert callback.savings().evaluations_done > 2
+    assert equal(plain, watched)
+
+
+class Filtering(Module):
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=0.9)
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+@pytest.mark.parametrize("kind", [Module, Filtering])
+@pytest.mark.parametrize("script", [{3: 2}, {12: 2}])
+def test_model_checkpoint_and_resume_from_before_and_after_a_freeze(tmp_path, kind, script):
+    class WithoutDropout(kind):  # which draws other numbers after a restart
+        def __init__(self):
+            super().__init__()
+            self.net.middle[3].p = 0.0
+
+    whole, parts, resumed = (new(WithoutDropout) for _ in range(3))
+    fit(whole, freezing(ScriptedPolicy(script)), epochs=4)
+    saves = pl_callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    fit(parts, freezing(ScriptedPolicy(script)), saves, epochs=2, enable_checkpointing=True)
+    callback, path = freezing(ScriptedPolicy(script)), saves.last_model_path
+    fit(resumed, callback, epochs=4, ckpt_path=path)
+    assert [(event.step, event.depth) for event in callback.events] == list(script.items())
+    assert equal(whole, resumed)
+
+
+def test_a_second_fit_of_everything_goes_on():
+    callback, module = freezing(ScriptedPolicy({3: 2})), new()
+    trainer = fit(module, callback)
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, loader())
+    assert trainer.global_step == 25
+    assert left_behind(module) == []
+
+
+def test_inert_while_the_tuner_tries_and_at_work_afterwards():
+    callback, module = freezing(ScriptedPolicy({3: 2})), new()
+    trainer = trainer_of(callback, max_steps=10)
+    Tuner(trainer).lr_find(module, num_training=10)
+    assert callback.events == []
+    assert left_behind(module) == []
+    Tuner(trainer).scale_batch_size(module, max_trials=2, steps_per_trial=2)
+    assert callback.events == []
+    assert left_behind(module) == []
+    trainer.fit(module)
+    assert [(event.step, event.depth) for event in callback.events] == [(3, 2)]
+
+
+def test_inert_in_fast_dev_run_and_under_barebones_at_work():
+    callback = freezing(ScriptedPolicy({1: 1}))
+    fit(new(), callback, fast_dev_run=True)
+    assert callback.events == []
+    trainer = L.Trainer(barebones=True, max_epochs=1, accelerator="cpu", callbacks=[callback])
+    trainer.fit(new(), loader())
+    assert callback.frozen_depth == 1
+
+
+def test_parameters_that_the_user_froze_stay_frozen():
+    module = new()
+    module.net.stem[0].bias.requires_grad_(False)
+    fit(module, freezing(ScriptedPolicy({3: 2, 6: 0})))
+    assert [name for name, p in module.named_parameters() if not p.requires_grad] == ["net.stem.0.bias"]
+
+
+def test_tied_weights_and_modules_called_twice_freeze_together_or_not_at_all():
+    class Twice(Module):
+        def __init__(self):
+            super().__init__()
+            shared = nn.Linear(6, 6)
+            self.net = nn.Sequential(nn.Linear(6, 6), shared, nn.ReLU(), nn.Linear(6, 6), shared, nn.Linear(6, 6))
+            self.out = nn.Linear(6, 6)
+            self.out.weight = self.net[0].weight
+
+        def training_step(self, batch, batch_idx):
+            return self.out(self.net(batch[0].flatten(1)[:, :6])).square().mean()
+
+    callback = freezing(Watching())
+    with pytest.warns(UserWarning, match="freezing: ") as told:
+        fit(new(Twice), callback)
+    told = sorted(text for warning in told if (text := str(warning.message)).startswith("freezing: "))
+    assert ["freeze together" in text for text in told] == [False, True]
+    assert "so nothing from there on can freeze" in told[0]
+    assert callback._chain.max_depth == 0
+
+
+def test_dropout_and_normalisation_in_the_frozen_prefix_are_at_rest():
+    seen = {}
+
+    def look(trainer, pl_module):
+        net = pl_module.net
+        seen[trainer.global_step] = ([m.training for m in net.modules()], net.stem[1].running_mean.clone())
+
+    fit(new(validated(Module)), freezing(ScriptedPolicy({4: 2})), At(look, 3, 5, 15), val=loader(8))
+    assert all(seen[3][0])
+    modes = dict(zip((path for path, _ in new().net.named_modules()), seen[15][0], strict=True))
+    assert {path for path, training in modes.items() if not training} == {
+        *("stem.0", "stem.1", "stem.2", "middle.0", "middle.1", "middle.2", "middle.3"),
+        *(path for path in ("stem", "middle") if not modes[path]),
+    }
+    assert torch.equal(seen[5][1], seen[15][1])
+
+
+class Endless(IterableDataset):
+    def __init__(self, batches=None):
+        self.batches = batches
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        for place in itertools.count() if self.batches is None else range(self.batches):
+            yield torch.randn(1, 8, 8, generator=generator), place % 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments"),
+    [
+        (Endless(40), {"max_epochs": 3}),
+        (Endless(40), {"max_epochs": -1, "max_steps": 15}),
+        (Endless(), {"max_epochs": 1, "limit_train_batches": 15}),
+        (Endless(), {"max_epochs": -1, "max_steps": 15}),
+    ],
+)
+def test_iterable_datasets(dataset, arguments):
+    module, callback = new(), KnowledgeGuidedFreezing(ScriptedPolicy({3: 1}), workers=0)
+    fit(module, callback, data=DataLoader(dataset, batch_size=8), **arguments)
+    assert callback.frozen_depth == 1
+
+
+def test_batches_of_any_kind():
+    class Batches(Module):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch["pair"][0], batch["pair"][1]), batch_idx)
+
+    def collate(samples):
+        images, labels = zip(*samples, strict=True)
+        return {"pair": (torch.stack(images), torch.tensor(labels)), "names": ["a"] * len(images), "nothing": None}
+
+    data = DataLoader(Endless(40), batch_size=8, collate_fn=collate)
+    callback = freezing(Watching())
+    fit(new(Batches), callback, data=data)
+    assert callback.savings().evaluations_done > 2
+
+
+SCHEDULES = {
+    "cosine": (lambda o: lr_scheduler.CosineAnnealingLR(o, 30), False),
+    "linear": (lambda o: lr_scheduler.LinearLR(o, 1.0, 0.01, 30), False),
+    "one-cycle": (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=31), False),
+    "step decay": (lambda o: lr_scheduler.StepLR(o, 20, gamma=0.1), True),
+    "warm restarts": (lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 20), True),
+    "none": (lambda o: lr_scheduler.ConstantLR(o, 1.0), False),
+}
+
+
+class Eager(FreezingPolicy):
+    """Freezes the first layer module at step 13, and lets go again by its own rule."""
+
+    def observe(self, step, plasticity, learning_rate, loss):
+        decision = super().observe(step, None, learning_rate, None)
+        if step == 13:
+            self.depth, self._lr_at_freeze = 1, learning_rate
+            return type(decision or self._early)(1, "early")
+        return decision
+
+    @property
+    def _early(self):
+        from lightning_egeria.freezing.policy import Decision
+
+        return Decision(1, "early")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_smooth_schedules_keep_what_is_frozen_and_jumps_let_it_go(schedule):
+    make, unfreezes = SCHEDULES[schedule]
+
+    class Scheduled(Module):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [{"scheduler": make(optimizer), "interval": "step"}]
+
+    callback = freezing(Eager(bootstrap=False))
+    fit(new(Scheduled), callback, epochs=6)
+    assert [event.kind for event in callback.events] == (["freeze", "unfreeze"] if unfreezes else ["freeze"])
+
+
+def test_reduce_on_plateau():
+    class Plateau(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", torch.tensor(1.0))  # never gets better
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=3)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+
+    callback = freezing(Eager(bootstrap=False))
+    fit(new(Plateau), callback, epochs=6)
+    assert [event.kind for event in callback.events] == ["freeze", "unfreeze"]
+
+
+def test_under_the_other_name_of_lightning():
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Other(other.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        training_step, configure_optimizers = Module.training_step, Module.configure_optimizers
+        lr = 0.05
+
+    callback = freezing(ScriptedPolicy({3: 2}))
+    trainer = other.Trainer(
+        max_epochs=2,
+        callbacks=[callback],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(0)
+    module = Other()
+    trainer.fit(module, loader())
+    assert callback.frozen_depth == 2
+    assert copy.deepcopy(module).state_dict().keys() == module.state_dict().keys()
