@@ -245,7 +245,8 @@ class FreezingEngine:
             CheckpointError: the weights of the reference do not fit the model.
         """
         self.next_evaluation = state["next_evaluation"]
-        self.evaluate_every_n_steps = state["evaluate_every_n_steps"]
+        if self._adapt:
+            self.evaluate_every_n_steps = state["evaluate_every_n_steps"]
         self.reference_age = state["reference_age"]
         self.precision = state["precision"]
         self._crops = state["crops"]

@@ -48,7 +48,7 @@ class Worker:
 
     def __init__(self, make: Callable[[], Callable[..., Any]], threads: int = 1) -> None:
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-        hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+        hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
         first = pack((make, threads))
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -57,7 +57,7 @@ class Worker:
             env={**os.environ, **hidden},
         )
         self._messages: queue.SimpleQueue[tuple[tuple[Parcel, ...], Future[Any]] | None] = queue.SimpleQueue()
-        self._unanswered = 0
+        self._newest: Future[Any] | None = None
         self.ended = False
         self._reason = ""
         # A daemon, or an interpreter that ends without `close` would wait for the worker.
@@ -72,7 +72,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether all calls so far are answered."""
-        return self._unanswered == 0
+        return self._newest is None or self._newest.done()
 
     def call(self, *arguments: Parcel) -> Future[Any]:
         """Have the object called with what the parcels hold; returns at once.
@@ -85,7 +85,7 @@ class Worker:
             ended.
         """
         answer: Future[Any] = Future()
-        self._unanswered += 1
+        self._newest = answer
         self._messages.put((arguments, answer))
         return answer
 
@@ -121,7 +121,10 @@ class Worker:
             except (OSError, EOFError):
                 self.ended = True
                 succeeded, value = False, self._reason or f"its process ended with exit status {self._process.wait()}"
-            self._unanswered -= 1
+            except Exception as error:  # half a message may be under way: nothing after it would be understood
+                self._process.kill()
+                self.ended = True
+                succeeded, value = False, f"{type(error).__name__}: {error}"
             if succeeded:
                 answer.set_result(value)
             else:
@@ -148,10 +151,10 @@ def serve() -> None:
     while True:
         arguments = arrived.get()
         try:
-            reply = (True, target(*map(unpack, arguments)))
+            reply = pickle.dumps((True, target(*map(unpack, arguments))))
         except Exception as error:  # whatever the user's modules raise
-            reply = (False, f"{type(error).__name__}: {error}")
-        _write(answers, [pickle.dumps(reply)])
+            reply = pickle.dumps((False, f"{type(error).__name__}: {error}"))
+        _write(answers, [reply])
 
 
 def _fail(error: Exception, *_: Any) -> None:

@@ -86,6 +86,20 @@ def test_an_exception_is_an_answer_and_the_next_call_works(worker):
     assert not worker.ended
 
 
+def test_an_answer_that_cannot_be_sent_is_an_error(worker):
+    with pytest.raises(WorkerError, match=r"PicklingError|AttributeError"):
+        ask(worker, lambda: lambda: 1).result(60)
+    assert ask(worker, lambda: 3).result(60) == 3
+
+
+def test_a_message_that_cannot_be_sent_ends_the_worker(worker):
+    parcel = pack(torch.ones(2))
+    parcel.tensors = ["no tensor"]
+    with pytest.raises(WorkerError, match="AttributeError"):
+        worker.call(parcel).result(60)
+    assert worker.ended
+
+
 def test_an_object_that_cannot_be_made_answers_every_call_with_the_reason():
     def make():
         raise OSError("nothing here")
