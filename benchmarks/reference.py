@@ -14,6 +14,7 @@ environment shows a machine that has only the latter.
 
 import argparse
 import functools
+import math
 import os
 import platform
 import statistics
@@ -27,8 +28,10 @@ from torch import nn
 from lightning_egeria import LayerChain
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.freezing import recording
+from lightning_egeria.freezing.parcels import pack
 from lightning_egeria.freezing.precision import SnapshotNetwork
 from lightning_egeria.freezing.recording import NetworkCall
+from lightning_egeria.freezing.reference import Evaluation
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 from lightning_egeria.layers import LayerModule
 
@@ -175,6 +178,34 @@ def compare(name: str, rounds: int) -> None:
         )
 
 
+def blocking(name: str, rounds: int) -> None:
+    """Print how long the training thread needs for a snapshot, and what an evaluation of 64 samples sends."""
+    make, shape = NETWORKS[name]
+    network = make()
+    chain = LayerChain.trace(network, lambda: network(torch.randn(2, *shape[1:])).square().mean())
+    packing, copying = [], []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        parcel = pack({"": network})
+        packing.append(time.perf_counter() - start)
+        kept = parcel.to_host()
+        copying.append(time.perf_counter() - start - packing[-1])
+    grams = [torch.zeros(64, 64) for _ in chain.names]
+    sent = pack(Evaluation([NetworkCall("", (torch.zeros(64, *shape[1:]),), {})], grams))
+    print(
+        f"{name}: a snapshot of {kept.size_bytes / 1e6:.0f} MB keeps the training thread for "
+        f"{statistics.median(packing) * 1000:.0f} + {statistics.median(copying) * 1000:.0f} ms (structure, tensors); "
+        f"an evaluation sends {sent.size_bytes / 1e6:.1f} MB, {(sent.size_bytes - kept_input(shape)) / 1e6:.2f} of it "
+        "for Gram matrices and structure",
+        flush=True,
+    )
+
+
+def kept_input(shape) -> int:
+    """Bytes of 64 samples."""
+    return 64 * 4 * math.prod(shape[1:])
+
+
 def try_odd(name: str, precision: str) -> str:
     """What becomes of one unusual network."""
     make, call = ODD[name]
@@ -205,6 +236,9 @@ def main() -> None:
     print("network      precision       run   speed       Grams     build  row error")
     for name in options.networks.split(","):
         compare(name, options.rounds)
+    print()
+    for name in options.networks.split(","):
+        blocking(name, 9)
     print()
     for name in ODD:
         for precision in ("bf16", "int8"):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 def gram_matrix(activation: Tensor) -> Tensor:
     """Similarity of each sample of a batch to each other: ``A A^T`` with rows of unit length.
 
-    The activation is scaled to a largest entry of one first, which leaves the result as it is and keeps very small and
-    very large activations away from the ends of float32.
+    Where products would come near the ends of float32, the activation is scaled to a largest entry of one first, which
+    leaves the result as it is.
 
     Args:
         activation: shape ``[B, ...]``, any floating dtype.
@@ -32,6 +32,12 @@ def gram_matrix(activation: Tensor) -> Tensor:
         # In which order the features stand makes no difference; in that of memory they need not be moved.
         axes = sorted(range(1, activation.ndim), key=activation.stride, reverse=True)
         rows = activation.permute(0, *axes).flatten(1)
+        if not rows.is_cuda:  # there, looking at a value would wait for it
+            single = rows.float()
+            products = single @ single.T
+            lengths = products.diagonal()
+            if bool(((lengths > 1e-25) & (lengths < 1e25)).all()):
+                return F.normalize(products, p=2.0, dim=1, eps=torch.finfo(torch.float32).tiny)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # float64 may hold more than float32 can
         largest = torch.linalg.vector_norm(rows, torch.inf) if rows.numel() else rows.new_ones(())
         rows = (rows / largest.clamp_min(torch.finfo(rows.dtype).tiny)).float()
