@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -211,13 +212,16 @@ class FrozenPrefix:
         members = [path for layer_module in self.chain.layer_modules[:depth] for path in layer_module.members]
         modules = dict(self.module.named_modules())
         self._training_before = [(modules[path], modules[path].training) for path in members]
+        for module, _ in self._training_before:
+            # ``self.train()`` may stand anywhere in the user's code, in the middle of a training step too.
+            vars(module).setdefault("train", _StayInEvaluation(module))
         self.assert_modes()
         self.version += 1
         for listener in self.listeners:
             listener.prefix_changed(self)
 
     def assert_modes(self) -> None:
-        """Put the prefix back into evaluation mode, if something (``self.train()`` in a hook, say) took it out."""
+        """Put the prefix back into evaluation mode, if something that did not call ``train()`` took it out."""
         for module, _ in self._training_before:
             module.training = False
 
@@ -225,6 +229,8 @@ class FrozenPrefix:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
         for module, training in self._training_before:
+            if isinstance(vars(module).get("train"), _StayInEvaluation):
+                del vars(module)["train"]
             module.training = training
         self._frozen_parameters, self._training_before = [], []
 
@@ -243,6 +249,19 @@ class FrozenPrefix:
                 f"the checkpoint's layer chain does not fit {type(self.module).__name__}: it lacks {missing[0]!r}"
                 + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
             )
+
+
+class _StayInEvaluation:
+    """Stands for the ``train`` of a frozen module. A copy of the module, pickled or not, has the one of its class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        return type(self._module).train(self._module, False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(self._module).train, self._module)
 
 
 def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) -> tuple[LayerModule, ...]:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import timm
@@ -853,10 +854,21 @@ class TestFrozenPrefix:
         moved = {key for key, value in net.named_buffers() if not torch.equal(value, before[key])}
         assert moved == {"5.running_mean", "5.running_var", "5.num_batches_tracked"}
 
-    def test_modes_come_back_after_somebody_called_train(self, net, prefix):
+    def test_somebody_who_calls_train_does_not_reach_the_prefix(self, net, prefix):
         prefix.set_depth(1)
-        net.train()
-        assert net[1].training
+        assert net.train() is net
+        assert net[1].train() is net[1]
+        assert [part.training for part in net] == [False] * 4 + [True] * 6
+        other = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+        prefix.set_depth(0)
+        assert all(part.training for part in net)
+        assert not any("train" in vars(part) for part in net)
+        assert [part.training for part in other] == [False] * 4 + [True] * 6
+        assert all(part.training for part in other.train())
+
+    def test_modes_come_back_after_somebody_changed_them_past_train(self, net, prefix):
+        prefix.set_depth(1)
+        net[1].training = True
         prefix.assert_modes()
         assert [part.training for part in net] == [False] * 4 + [True] * 6
         prefix.set_depth(0)
