@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_egeria.errors import CheckpointError
@@ -36,7 +40,8 @@ class _Place:
             evaluation.wait()
             snapshot.wait()
             # Copied, because the snapshot has to stay what it is whatever the network does with its buffers.
-            answer.set_result(self._inline(unpack(evaluation), unpack(newer.to_host())))
+            with _own_randomness():
+                answer.set_result(self._inline(unpack(evaluation), unpack(newer.to_host())))
         except Exception as error:  # whatever the user's modules raise belongs to the one who reads the result
             answer.set_exception(error)
         return answer
@@ -46,6 +51,18 @@ class _Place:
         if self.worker is not None and self.worker.ended and self._threads is not None:
             self.worker.close()
             self.worker, self._snapshot = Worker(self._make, self._threads), -1
+
+
+@contextlib.contextmanager
+def _own_randomness() -> Iterator[None]:
+    """What a network draws inside (in evaluation mode too, if it is made so) is not missing outside."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002  # what users draw from
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
 
 
 class ReferencePool:
