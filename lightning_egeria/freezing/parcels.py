@@ -10,6 +10,7 @@ import copyreg
 import dataclasses
 import io
 import pickle
+import types
 from typing import Any
 
 import cloudpickle
@@ -146,6 +147,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotatio
         return self._numbers[id(value)], isinstance(value, nn.Parameter)
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
+            return _same, (value._torchdynamo_orig_callable,)  # compiled functions cannot be pickled
         if isinstance(value, nn.Module):
             if parametrize.is_parametrized(value):
                 # Its class was made at run time and refuses to be pickled by name; this sends the class itself.
@@ -154,6 +157,10 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotatio
                 function, args, state = tuple(value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))[:3]
                 return function, args, {name: _sendable(name, part) for name, part in dict(state).items()}
         return super().reducer_override(value)
+
+
+def _same(value: object) -> object:
+    return value
 
 
 def _sendable(name: str, value: object) -> object:
