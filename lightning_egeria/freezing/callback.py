@@ -229,6 +229,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Apply the decision that is due, ask for the next evaluation."""
+        if batch is None:
+            return  # the data loader gave nothing; Lightning left the step out, and `on_train_batch_start` with it
         trace = self._stop_trace()
         if self._engine is None:
             # A step that was skipped has no backward; the next one is observed instead.
@@ -250,6 +252,12 @@ class KnowledgeGuidedFreezing(pl.Callback):
             if due or event is not None:
                 log_metrics(trainer, self._engine)
         tell_messages(self._engine)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Observe no longer if the last batch had no end: the module's own ``on_train_batch_start`` may return -1."""
+        self._stop_trace()
+        if self._engine is not None:
+            self._engine.forget_batch()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print what was saved, beside the metrics."""

@@ -182,6 +182,12 @@ class FreezingEngine:
             self._capture.stop()
         self.costs.add(self.prefix.depth, time.perf_counter() - self._began, evaluated=self._capture is not None)
 
+    def forget_batch(self) -> None:
+        """The batch that was begun last had no end; nothing happens if it had."""
+        if self._capture is not None:
+            self._capture.stop()
+        self._capture = None
+
     def end_step(self, step: int, learning_rate: float) -> FreezingEvent | None:
         """Optimizer step ``step`` is done; freezes or unfreezes if the policy says so.
 
@@ -210,9 +216,7 @@ class FreezingEngine:
 
     def close(self) -> None:
         """Leave the model as the user made it, with nothing frozen, and end the workers. Safe to call twice."""
-        if self._capture is not None:
-            self._capture.stop()
-        self._capture = None
+        self.forget_batch()
         self._pending.clear()
         self.pool.drop_snapshot()
         self.prefix.set_depth(0)
