@@ -193,6 +193,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Observe the first step to find the layer chain, and every evaluation step to compare it."""
+        if self._active and getattr(trainer.fit_loop, "_skip_backward", False):
+            # Stochastic weight averaging is done with training and measures all statistics of normalisation anew, which
+            # a frozen module would not do.
+            self._active = False
+            self._close()
         if not self._active:
             return
         self._step_before = trainer.global_step
@@ -229,6 +234,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Apply the decision that is due, ask for the next evaluation."""
+        if not self._active:
+            return
         if batch is None:
             return  # the data loader gave nothing; Lightning left the step out, and `on_train_batch_start` with it
         trace = self._stop_trace()
