@@ -158,6 +158,12 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 f"({type(trainer.strategy).__name__}): the other processes would wait for gradients that never come. "
                 "Use devices=1 or leave the callback out"
             )
+        if stage == "fit" and hasattr(trainer.strategy, "parallel_devices"):
+            raise UnsupportedError(
+                f"freezing was made for one process, and {type(trainer.strategy).__name__} wraps the model for several "
+                "even where there is just one: it would wait for gradients that never come. Use strategy='auto' with "
+                "devices=1 or leave the callback out"
+            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start anew; see that there is something to train on."""
