@@ -180,6 +180,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
             raise TrainingDataError(
                 "there are no training batches: the train dataloader is empty, or limit_train_batches leaves none of it"
             )
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            raise UnsupportedError(
+                "LBFGS goes on moving frozen weights, along the directions that it remembers; use an optimizer that "
+                "leaves weights without a gradient alone, as all others of torch do"
+            )
         if self.evaluate_every_n_steps is not None:
             self._every = self.evaluate_every_n_steps
         elif math.isinf(steps) or steps < 0:
