@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_egeria.freezing.compilation import eager
 from lightning_egeria.freezing.precision import Lower, SnapshotNetwork
 from lightning_egeria.freezing.recording import NetworkCall, crop_calls
 from lightning_egeria.freezing.similarity import gram_distance
@@ -90,6 +91,10 @@ class ReferenceModel:
             snapshot: the entries of the network by path, if the reference is to be taken anew; the first must come
                 with the first evaluation.
         """
+        with eager():  # compiling for a few forwards costs more than it saves
+            return self._compare(evaluation, snapshot)
+
+    def _compare(self, evaluation: Evaluation, snapshot: Mapping[str, nn.Module] | None) -> Comparison:
         started = time.perf_counter()
         if snapshot is not None:
             self._network = SnapshotNetwork(snapshot, self._chain, self._samples)
