@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.errors import LayerChainError
+from lightning_egeria.errors import LayerChainError, UnsupportedError
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:train_dataloader yielded None"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),  # pytest.warns emits Lightning's again
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
     # torch's own, once in a process, where a checkpoint is read
@@ -184,8 +185,13 @@ class Dictionary(Module):
 
 
 class Skipping(Module):
+    """The first step of all among them, and one whose forward was done already."""
+
     def training_step(self, batch, batch_idx):
-        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+        if batch_idx == 0:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 2 else loss
 
 
 class Trains(Module):
@@ -282,13 +288,6 @@ class Hooked(Module):
         return 1.1 * output
 
 
-class CompiledInPlace(Module):
-    def __init__(self):
-        super().__init__()
-        torch.compiler.reset()
-        self.net.compile(backend="aot_eager")
-
-
 class CompiledForward(Module):
     """Of one part only, as an attribute that hides the method."""
 
@@ -296,13 +295,6 @@ class CompiledForward(Module):
         super().__init__()
         torch.compiler.reset()
         self.net.deep.forward = torch.compile(self.net.deep.forward, backend="aot_eager")
-
-
-class CompiledStep(Module):
-    def __init__(self):
-        super().__init__()
-        torch.compiler.reset()
-        self.training_step = torch.compile(super().training_step, backend="aot_eager")
 
 
 class Metrics(Module):
@@ -344,7 +336,7 @@ SETUPS = {
     "manual optimization": (Manual, {}),
     "parameter groups": (Groups, {}),
     "a dictionary with the loss": (Dictionary, {}),
-    "skipped steps": (Skipping, {}),
+    "skipped steps": (Skipping, {"epochs": 4}),
     "self.train() in a hook": (Trains, {}),
     "self.net.train() in the step": (LabelsItself, {}),
     "self(batch) in the step": (ThroughForward, {}),
@@ -354,9 +346,7 @@ SETUPS = {
     "a fused optimizer": (Fused, {}),
     "random numbers in the forward": (RandomInForward, {}),
     "forward hooks of the user": (Hooked, {}),
-    "net.compile()": (CompiledInPlace, {}),
     "a compiled forward": (CompiledForward, {}),
-    "a compiled training_step": (CompiledStep, {}),
     "metrics": (Metrics, {}),
     "dataloader_iter": (TakesTheIterator, {}),
     "epochs that end early": (EndsEarly, {"epochs": 6}),
@@ -368,11 +358,9 @@ SETUPS = {
 }
 
 
-class Validated(L.Callback):
+def validated(kind):
     """Switches modes in the middle of an epoch, as any validation does."""
 
-
-def validated(kind):
     class WithValidation(kind):
         def validation_step(self, batch, batch_idx):
             self.net(batch[0])
@@ -425,35 +413,48 @@ def test_reentrant_checkpointing_is_refused_with_its_reason():
         fit(new(Reentrant), freezing(Watching()))
 
 
+COMPILED = []
+
+
+def counting_backend(graph, example_inputs):
+    """A function of this module, or the reference would have a copy that counts for itself."""
+    from torch._dynamo.backends.debugging import aot_eager  # slow, and changes what the callback does
+
+    COMPILED.append(len(example_inputs))
+    return aot_eager(graph, example_inputs)
+
+
+@pytest.mark.parametrize("way", ["the LightningModule", "the network", "the network in place", "the training step"])
 class TestCompiled:
-    """`torch.compile`, with a backend that only counts."""
+    """`torch.compile`, with a backend that counts how often it is asked."""
 
-    def compiled(self, whole, log):
-        def backend(graph, example_inputs):
-            log.append(len(example_inputs))
-            return graph.forward
-
+    def compiled(self, way):
         torch.compiler.reset()
-        module = new()
-        if whole:
+        COMPILED.clear()
+        module, backend = new(), counting_backend
+        if way == "the LightningModule":
             return torch.compile(module, backend=backend), module
-        module.net = torch.compile(module.net, backend=backend)
+        if way == "the network":
+            module.net = torch.compile(module.net, backend=backend)
+        elif way == "the network in place":
+            module.net.compile(backend=backend)
+        else:
+            module.training_step = torch.compile(module.training_step, backend=backend)
         return module, module
 
-    @pytest.mark.parametrize("whole", [False, True])
-    def test_evaluations_do_not_change_training_nor_compile_anew(self, whole):
-        logs, states = ([], []), []
-        for log, callbacks in zip(logs, ([], [freezing(Watching())]), strict=True):
-            module, inner = self.compiled(whole, log)
+    def test_evaluations_do_not_change_training_nor_compile_anew(self, way):
+        counts, states = [], []
+        for callbacks in ([], [freezing(Watching())]):
+            module, inner = self.compiled(way)
             fit(module, *callbacks, epochs=6)
             states.append(inner)
+            counts.append(len(COMPILED))
         assert callbacks[0].savings().evaluations_done > 5
-        assert len(logs[1]) <= len(logs[0]) + 1
+        assert 0 < counts[1] <= counts[0]
         assert equal(*states)
 
-    @pytest.mark.parametrize("whole", [False, True])
-    def test_freezing_stops_and_unfreezing_starts_learning(self, whole):
-        module, _ = self.compiled(whole, [])
+    def test_freezing_stops_and_unfreezing_starts_learning(self, way):
+        module, _ = self.compiled(way)
         seen = {}
 
         def look(trainer, pl_module):
@@ -528,6 +529,73 @@ def test_a_prefix_ends_where_another_optimizer_begins():
     assert not torch.equal(weights[0][1], weights[-1][1])
 
 
+class Toggling(Adversaries):
+    """While one of the two learns, the parameters of the other have no gradients."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        with first.toggle_model():
+            made = self.generator(batch[0].flatten(1)[:, :6])
+            first.zero_grad()
+            self.manual_backward(-self.discriminator(made).mean())
+            first.step()
+        with second.toggle_model():
+            second.zero_grad()
+            self.manual_backward(self.discriminator(made.detach()).mean())
+            second.step()
+
+
+def test_toggled_optimizers():
+    plain, watched, callback = new(Toggling), new(Toggling), freezing(Watching())
+    fit(plain)
+    fit(watched, callback)
+    assert callback.savings().evaluations_done > 2
+    assert callback.layer_modules == ["generator.0", "generator.1"]
+    assert equal(plain, watched)
+    states, frozen = [], new(Toggling)
+    fit(frozen, freezing(ScriptedPolicy({4: 1})), At(lambda _, m: states.append(copy.deepcopy(m.state_dict())), 4, 30))
+    still = {name for name, value in states[0].items() if torch.equal(value, states[-1][name])}
+    assert still == {"generator.0.weight", "generator.0.bias"}
+    assert left_behind(frozen) == []
+
+
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "AdamW": {"amsgrad": True, "foreach": True},
+    **{
+        name: {} for name in ("Adam", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Adafactor")
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_leave_alone_what_is_frozen(name):
+    class Optimized(Module):
+        def configure_optimizers(self):
+            return getattr(torch.optim, name)(self.parameters(), lr=0.01, weight_decay=0.1, **OPTIMIZERS[name])
+
+    states = []
+    look = At(lambda _, module: states.append(copy.deepcopy(module.net.state_dict())), 4, 15)
+    fit(new(Optimized), freezing(ScriptedPolicy({4: 2})), look)
+    moved = {name.split(".")[0] for name, value in states[0].items() if not torch.equal(value, states[1][name])}
+    assert moved == {"deep", "head"}
+
+
+def test_lbfgs_is_refused_because_it_does_not():
+    class Optimized(Module):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(UnsupportedError, match="goes on moving frozen weights"):
+        fit(new(Optimized), freezing(Watching()))
+
+
+def test_strategies_for_several_processes_are_refused_with_one():
+    trainer = trainer_of(strategy="ddp", devices=1)
+    with pytest.raises(UnsupportedError, match=r"DDPStrategy wraps the model.*Use strategy='auto'"):
+        freezing(Watching()).setup(trainer, new(), "fit")
+
+
 @pytest.mark.skipif(not hasattr(pl_callbacks, "WeightAveraging"), reason="this Lightning has no WeightAveraging")
 def test_ema_weights_are_swapped_in_for_validation_only():
     def ema():
@@ -559,6 +627,23 @@ def test_stochastic_weight_averaging():
     assert callback.savings().evaluations_done > 2
     assert equal(plain, watched)
 
+    class ByHandUntilTheLastEpoch(ByHand):
+        """In which running statistics of the averaged weights are measured, and nothing is trained."""
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch < 5:
+                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            else:
+                pl_module.train()
+
+    by_hand, by_callback, callback = new(), new(), freezing(ScriptedPolicy({4: 2}))
+    fit(by_hand, swa(), ByHandUntilTheLastEpoch(), epochs=5)
+    fit(by_callback, swa(), callback, epochs=5)
+    assert by_callback.net.stem[1].running_mean.any()
+    assert equal(by_hand, by_callback)
+    assert callback.savings().layer_modules[1].frozen_at_step == 4
+    assert left_behind(by_callback) == []
+
 
 class Filtering(Module):
     def configure_optimizers(self):
@@ -584,12 +669,65 @@ def test_model_checkpoint_and_resume_from_before_and_after_a_freeze(tmp_path, ki
     assert equal(whole, resumed)
 
 
-def test_a_second_fit_of_everything_goes_on():
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+def test_a_checkpoint_of_a_run_with_the_callback_serves_one_without_and_the_other_way_round(tmp_path):
+    paths = []
+    for number, callbacks in enumerate(([], [freezing(ScriptedPolicy({3: 2}))])):
+        saves = pl_callbacks.ModelCheckpoint(tmp_path / str(number), save_last=True)
+        fit(new(), saves, *callbacks, epochs=2, enable_checkpointing=True)
+        paths.append(saves.last_model_path)
+    callback, without = freezing(ScriptedPolicy({12: 2})), new()
+    fit(new(), callback, epochs=4, ckpt_path=paths[0])
+    assert [(event.step, event.depth) for event in callback.events] == [(12, 2)]
+    fit(without, epochs=4, ckpt_path=paths[1])
+    for module in (without, Module.load_from_checkpoint(paths[1])):
+        assert left_behind(module) == []
+        assert all(part.training for part in module.net.modules())
+
+
+def test_a_second_fit_of_everything_starts_with_nothing_frozen():
     callback, module = freezing(ScriptedPolicy({3: 2})), new()
     trainer = fit(module, callback)
     trainer.fit_loop.max_epochs = 5
+    moved = []
+    look = At(lambda _, m: moved.append(m.net.stem[0].weight.detach().clone()), 16, 25)
+    before = module.net.stem[0].weight.detach().clone()
+    trainer.callbacks.append(look)
     trainer.fit(module, loader())
     assert trainer.global_step == 25
+    assert [(event.step, event.depth) for event in callback.events] == [(16, 2)]  # the script is behind by then
+    assert not torch.equal(before, moved[0])
+    assert torch.equal(moved[0], moved[1])
+    assert left_behind(module) == []
+
+
+def test_validating_testing_and_predicting_with_the_same_trainer():
+    class Steps(Module):
+        def validation_step(self, batch, batch_idx):
+            assert not any(part.training for part in self.net.modules())
+            return self.net(batch[0]).mean()
+
+        test_step = predict_step = validation_step
+
+    callback, module = freezing(ScriptedPolicy({3: 2})), new(Steps)
+    trainer = trainer_of(callback)
+    trainer.validate(module, loader(8), verbose=False)
+    trainer.fit(module, loader(), loader(8))
+    trainer.validate(module, loader(8), verbose=False)
+    trainer.test(module, loader(8), verbose=False)
+    trainer.predict(module, loader(8))
+    assert callback.frozen_depth == callback.savings().frozen_depth == 2
+    assert left_behind(module) == []
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("finder", ["LearningRateFinder", "BatchSizeFinder"])
+def test_inert_while_callbacks_of_lightning_try_and_at_work_afterwards(finder, order):
+    numbers = {"num_training_steps": 8} if finder == "LearningRateFinder" else {"max_trials": 2, "steps_per_trial": 2}
+    callback, module = freezing(ScriptedPolicy({3: 2})), new()
+    trainer = trainer_of(*[callback, getattr(pl_callbacks, finder)(**numbers)][::order])
+    trainer.fit(module)
+    assert [(event.step, event.depth) for event in callback.events] == [(3, 2)]
     assert left_behind(module) == []
 
 
@@ -698,6 +836,24 @@ def test_batches_of_any_kind():
     callback = freezing(Watching())
     fit(new(Batches), callback, data=data)
     assert callback.savings().evaluations_done > 2
+
+
+def test_batches_that_are_nothing():
+    class Counting(Watching):
+        steps = ()
+
+        def observe(self, step, plasticity, learning_rate, loss):
+            self.steps = (*self.steps, step)
+
+    def collate(samples):
+        return None if samples[0][1] == 1 else torch.utils.data.default_collate(samples)
+
+    plain, watched, callback = new(), new(), freezing(Counting())
+    for module, callbacks in ((plain, []), (watched, [callback])):
+        fit(module, *callbacks, data=DataLoader(loader().dataset, batch_size=8, collate_fn=collate), epochs=4)
+    assert callback._engine.policy.steps == tuple(range(1, 17))
+    assert callback.savings().evaluations_done > 2
+    assert equal(plain, watched)
 
 
 SCHEDULES = {
