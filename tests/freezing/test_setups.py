@@ -1,6 +1,7 @@
 """Every ordinary way to train: with nothing frozen nothing changes, and frozen by the callback is frozen by hand."""
 
 import copy
+import functools
 import itertools
 import random
 import threading
@@ -297,6 +298,15 @@ class CompiledForward(Module):
         self.net.deep.forward = torch.compile(self.net.deep.forward, backend="aot_eager")
 
 
+class Parametrized(Module):
+    """Spectral normalisation goes on by one iteration with each forward in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.net.stem[0])
+        nn.utils.parametrizations.weight_norm(self.net.middle[0])
+
+
 class Metrics(Module):
     def __init__(self):
         super().__init__()
@@ -347,6 +357,7 @@ SETUPS = {
     "random numbers in the forward": (RandomInForward, {}),
     "forward hooks of the user": (Hooked, {}),
     "a compiled forward": (CompiledForward, {}),
+    "parametrizations": (Parametrized, {}),
     "metrics": (Metrics, {}),
     "dataloader_iter": (TakesTheIterator, {}),
     "epochs that end early": (EndsEarly, {"epochs": 6}),
@@ -368,14 +379,21 @@ def validated(kind):
     return WithValidation
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_with_nothing_frozen_training_is_the_same_bit_for_bit(setup):
+def trained(setup, *callbacks):
     kind, arguments = SETUPS[setup]
     val = loader(8) if "val_check_interval" in arguments else None
-    kind = validated(kind) if val else kind
-    plain, watched, callback = new(kind), new(kind), freezing(Watching())
-    fit(plain, val=val, **arguments)
-    fit(watched, callback, val=val, **arguments)
+    module = new(validated(kind) if val else kind)
+    fit(module, *callbacks, val=val, **arguments)
+    return module
+
+
+trained_plainly = functools.cache(trained)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_with_nothing_frozen_training_is_the_same_bit_for_bit(setup):
+    callback = freezing(Watching())
+    plain, watched = trained_plainly(setup), trained(setup, callback)
     assert callback.savings().evaluations_done >= 2  # else this would show nothing
     assert equal(plain, watched)
     assert left_behind(watched) == left_behind(plain)
@@ -383,14 +401,8 @@ def test_with_nothing_frozen_training_is_the_same_bit_for_bit(setup):
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_frozen_by_the_callback_is_frozen_by_hand_bit_for_bit(setup):
-    kind, arguments = SETUPS[setup]
-    val = loader(8) if "val_check_interval" in arguments else None
-    kind = validated(kind) if val else kind
-    plain, by_hand, by_callback = new(kind), new(kind), new(kind)
-    fit(plain, val=val, **arguments)
-    fit(by_hand, ByHand(), val=val, **arguments)
     callback = freezing(ScriptedPolicy({4: 2}))
-    fit(by_callback, callback, val=val, **arguments)
+    plain, by_hand, by_callback = trained_plainly(setup), trained(setup, ByHand()), trained(setup, callback)
     assert callback.frozen_depth == 2
     assert equal(by_hand, by_callback)
     assert not equal(plain, by_callback)
@@ -469,6 +481,39 @@ class TestCompiled:
         assert seen[5][1]
         assert torch.equal(seen[7][0], seen[8][0])
         assert not torch.equal(seen[8][0], seen[9][0])
+
+
+def test_accumulation_that_changes_with_the_epoch():
+    def more():
+        return pl_callbacks.GradientAccumulationScheduler({0: 1, 1: 3})
+
+    plain, watched, by_hand, by_callback = (new() for _ in range(4))
+    callback = freezing(Watching())
+    fit(plain, more())
+    fit(watched, more(), callback)
+    assert callback.savings().evaluations_done > 2
+    assert equal(plain, watched)
+    fit(by_hand, more(), ByHand())
+    fit(by_callback, more(), freezing(ScriptedPolicy({4: 2})))
+    assert equal(by_hand, by_callback)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_copies_that_other_callbacks_make_are_ordinary_modules(order, tmp_path):
+    copies = []
+
+    def look(trainer, pl_module):
+        torch.save(pl_module.net, tmp_path / "net.pt")
+        copies.extend([copy.deepcopy(pl_module.net), torch.load(tmp_path / "net.pt", weights_only=False)])
+
+    callback = freezing(Watching())
+    fit(new(), *[At(look, 2, 3, 4), callback][::order])
+    assert callback.savings().evaluations_done > 2
+    assert not any(left_behind(net) for net in copies)
+    fit(new(), *[At(look, 6), freezing(ScriptedPolicy({4: 2}))][::order])
+    assert not copies[-1].stem[1].training
+    for net in copies:
+        assert all(part.training for part in net.train().modules())
 
 
 def test_manual_optimization_past_lightning_is_told():
@@ -614,6 +659,28 @@ def test_ema_weights_are_swapped_in_for_validation_only():
     fit(by_hand, ema(), ByHand(), val=loader(8))
     fit(by_callback, ema(), freezing(ScriptedPolicy({4: 2})), val=loader(8))
     assert equal(by_hand, by_callback)
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+@pytest.mark.skipif(not hasattr(pl_callbacks, "WeightAveraging"), reason="this Lightning has no WeightAveraging")
+def test_ema_and_what_is_frozen_go_on_after_a_restart(tmp_path):
+    class Validates(Module):
+        def __init__(self):
+            super().__init__()
+            self.net.middle[3].p = 0.0  # dropout draws other numbers after a restart
+
+        def validation_step(self, batch, batch_idx):
+            self.net(batch[0])
+
+    def callbacks():
+        return pl_callbacks.EMAWeightAveraging(decay=0.9), freezing(ScriptedPolicy({4: 2}))
+
+    whole, half, resumed = (new(Validates) for _ in range(3))
+    saves = pl_callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    fit(whole, *callbacks(), val=loader(8), epochs=4)
+    fit(half, *callbacks(), saves, val=loader(8), epochs=2, enable_checkpointing=True)
+    fit(resumed, *callbacks(), val=loader(8), epochs=4, ckpt_path=saves.last_model_path)
+    assert equal(whole, resumed)
 
 
 @pytest.mark.filterwarnings("ignore:.*SWA")
@@ -914,28 +981,36 @@ def test_reduce_on_plateau():
     assert [event.kind for event in callback.events] == ["freeze", "unfreeze"]
 
 
-def test_under_the_other_name_of_lightning():
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+def test_under_the_other_name_of_lightning(tmp_path):
+    """Its Trainer never asks whether a callback is one of its own class; nor does the callback ask."""
     other = pytest.importorskip("pytorch_lightning")
 
     class Other(other.LightningModule):
         def __init__(self):
             super().__init__()
             self.net = Net()
+            self.net.middle[3].p = 0.0  # dropout draws other numbers after a restart
 
         training_step, configure_optimizers = Module.training_step, Module.configure_optimizers
         lr = 0.05
 
-    callback = freezing(ScriptedPolicy({3: 2}))
-    trainer = other.Trainer(
-        max_epochs=2,
-        callbacks=[callback],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    torch.manual_seed(0)
-    module = Other()
-    trainer.fit(module, loader())
-    assert callback.frozen_depth == 2
-    assert copy.deepcopy(module).state_dict().keys() == module.state_dict().keys()
+    def train(*callbacks, epochs, ckpt_path=None):
+        quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        checkpointing = any(isinstance(callback, other.callbacks.ModelCheckpoint) for callback in callbacks)
+        trainer = other.Trainer(
+            max_epochs=epochs, callbacks=list(callbacks), enable_checkpointing=checkpointing, **quiet
+        )
+        module = new(Other)
+        L.seed_everything(3, verbose=False)
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        return module
+
+    callback = freezing(Watching())
+    assert equal(train(epochs=2), train(callback, epochs=2))
+    assert callback.savings().evaluations_done > 2
+    saves, callback = other.callbacks.ModelCheckpoint(tmp_path, save_last=True), freezing(ScriptedPolicy({3: 2}))
+    whole = train(freezing(ScriptedPolicy({3: 2})), epochs=4)
+    train(freezing(ScriptedPolicy({3: 2})), saves, epochs=2)
+    assert equal(whole, train(callback, epochs=4, ckpt_path=saves.last_model_path))
+    assert [(event.step, event.depth) for event in callback.events] == [(3, 2)]
