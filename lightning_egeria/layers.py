@@ -225,6 +225,13 @@ class FrozenPrefix:
         for module, _ in self._training_before:
             module.training = False
 
+    def learning_parameter(self) -> str | None:
+        """Name of a frozen parameter that has a gradient, because something switched ``requires_grad`` on again."""
+        if all(parameter.grad is None for parameter in self._frozen_parameters):
+            return None
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return next(names[parameter] for parameter in self._frozen_parameters if parameter.grad is not None)
+
     def _thaw(self) -> None:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
@@ -258,7 +265,10 @@ class _StayInEvaluation:
         self._module = module
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        return type(self._module).train(self._module, False)
+        self._module.training = False
+        for child in self._module.children():  # one that is not frozen may be among them
+            child.train(mode)
+        return self._module
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self._module).train, self._module)

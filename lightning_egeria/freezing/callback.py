@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError, UnsupportedError
 from lightning_egeria.freezing.compilation import eager
@@ -127,6 +127,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._waits = False
         self._step_before = 0
         self._learning_rate = math.nan
+        self._trainable: set[str] = set()
         self._front_group = (0, 0)  # numbers of the optimizer and of its group
         self._restored: dict[str, Any] | None = None
 
@@ -198,6 +199,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self.events = []
         if not self._active or restored is None or restored["chain"] is None:
             return
+        self._trainable = _trainable_names(pl_module)
         self._start_engine(trainer, pl_module, LayerChain.from_state(restored["chain"]), restored)
 
     def on_train_batch_start(
@@ -211,12 +213,15 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._close()
         if not self._active:
             return
+        if batch_idx == 0 and self._engine is not None:
+            self._start_over_if_more_learns(trainer, pl_module)
         self._step_before = trainer.global_step
         self._learning_rate = self._front_learning_rate(trainer)
         if self._engine is not None:
             self._engine.begin_step(trainer.global_step)
         else:
             self._uncompiled.enter_context(eager())
+            self._trainable = _trainable_names(pl_module)
             self._trace = StepTrace(pl_module)
             self._trace.start()
 
@@ -320,6 +325,20 @@ class KnowledgeGuidedFreezing(pl.Callback):
             )
         self._restored = state_dict
 
+    def _start_over_if_more_learns(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A callback that releases a backbone after some epochs puts layers in front of those that were found."""
+        new = sorted(_trainable_names(pl_module) - self._trainable)
+        if not new:
+            return
+        rank_zero_warn(
+            f"freezing: {new[0]!r} and {len(new) - 1} more parameters have begun to learn since the layer modules were "
+            "found. All is unfrozen, and they are found anew"
+        )
+        if self.frozen_depth:
+            self.events.append(FreezingEvent(trainer.global_step, "unfreeze", 0, "other parameters began to learn"))
+        self._close()
+        self._engine = self._chain = None
+
     def _front_learning_rate(self, trainer: pl.Trainer) -> float:
         """Of the parameter group that holds the front of the network; of the first one until the chain is known."""
         number, group = self._front_group
@@ -379,6 +398,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._engine.close()
         if self._bar_entry is not None:
             self._bar_entry.remove()
+
+
+def _trainable_names(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _group_of(trainer: pl.Trainer, parameter: Tensor) -> tuple[int, int]:

@@ -124,6 +124,7 @@ class FreezingEngine:
         self._overdue: list[Future[Comparison]] = []
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
+        self._gave_up = False
         self._began = 0.0
         self._step_before = step
         self._steps_per_batch = 1
@@ -195,6 +196,10 @@ class FreezingEngine:
             step: optimizer steps done so far.
             learning_rate: that this step was done with.
         """
+        if self._gave_up:
+            return None
+        if (name := self.prefix.learning_parameter()) is not None:
+            return self._give_up(step, name)
         self._steps_per_batch = step - self._step_before  # more than one with several optimizers
         due = step >= self.next_evaluation
         self.plasticity = self._collect() if due else None
@@ -346,6 +351,17 @@ class FreezingEngine:
         shares = capture.recorder.layer_seconds() if self.prefix.depth == 0 else None
         if shares is not None:
             self.costs.add_layer_seconds(shares)
+
+    def _give_up(self, step: int, name: str) -> FreezingEvent:
+        """Something else decides what learns here: leave it to it."""
+        self._gave_up = self.stopped = True
+        self.forget_batch()
+        self._pending.clear()
+        self.pool.drop_snapshot()
+        self.prefix.set_depth(0)
+        reason = f"the frozen parameter {name!r} was given a gradient: other code switches requires_grad on and off"
+        self.messages.append((logging.WARNING, f"{reason}. All is unfrozen, and nothing will freeze any longer"))
+        return FreezingEvent(step, "unfreeze", 0, reason)
 
     def _late(self) -> None:
         self.counts.late += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_egeria.freezing.int8 import Int8Layers
+from lightning_egeria.freezing.parcels import pack, unpack
 from lightning_egeria.freezing.recording import BoundaryRecorder, EarlierOutput, NetworkCall
 from lightning_egeria.layers import LayerChain
 from lightning_egeria.tracing import tensor_leaves
@@ -67,7 +67,8 @@ class SnapshotNetwork:
         Raises:
             UnsupportedError: nothing of it can run in int8.
         """
-        entries = copy.deepcopy(self._entries)
+        # Not by deepcopy: a function that was put in the place of a forward would go on with the modules of the original.
+        entries = unpack(pack(self._entries).to_host())
         if precision == "bf16":  # int8 has its own way with the channels
             for entry in entries.values():
                 entry.to(memory_format=torch.channels_last)

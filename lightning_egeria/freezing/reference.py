@@ -146,6 +146,9 @@ class ReferenceModel:
             except Exception as error:  # the user's modules, and some operations know no other dtype
                 reasons.append(f"the network does not run in {precision} ({type(error).__name__}: {error})")
                 continue
+            if any(a is not None and b is None for a, b in zip(wanted, grams, strict=True)):
+                reasons.append(f"in {precision} the network does not reach all boundaries")
+                continue
             share = noise_share(distances(wanted, grams), distances(trained, wanted))
             if share > NOISE_SHARE:
                 reasons.append(f"{precision} changes plasticity by {share:.0%}")

@@ -1014,3 +1014,45 @@ def test_under_the_other_name_of_lightning(tmp_path):
     train(freezing(ScriptedPolicy({3: 2})), saves, epochs=2)
     assert equal(whole, train(callback, epochs=4, ckpt_path=saves.last_model_path))
     assert [(event.step, event.depth) for event in callback.events] == [(3, 2)]
+
+
+def test_code_that_switches_requires_grad_itself_is_left_alone_and_told():
+    class Toggles(Module):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.net.requires_grad_(True)
+
+    callback, module = freezing(ScriptedPolicy({3: 2, 8: 1})), new(Toggles)
+    with pytest.warns(UserWarning, match=r"'net\.stem\.\S+' was given a gradient.*nothing will freeze") as told:
+        fit(module, callback)
+    assert len([w for w in told if "was given a gradient" in str(w.message)]) == 1
+    assert [(event.step, event.depth) for event in callback.events] == [(3, 2), (4, 0)]
+    assert left_behind(module) == []
+
+
+def test_a_backbone_that_is_released_later_is_found_then():
+    class Releases(pl_callbacks.BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze([pl_module.net.stem, pl_module.net.middle], train_bn=False)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 2:
+                self.unfreeze_and_add_param_group([pl_module.net.stem, pl_module.net.middle], optimizer, train_bn=False)
+
+    class More(Filtering):
+        def __init__(self):
+            super().__init__()
+            net = self.net
+            net.deep = nn.Sequential(net.deep, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+
+    callback, module = freezing(ScriptedPolicy({4: 1, 14: 1})), new(More)
+    found = {}
+    with pytest.warns(UserWarning, match=r"have begun to learn since the layer modules were found"):
+        fit(
+            module,
+            callback,
+            Releases(),
+            At(lambda *_: found.update({_[0].global_step: callback.layer_modules[0]}), 5, 15),
+            epochs=4,
+        )
+    assert found == {5: "net.deep.0.0", 15: "net.stem.0"}
+    assert [(event.step, event.depth) for event in callback.events] == [(4, 1), (10, 0), (11, 1)]
