@@ -67,7 +67,7 @@ class SnapshotNetwork:
         Raises:
             UnsupportedError: nothing of it can run in int8.
         """
-        # Not by deepcopy: a function that was put in the place of a forward would go on with the modules of the original.
+        # Not by deepcopy: a function in the place of a forward would go on with the modules of the original.
         entries = unpack(pack(self._entries).to_host())
         if precision == "bf16":  # int8 has its own way with the channels
             for entry in entries.values():
