@@ -153,6 +153,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what freezing was not made for, before anything is set up."""
+        if stage == "fit" and self._engine is not None:
+            # The tuner has loaded what an earlier fit had come to; a checkpoint to resume from is read after this.
+            self._restored = None
         if stage == "fit" and trainer.world_size > 1:
             raise UnsupportedError(
                 f"freezing was made for one process, and this Trainer has {trainer.world_size} "
