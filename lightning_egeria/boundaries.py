@@ -84,14 +84,17 @@ def _group(trace: StepTrace, graph: set[Node], items: list[ModuleCall]) -> list[
     """Let normalisation and modules without parameters join the layer module before them."""
     calls_of = Counter(call.path for call in trace.calls if call.nodes_in(graph))
     visited: set[Node] = set()
+    used: set[nn.Parameter] = set()
     groups: list[Boundary] = []
     for call in items:
         nodes = call.nodes_in(graph)
         if not nodes:
             continue
         joins = bool(groups) and calls_of[call.path] == 1 and _feeds(groups[-1][1], call, visited)
-        new = walk(nodes, visited)
-        if _has_weights(call.module) and trainable_leaves(new):
+        # Autocast without its cache casts a weight anew for each use, and each of these casts counts as the weight.
+        leaves = set(trainable_leaves(walk(nodes, visited))) - used
+        used |= leaves
+        if _has_weights(call.module) and leaves:
             groups.append((call.path, call))
         elif joins:
             groups[-1] = (groups[-1][0], call)
