@@ -83,7 +83,8 @@ class SnapshotNetwork:
         def prepare(value: Any) -> Any:
             if isinstance(value, EarlierOutput):
                 return outputs[value.call][value.leaf]
-            return value.to(self._dtype) if value.is_floating_point() else value
+            # A copy, because the network may change its input in place and is run on it several times.
+            return value.to(self._dtype if value.is_floating_point() else value.dtype, copy=True)
 
         fast_path = torch.backends.mha.get_fastpath_enabled()
         recorder.start()
