@@ -1,6 +1,8 @@
 """Networks of every kind: the callback attaches without an argument about them, freezes, and training goes on."""
 
 import collections
+import copy
+import dataclasses
 import math
 
 import lightning as L
@@ -13,6 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_egeria import KnowledgeGuidedFreezing
 from lightning_egeria.freezing.policy import Decision
+
+
+def freezing(policy, **arguments):
+    return KnowledgeGuidedFreezing(policy, **{"workers": 0, "evaluate_every_n_steps": 1, **arguments})
 
 
 class OneMoreEachTime:
@@ -47,7 +53,7 @@ class Module(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(self.net, batch)
-        self.losses.append(float(loss.detach()))
+        self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self):
@@ -55,46 +61,85 @@ class Module(L.LightningModule):
 
 
 class Watch(L.Callback):
-    """Which parameters moved in the steps after the last freeze."""
+    """What the callback, which stands before it, has frozen after each step, and what moves from the last freeze on."""
 
     def __init__(self, callback):
-        self.callback, self.before = callback, None
+        self.callback = callback
+        self.frozen, self.resting = {}, {}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if self.callback.events and trainer.global_step == self.callback.events[-1].step:
-            self.before = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
-        self.frozen = {name for name, p in pl_module.named_parameters() if not p.requires_grad}
+        step = trainer.global_step
+        self.frozen[step] = {name for name, p in pl_module.named_parameters() if not p.requires_grad}
+        self.resting[step] = {path for path, part in pl_module.named_modules() if not part.training}
+        learns = {name for name, p in pl_module.named_parameters() if p.grad is not None and p.grad.any()}
+        buffers = {  # of what is at rest
+            f"{path}.{name}"
+            for path in self.resting[step]
+            for name, _ in pl_module.get_submodule(path).named_buffers(recurse=False)
+        }
+        state = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
+        if self.callback.events and self.callback.events[-1].step == step:
+            self.before = {name: value.detach().clone() for name, value in state.items()}
+            self.learning, self.still = set(state), self.frozen[step] | (buffers & set(state))
+        if self.callback.events:
+            self.learning &= learns
+            self.moved = {name for name, value in state.items() if not torch.equal(value, self.before[name])}
 
-    def moved(self, module):
-        return {name for name, p in module.named_parameters() if not torch.equal(p, self.before[name])}
+
+class ByHand(L.Callback):
+    """Freezes what another run had frozen after the same steps."""
+
+    def __init__(self, watched):
+        self.watched = watched
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if not trainer.global_step:
+            return
+        for name in self.watched.frozen[trainer.global_step]:
+            pl_module.get_parameter(name).requires_grad_(False).grad = None
+        for path in self.watched.resting[trainer.global_step]:
+            pl_module.get_submodule(path).training = False
 
 
-def check(net, loss, batches, precision="float32"):
-    policy = OneMoreEachTime()
-    callback = KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=1, workers=0, reference_precision=precision)
-    watch, module = Watch(callback), Module(net, loss)
+def fit(net, loss, batches, *callbacks):
+    module = Module(net, loss)
     trainer = L.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        callbacks=[callback, watch],
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(batches * 5, batch_size=None))
-    policy = callback._engine.policy
+    L.seed_everything(3, verbose=False)
+    trainer.fit(module, DataLoader(batches * 4, batch_size=None))
+    return module
+
+
+def check(net, loss, batches, precision="float32"):
+    by_hand = copy.deepcopy(net)
+    callback = freezing(OneMoreEachTime(), reference_precision=precision)
+    watch = Watch(callback)
+    module = fit(net, loss, batches, callback, watch)
     assert callback.frozen_depth >= 2
-    assert trainer.global_step > callback.events[-1].step + 1
+    assert callback.events[-1].step < len(module.losses) - 1
     assert all(map(math.isfinite, module.losses))
-    for depth, plasticity in policy.seen:
+    seen = callback._engine.policy.seen
+    for depth, plasticity in seen:
         assert all(math.isnan(value) for value in plasticity[:depth])
         assert all(value >= 0 for value in plasticity[depth:])
-    moved = watch.moved(module)
-    assert moved
-    assert watch.frozen
-    assert not moved & watch.frozen
+    # Without dropout, a reference is its model until the next step.
+    assert sum(max(plasticity[depth:]) > 0 for depth, plasticity in seen) > len(seen) / 2
+    assert watch.still
+    assert watch.learning
+    assert not watch.moved & watch.still
+    assert watch.moved >= watch.learning
     assert all(parameter.requires_grad for parameter in module.parameters())
+    assert all(part.training and not {"forward", "train"} & set(vars(part)) for part in module.modules())
+    again = fit(by_hand, loss, batches, ByHand(watch))
+    assert again.losses == module.losses
+    assert all(map(torch.equal, again.state_dict().values(), module.state_dict().values()))
     return callback
 
 
@@ -115,6 +160,8 @@ def slow(*values):
     [
         ("test_resnet", 64, {}),
         ("test_vit", 160, {}),
+        ("test_convnext", 64, {}),
+        ("test_efficientnet", 64, {}),
         slow("resnet18", 64, {}),
         slow("convnext_atto", 64, {}),
         slow("efficientnet_b0", 64, {}),
@@ -128,9 +175,13 @@ def slow(*values):
         slow("inception_v3", 96, {}),
         slow("vit_tiny_patch16_224", 64, {"img_size": 64}),
         slow("deit_tiny_distilled_patch16_224", 64, {"img_size": 64}),
-        slow("swin_tiny_patch4_window7_224", 224, {}),
+        slow("swin_tiny_patch4_window7_224", 64, {"img_size": 64}),
         slow("coat_lite_tiny", 64, {"img_size": 64}),
         slow("levit_128s", 224, {}),
+        slow("efficientformer_l1", 224, {}),
+        slow("ghostnet_050", 64, {}),
+        slow("gmlp_s16_224", 64, {"img_size": 64}),
+        slow("xcit_nano_12_p16_224", 64, {"img_size": 64}),
         slow("mobilevit_xxs", 64, {}),
         slow("maxvit_rmlp_pico_rw_256", 256, {}),
         slow("mixer_s32_224", 64, {"img_size": 64}),
@@ -159,8 +210,9 @@ def test_segmentation():
 class Encoder(nn.Module):
     """Built as language models commonly are: embeddings, a list of layers, mappings in and out."""
 
-    def __init__(self, tied):
+    def __init__(self, tied=False, kind=collections.OrderedDict):
         super().__init__()
+        self.kind = kind
         self.words, self.places = nn.Embedding(50, 16), nn.Embedding(12, 16)
         self.norm, self.dropout = nn.LayerNorm(16), nn.Dropout(0.1)
         self.layer = nn.ModuleList([EncoderLayer() for _ in range(4)])
@@ -174,7 +226,16 @@ class Encoder(nn.Module):
         mask = (1.0 - attention_mask[:, None, None, :].to(hidden.dtype)) * torch.finfo(hidden.dtype).min
         for layer in self.layer:
             hidden = layer(hidden, attention_mask=mask)[0]
-        return collections.OrderedDict(logits=self.decoder(hidden), last_hidden_state=hidden)
+        return self.kind(last_hidden_state=hidden, logits=self.decoder(hidden))
+
+
+@dataclasses.dataclass
+class Output:
+    last_hidden_state: torch.Tensor
+    logits: torch.Tensor
+
+    def __getitem__(self, name):
+        return getattr(self, name)
 
 
 class EncoderLayer(nn.Module):
@@ -207,23 +268,21 @@ def token_loss(net, batch):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", "int8"])
-def test_a_language_encoder(precision):
-    callback = check(Encoder(tied=False), token_loss, token_batches(), precision)
+@pytest.mark.parametrize("kind", [collections.OrderedDict, Output])
+def test_a_language_encoder(precision, kind):
+    callback = check(Encoder(kind=kind), token_loss, token_batches(), precision)
     assert callback.layer_modules[-4:] == [f"net.layer.{index}" for index in range(4)]
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
 def test_a_language_encoder_with_tied_embeddings_freezes_nothing_and_says_so():
-    policy = OneMoreEachTime()
-    callback = KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=1, workers=0)
-    module = Module(Encoder(tied=True), token_loss)
-    trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False)
+    callback = freezing(OneMoreEachTime())
     with pytest.warns(UserWarning, match="used both in 'net.words' and behind the last layer module"):
-        trainer.fit(module, DataLoader(token_batches() * 3, batch_size=None))
+        fit(Encoder(tied=True), token_loss, token_batches(), callback)
     assert callback.events == []
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", "bf16", "int8"])
 def test_an_encoder_and_decoder_with_padding(precision):
     class Translator(nn.Module):
         def __init__(self):
