@@ -811,6 +811,17 @@ def test_inert_while_the_tuner_tries_and_at_work_afterwards():
     assert [(event.step, event.depth) for event in callback.events] == [(3, 2)]
 
 
+def test_after_a_fit_and_the_tuner_a_second_fit_starts_anew(tmp_path):
+    callback, module, seen = freezing(ScriptedPolicy({3: 2})), new(), {}
+    fit(module, callback)
+    look = At(lambda trainer, _: seen.update({trainer.global_step: callback._engine.prefix.depth}))
+    trainer = trainer_of(callback, look, max_steps=10, default_root_dir=tmp_path)
+    Tuner(trainer).lr_find(module, num_training=10)
+    assert seen == {}
+    trainer.fit(module)
+    assert seen == {step: 2 * (step >= 3) for step in range(1, 11)}
+
+
 def test_inert_in_fast_dev_run_and_under_barebones_at_work():
     callback = freezing(ScriptedPolicy({1: 1}))
     fit(new(), callback, fast_dev_run=True)
@@ -846,6 +857,60 @@ def test_tied_weights_and_modules_called_twice_freeze_together_or_not_at_all():
     assert ["freeze together" in text for text in told] == [False, True]
     assert "so nothing from there on can freeze" in told[0]
     assert callback._chain.max_depth == 0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_module_that_is_called_twice_freezes_as_one_with_all_that_lies_between(precision):
+    class Twice(Module):
+        def __init__(self):
+            super().__init__()
+            linears = [nn.Linear(6, 6) for _ in range(6)]
+            self.net = nn.Sequential(*linears[:3], linears[1], *linears[3:])
+
+        def training_step(self, batch, batch_idx):
+            return self.net(batch[0].flatten(1)[:, :6]).square().mean()
+
+    seen, callback = [], freezing(ScriptedPolicy({4: 2}))
+    look = At(lambda _, m: seen.append([n for n, p in m.net.named_parameters() if p.requires_grad]), 5)
+    with pytest.warns(UserWarning, match=r"'net\.1' to 'net\.4' share 'net\.1\.weight' and 1 more and freeze together"):
+        fit(new(Twice), callback, look, precision=precision)
+    assert seen == [["5.weight", "5.bias", "6.weight", "6.bias"]]
+
+
+class ChangesItsInput(Module):
+    class Doubling(nn.Module):
+        def forward(self, images):
+            return images.mul_(2)
+
+    def __init__(self):
+        super().__init__()
+        self.net.stem.insert(0, self.Doubling())
+
+
+@pytest.mark.parametrize("kind", [Module, ChangesItsInput, ChannelsLast, Checkpointed, Manual])
+def test_a_model_that_does_not_move_has_no_plasticity(kind):
+    """So the reference was given what the training step gave, and nothing but the weights is left to differ."""
+
+    class Still(kind):
+        def __init__(self):
+            super().__init__()
+            self.lr = 0.0
+            for part in (self.net.stem, self.net.middle, self.net.deep):
+                for index, inner in enumerate(part):
+                    if isinstance(inner, (nn.BatchNorm2d, nn.Dropout)):
+                        part[index] = nn.Identity()
+
+    class Sees(Watching):
+        seen = ()
+
+        def observe(self, step, plasticity, learning_rate, loss):
+            self.seen = (*self.seen, *(plasticity or ()))
+
+    callback = freezing(Sees(), reference_precision="float32")
+    fit(new(Still), callback)
+    seen = callback._engine.policy.seen
+    assert len(seen) >= 3 * 5
+    assert max(seen) < 1e-12
 
 
 def test_dropout_and_normalisation_in_the_frozen_prefix_are_at_rest():
