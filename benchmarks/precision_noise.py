@@ -20,12 +20,12 @@ import torch
 from matplotlib import pyplot as plt
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
+from lightning_egeria.calls import crop_calls
 from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.data import Cifar10Data
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.freezing import callback as callback_module
 from lightning_egeria.freezing.precision import SnapshotNetwork
-from lightning_egeria.freezing.recording import crop_calls
 from lightning_egeria.freezing.reference import Comparison, distances
 
 PRECISIONS = ("float32", "bf16", "int8")

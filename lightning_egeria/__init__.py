@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_egeria.caching.datamodule import FrozenPrefixCache
     from lightning_egeria.freezing.callback import KnowledgeGuidedFreezing
     from lightning_egeria.freezing.metric import SimilarityPreservingLoss
     from lightning_egeria.freezing.policy import FreezingPolicy, ScriptedPolicy
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FreezingPolicy",
+    "FrozenPrefixCache",
     "KnowledgeGuidedFreezing",
     "LayerChain",
     "ScriptedPolicy",
@@ -21,6 +23,7 @@ __all__ = [
 
 _HOMES = {
     "FreezingPolicy": "freezing.policy",
+    "FrozenPrefixCache": "caching.datamodule",
     "KnowledgeGuidedFreezing": "freezing.callback",
     "LayerChain": "layers",
     "ScriptedPolicy": "freezing.policy",

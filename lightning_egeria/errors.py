@@ -27,3 +27,7 @@ class UnsupportedError(EgeriaError):
 
 class WorkerError(EgeriaError):
     """A call in a worker process failed: what it ran raised, or the process ended."""
+
+
+class CacheError(EgeriaError):
+    """The network does not do what the cache of its frozen prefix rests on, or the cache directory cannot be used."""

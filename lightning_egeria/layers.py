@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -31,6 +31,8 @@ class LayerModule:
         output_leaf: which tensor of that output, counted over its nested leaves.
         members: paths of all modules that freezing switches to evaluation mode.
         parameters: names of the trainable parameters that this layer module adds to the prefix.
+        units: paths of the calls that make it up, in order, none inside another; the last is that of the boundary. A
+            step that takes the boundary activation from a cache leaves them out.
     """
 
     name: str
@@ -38,6 +40,7 @@ class LayerModule:
     output_leaf: int
     members: tuple[str, ...]
     parameters: tuple[str, ...]
+    units: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +152,11 @@ class LayerChain:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> LayerChain:
         """Chain as `to_state` wrote it."""
-        layer_modules = tuple(
-            LayerModule(**{**entry, "members": tuple(entry["members"]), "parameters": tuple(entry["parameters"])})
-            for entry in state["layer_modules"]
-        )
-        return cls(layer_modules, tuple(state["entries"]), state["max_depth"], tuple(state["notes"]))
+        layer_modules = []
+        for entry in state["layer_modules"]:
+            fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
+            layer_modules.append(LayerModule(**fields))
+        return cls(tuple(layer_modules), tuple(state["entries"]), state["max_depth"], tuple(state["notes"]))
 
 
 class PrefixListener(Protocol):
@@ -161,6 +164,29 @@ class PrefixListener(Protocol):
 
     def prefix_changed(self, prefix: FrozenPrefix) -> None:
         """Called after ``prefix.depth`` and ``prefix.version`` have their new values."""
+
+
+class StepListener(PrefixListener, Protocol):
+    """What must also hear of every training step: a cache of the prefix's outputs."""
+
+    def step_begins(self) -> bool:
+        """A training step is about to run; returns whether the network will be given its real input."""
+
+    def forward_ended(self) -> None:
+        """Its forward is over."""
+
+    def step_ended(self) -> None:
+        """The batch is done. May come twice, or without the two before."""
+
+
+@runtime_checkable
+class PrefixOwner(Protocol):
+    """What freezes: a cache finds it among the callbacks and has itself told of every step."""
+
+    step_listeners: list[StepListener]
+
+    def observes(self, batches_ahead: int) -> bool:
+        """Whether the batch so many after the last one will be compared, and so needs the network's real input."""
 
 
 class FrozenPrefix:
@@ -289,6 +315,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
     modules = dict(trace.module.named_modules())
     paths = {part: path for path, part in modules.items()}
     position = 0
+    previous: ModuleCall | None = None
     for name, boundary in boundaries:
         new = walk(boundary.nodes_in(graph), visited)
         members = []
@@ -312,9 +339,31 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
                 output_leaf=next(i for i, node in enumerate(boundary.outputs) if node in graph),
                 members=tuple(members),
                 parameters=tuple(names[leaf] for leaf in trainable_leaves(new) if leaf in names),
+                units=_units(trace, graph, previous, boundary),
             )
         )
+        previous = boundary
     return tuple(described)
+
+
+def _units(trace: StepTrace, graph: set[Node], previous: ModuleCall | None, boundary: ModuleCall) -> tuple[str, ...]:
+    """The outermost calls on the way to the loss that lie between two boundaries, the later one included, by path."""
+    around_previous = set()
+    ancestor = previous
+    while ancestor is not None:
+        around_previous.add(ancestor)
+        ancestor = ancestor.parent
+    first = previous.end + 1 if previous is not None else 0
+    between = {
+        call for call in trace.calls[first : boundary.end + 1] if call not in around_previous and call.nodes_in(graph)
+    }
+    return tuple(
+        dict.fromkeys(
+            call.path
+            for call in trace.calls[first : boundary.end + 1]
+            if call in between and call.parent not in between
+        )
+    )
 
 
 def _entry(call: ModuleCall) -> ModuleCall:

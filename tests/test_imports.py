@@ -12,15 +12,14 @@ import lightning_egeria
 PACKAGE = Path(lightning_egeria.__file__).parent
 # Each file may import files of earlier lines only.
 ORDER = [
-    ["errors", "tracing", "freezing"],
-    ["boundaries"],
+    ["errors", "tracing", "compilation", "clock", "freezing", "caching"],
+    ["boundaries", "calls", "caching.samples", "caching.store"],
     ["layers", "report", "freezing.similarity", "freezing.plasticity"],
     [
         "freezing.policy",
         "freezing.recording",
         "freezing.limits",
         "freezing.parcels",
-        "freezing.compilation",
         "freezing.int8",
         "freezing.metric",
     ],
@@ -30,13 +29,17 @@ ORDER = [
     ["freezing.engine"],
     ["freezing.display", "freezing.summary"],
     ["freezing.callback"],
+    ["caching.bypass", "caching.levels", "caching.background", "caching.loading", "caching.directory"],
+    ["caching.watch", "caching.proof", "caching.planned"],
+    ["caching.engine"],
+    ["caching.datamodule"],
     [""],
     ["demos", "demos.images", "demos.resnet", "demos.classifier"],
     ["demos.data"],
     ["train"],
 ]
 PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
-ADAPTERS = {"freezing.callback", "freezing.display", "demos.classifier", "demos.data", "train"}
+ADAPTERS = {"freezing.callback", "freezing.display", "demos.classifier", "demos.data", "caching.datamodule", "train"}
 
 
 def name_of(path):
@@ -75,9 +78,17 @@ def test_frameworks_stay_in_the_adapters(name):
     assert not roots & {"hydra", "omegaconf"} or name == "train"
 
 
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_freezing_and_caching_do_not_know_each_other(name):
+    room = name.split(".")[0]
+    other = {"freezing": "caching", "caching": "freezing"}.get(room)
+    assert other is None or not any(module.startswith(f"lightning_egeria.{other}") for module in imports(FILES[name]))
+
+
 def test_the_public_names():
     assert sorted(lightning_egeria.__all__) == [
         "FreezingPolicy",
+        "FrozenPrefixCache",
         "KnowledgeGuidedFreezing",
         "LayerChain",
         "ScriptedPolicy",

@@ -16,8 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
 
+from lightning_egeria.compilation import eager
 from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError, UnsupportedError
-from lightning_egeria.freezing.compilation import eager
 from lightning_egeria.freezing.display import ProgressBarEntry, log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
 from lightning_egeria.freezing.limits import depth_limit, one_optimizer
@@ -25,11 +25,11 @@ from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pool import ReferencePool
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
 from lightning_egeria.freezing.summary import summarize
-from lightning_egeria.layers import FrozenPrefix, LayerChain
+from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
 from lightning_egeria.tracing import StepTrace
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 EVALUATIONS_PER_RUN = 200  # bounds the evaluations' cost by that many forwards, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
 
@@ -61,6 +61,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     Attributes:
         events: every freeze and unfreeze so far.
+        step_listeners: are told of every freeze, unfreeze and training step.
 
     Raises:
         ArgumentError: an argument is out of its range.
@@ -127,6 +128,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._waits = False
         self._step_before = 0
         self._learning_rate = math.nan
+        self.step_listeners: list[StepListener] = []
+        self._accumulation = 1
         self._trainable: set[str] = set()
         self._front_group = (0, 0)  # numbers of the optimizer and of its group
         self._restored: dict[str, Any] | None = None
@@ -150,6 +153,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if self._chain is None or self._engine is None:
             raise RuntimeError("there are no savings to tell of before the first training step")
         return summarize(self._engine, self.events)
+
+    def observes(self, batches_ahead: int) -> bool:
+        """Whether the batch so many after the last one may be compared with the reference; see `PrefixOwner`."""
+        return self._engine is not None and self._engine.observes(batches_ahead, self._accumulation)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what freezing was not made for, before anything is set up."""
@@ -221,7 +228,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._step_before = trainer.global_step
         self._learning_rate = self._front_learning_rate(trainer)
         if self._engine is not None:
-            self._engine.begin_step(trainer.global_step)
+            real = True
+            for listener in self.step_listeners:
+                real = listener.step_begins() and real
+            self._accumulation = trainer.accumulate_grad_batches
+            self._engine.begin_step(trainer.global_step, real)
         else:
             self._uncompiled.enter_context(eager())
             self._trainable = _trainable_names(pl_module)
@@ -243,6 +254,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 rank_zero_warn(f"freezing: {note}")
         if self._engine is not None:
             self._engine.end_forward(loss)
+        for listener in self.step_listeners:  # in the reverse order of their beginning: both replace forwards
+            listener.forward_ended()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the time."""
@@ -269,6 +282,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 )
             return
         self._engine.end_batch()
+        for listener in self.step_listeners:
+            listener.step_ended()
         if trainer.global_step > self._step_before:
             due = trainer.global_step >= self._engine.next_evaluation
             event = self._engine.end_step(trainer.global_step, self._learning_rate)
@@ -282,6 +297,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Observe no longer if the last batch had no end: the module's own ``on_train_batch_start`` may return -1."""
         self._stop_trace()
+        for listener in self.step_listeners:
+            listener.step_ended()
         if self._engine is not None:
             self._engine.forget_batch()
 
@@ -352,6 +369,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, restored: dict[str, Any] | None
     ) -> None:
         prefix = FrozenPrefix(pl_module, chain)
+        prefix.listeners.extend(self.step_listeners)
         prefix.check_fits()
         policy = copy.deepcopy(self.policy) if self.policy is not None else FreezingPolicy()
         if restored is not None and restored["policy_class"] != type(policy).__name__:

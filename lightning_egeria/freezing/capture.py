@@ -8,9 +8,10 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from lightning_egeria.freezing.compilation import eager
-from lightning_egeria.freezing.costs import TimedBoundaryRecorder, mark
-from lightning_egeria.freezing.recording import CallRecorder
+from lightning_egeria.calls import CallRecorder
+from lightning_egeria.clock import mark
+from lightning_egeria.compilation import eager
+from lightning_egeria.freezing.costs import TimedBoundaryRecorder
 from lightning_egeria.freezing.reference import Comparison, Evaluation
 from lightning_egeria.layers import FrozenPrefix
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_egeria.compilation import forget_compiled
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.capture import StepCapture
-from lightning_egeria.freezing.compilation import forget_compiled
 from lightning_egeria.freezing.costs import StepCosts
 from lightning_egeria.freezing.policy import Policy
 from lightning_egeria.freezing.pool import ReferencePool
@@ -126,7 +126,7 @@ class FreezingEngine:
         self._loss_count = 0
         self._gave_up = False
         self._began = 0.0
-        self._step_before = step
+        self._step_before = step - 1
         self._steps_per_batch = 1
         prefix.listeners.append(self)
 
@@ -136,13 +136,30 @@ class FreezingEngine:
         self._pending = collections.deque(None for _ in self._pending)
         forget_compiled()
 
-    def begin_step(self, step: int) -> None:
-        """A forward is about to run, after ``step`` optimizer steps; in an accumulation window, one of several."""
+    def observes(self, batches_ahead: int, accumulation: int = 1) -> bool:
+        """Whether the batch so many after the last one may be observed, of which ``accumulation`` make a step."""
+        if not self._wants_reference():
+            return False
+        # The last step of an epoch may come early where several batches make one.
+        windows = -(-batches_ahead // accumulation) + (accumulation > 1)
+        earliest = self._step_before + batches_ahead // accumulation * self._steps_per_batch
+        latest = self._step_before + windows * self._steps_per_batch
+        first_due = self.next_evaluation - self._steps_per_batch
+        intervals = -(-max(0, earliest - first_due) // self.evaluate_every_n_steps)
+        return first_due + intervals * self.evaluate_every_n_steps <= latest
+
+    def begin_step(self, step: int, real_input: bool = True) -> None:
+        """A forward is about to run, after ``step`` optimizer steps; in an accumulation window, one of several.
+
+        Args:
+            step: optimizer steps done.
+            real_input: whether the network is given an input that the reference can be given too.
+        """
         self._step_before = step
         self._began = time.perf_counter()
         self.prefix.assert_modes()
         due = step + self._steps_per_batch >= self.next_evaluation
-        if due and self._capture is None and self.pool.has_snapshot and self._wants_reference():
+        if due and real_input and self._capture is None and self.pool.has_snapshot and self._wants_reference():
             if not self._wait_s and not self.pool.ready():
                 return  # observing the step would be for nothing
             self._capture = StepCapture(self.prefix, self._samples, self._crops)

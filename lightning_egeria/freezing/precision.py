@@ -9,9 +9,10 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_egeria.calls import EarlierOutput, NetworkCall
 from lightning_egeria.freezing.int8 import Int8Layers
 from lightning_egeria.freezing.parcels import pack, unpack
-from lightning_egeria.freezing.recording import BoundaryRecorder, EarlierOutput, NetworkCall
+from lightning_egeria.freezing.recording import BoundaryRecorder
 from lightning_egeria.layers import LayerChain
 from lightning_egeria.tracing import tensor_leaves
 

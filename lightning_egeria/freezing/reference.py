@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.freezing.compilation import eager
+from lightning_egeria.calls import NetworkCall, crop_calls
+from lightning_egeria.compilation import eager
 from lightning_egeria.freezing.precision import Lower, SnapshotNetwork
-from lightning_egeria.freezing.recording import NetworkCall, crop_calls
 from lightning_egeria.freezing.similarity import gram_distance
 from lightning_egeria.layers import LayerChain
 

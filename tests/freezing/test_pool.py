@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_egeria.calls import NetworkCall
 from lightning_egeria.errors import CheckpointError, WorkerError
 from lightning_egeria.freezing.pool import ReferencePool
-from lightning_egeria.freezing.recording import NetworkCall
 from lightning_egeria.freezing.reference import Evaluation, ReferenceModel
 from lightning_egeria.freezing.similarity import gram_matrix
 from lightning_egeria.layers import LayerChain

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_egeria.calls import EarlierOutput, NetworkCall
 from lightning_egeria.freezing.parcels import pack, unpack
-from lightning_egeria.freezing.recording import EarlierOutput, NetworkCall
 from lightning_egeria.freezing.reference import Evaluation, ReferenceModel, distances, noise_share
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 from lightning_egeria.layers import LayerChain

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.freezing import compilation
+from lightning_egeria import compilation
 
 
 def compiled(log):
@@ -47,7 +47,7 @@ def test_old_versions_of_torch_compile_anew_after_a_change(monkeypatch, version,
 
 def test_a_process_that_never_compiles_does_not_import_the_compiler():
     program = (
-        "import sys; from lightning_egeria.freezing import compilation as c\n"
+        "import sys; from lightning_egeria import compilation as c\n"
         "with c.eager(): pass\nc.forget_compiled(); sys.exit('torch._dynamo' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,250 @@
+"""Running a network without its frozen prefix: stand-ins in front of the boundary, the cached activation at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_egeria.caching.samples import stand_in_tensor
+from lightning_egeria.errors import CacheError
+from lightning_egeria.layers import LayerChain
+from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
+
+Entered = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+
+
+class BoundaryReachedError(Exception):
+    """Ends a forward that was run for its boundary activation only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """What a tensor in the output of a unit looked like when the batch had ``samples`` samples."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stand_in(self, samples_then: int, samples: int) -> Tensor:
+        shape = self.shape
+        if shape and shape[0] % samples_then == 0:  # windows of an image lie in the batch dimension too
+            shape = (shape[0] // samples_then * samples, *shape[1:])
+        return stand_in_tensor(shape, self.dtype, self.device)
+
+
+class Passage:
+    """One forward through the frozen prefix, real or with its front left out.
+
+    Args:
+        skip: how many unit calls to leave out; the last of them gives ``activation``. 0 runs all.
+        activation: boundary activation for the last unit that is left out, ``[samples, ...]``.
+        samples: of the batch; None takes that of the first tensor in the network's arguments.
+        stop: raise `BoundaryReachedError` at the end of the prefix.
+        entered: called when the network is first called, with the path of the entry and the arguments.
+        left: called with the boundary activation of the whole prefix as soon as it is there.
+
+    Attributes:
+        reached: the boundary activation of the whole prefix, once it is there.
+        entry_calls: how often the entries of the network were called until the forward was over, and after that.
+        single: whether all of the prefix lies in the first call that the training step makes of the network.
+    """
+
+    def __init__(
+        self,
+        skip: int = 0,
+        activation: Tensor | None = None,
+        samples: int | None = None,
+        stop: bool = False,
+        entered: Entered | None = None,
+        left: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self.skip = skip
+        self.activation = activation
+        self.samples = samples
+        self.stop = stop
+        self.entered = entered
+        self.left = left
+        self.reached: Tensor | None = None
+        self.entry_calls = 0
+        self.single = True
+        self.outputs: list[Any] = []
+        self.position = 0
+        self.in_unit = False
+        self.in_entry = 0
+        self.unit_changed: Callable[[bool], None] | None = None
+
+
+class PrefixBypass:
+    """Stands in the way of the modules of a frozen prefix; lets them run, or leaves them out.
+
+    Installed, it changes nothing until `begin` gives it the passage of one forward.
+
+    Args:
+        module: the model in training.
+        chain: of its layer modules.
+        depth: of the prefix.
+    """
+
+    def __init__(self, module: nn.Module, chain: LayerChain, depth: int) -> None:
+        self.depth = depth
+        self.chain = chain
+        self.units = [unit for layer_module in chain.layer_modules[:depth] for unit in layer_module.units]
+        self.materialise = False  # for networks that change a stand-in in place
+        self._modules = dict(module.named_modules())
+        self._passage: Passage | None = None
+        self._known: list[Any] = []
+        self._known_samples = 0
+        self._memo: dict[tuple[int, int], Any] = {}
+        self._replacements = ForwardReplacements()
+
+    def position_of(self, depth: int) -> int:
+        """How many unit calls the first ``depth`` layer modules take."""
+        return sum(len(layer_module.units) for layer_module in self.chain.layer_modules[:depth])
+
+    def install(self) -> None:
+        """Replace the forwards. Between two steps only."""
+        for path in dict.fromkeys(self.units):
+            self._replacements.replace(self._modules[path], functools.partial(self._unit, path))
+        for path in self.chain.entries:
+            self._replacements.replace(self._modules[path], functools.partial(self._entry, path))
+
+    def remove(self) -> None:
+        """Leave the modules as they were. Safe to call twice."""
+        self._passage = None
+        self._replacements.restore()
+
+    @property
+    def passage(self) -> Passage | None:
+        """That of the forward under way."""
+        return self._passage
+
+    def begin(self, passage: Passage | None) -> None:
+        """The next forward takes this passage; None: it is none of a training step."""
+        self._passage = passage
+
+    def learn(self, passage: Passage) -> None:
+        """Take the outputs of a passage that ran all units as what stand-ins have to look like."""
+        if passage.skip or passage.reached is None or passage.samples is None:
+            raise RuntimeError("only a whole forward shows what the units give")
+        self._known, self._known_samples = passage.outputs, passage.samples
+        self._memo.clear()
+
+    def _entry(self, path: str, original: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            passage = self._passage
+            if passage is None:
+                return original(*args, **kwargs)
+            first = passage.entry_calls == 0
+            passage.entry_calls += 1
+            if first:
+                if passage.samples is None:
+                    leaf = next((t for t in tensor_leaves((args, kwargs)) if t.ndim), None)
+                    passage.samples = leaf.shape[0] if leaf is not None else None
+                if passage.entered is not None:
+                    # It may run the network itself, for the samples of the batch that are missing.
+                    self._passage = None
+                    try:
+                        passage.entered(path, args, kwargs)
+                    finally:
+                        self._passage = passage
+            passage.in_entry += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                passage.in_entry -= 1
+                passage.single = passage.single and (passage.reached is not None or passage.in_entry > 0)
+
+        return _uncompiled(forward)
+
+    def _unit(self, path: str, original: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            passage = self._passage
+            if passage is None or passage.in_unit or passage.reached is not None:
+                return original(*args, **kwargs)
+            return self._pass(passage, path, functools.partial(original, *args, **kwargs))
+
+        return _uncompiled(forward)
+
+    def _pass(self, passage: Passage, path: str, run: Callable[[], Any]) -> Any:
+        position = passage.position
+        passage.position += 1
+        if self.units[position] != path:
+            raise CacheError(
+                f"the frozen front of the network called {path!r} where {self.units[position]!r} was expected: its "
+                "layers do not run in the same order each time, and a cache cannot stand for them"
+            )
+        last = position == len(self.units) - 1
+        if position < passage.skip:
+            output = self._stand_in(position, passage)
+        else:
+            passage.in_unit = True
+            if passage.unit_changed is not None:
+                passage.unit_changed(True)
+            try:
+                output = run()
+            finally:
+                passage.in_unit = False
+                if passage.unit_changed is not None:
+                    passage.unit_changed(False)
+            if not passage.skip:
+                passage.outputs.append(apply_to_collection(output, Tensor, _spec_of))
+        if last:
+            leaves = list(tensor_leaves(output))
+            passage.reached = leaves[self.chain.layer_modules[self.depth - 1].output_leaf]
+            if passage.unit_changed is not None:
+                passage.unit_changed(False)
+            if passage.left is not None:
+                passage.left(passage.reached)
+            if passage.stop:
+                raise BoundaryReachedError
+        return output
+
+    def _stand_in(self, position: int, passage: Passage) -> Any:
+        if passage.samples is None or passage.activation is None:
+            raise RuntimeError("a passage that leaves units out needs its samples and an activation")
+        key = (position, passage.samples)
+        if key not in self._memo:
+            self._memo[key] = apply_to_collection(
+                self._known[position], _Spec, self._make, self._known_samples, passage.samples
+            )
+        output = self._memo[key]
+        if position < passage.skip - 1:
+            return output
+        boundary = next(m for d, m in enumerate(self.chain.layer_modules, 1) if self.position_of(d) == passage.skip)
+        count = iter(range(sys.maxsize))
+        return apply_to_collection(
+            output, Tensor, lambda leaf: passage.activation if next(count) == boundary.output_leaf else leaf
+        )
+
+    def _make(self, spec: _Spec, samples_then: int, samples: int) -> Tensor:
+        made = spec.stand_in(samples_then, samples)
+        return made.clone(memory_format=torch.contiguous_format) if self.materialise else made
+
+
+def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: int, rows: Tensor) -> tuple[Any, Any]:
+    """The arguments of a call for some samples of the batch only: tensors of ``samples`` rows are cut to ``rows``."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[rows.to(tensor.device)] if tensor.ndim and tensor.shape[0] == samples else tensor
+
+    cut_args, cut_kwargs = apply_to_collection((args, dict(kwargs)), Tensor, cut, allow_frozen=True)
+    return cut_args, cut_kwargs
+
+
+def _spec_of(tensor: Tensor) -> _Spec:
+    return _Spec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def _uncompiled(forward: Forward) -> Forward:
+    """Keeps `torch.compile` from looking into it, where that is in use; what it calls is compiled all the same."""
+    if "torch._dynamo" not in sys.modules:
+        return forward
+    disabled: Forward = torch.compiler.disable(forward, recursive=False)
+    return disabled

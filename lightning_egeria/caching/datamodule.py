@@ -1,0 +1,218 @@
+"""The Lightning side of the cache: a data module around the user's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_egeria.caching.directory import CacheDirectory
+from lightning_egeria.caching.engine import CacheStats, Limits, PrefixCache
+from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.planned import PlannedLoader, why_not
+from lightning_egeria.errors import ArgumentError
+from lightning_egeria.layers import PrefixOwner
+
+# A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
+_log = logging.getLogger("lightning.pytorch.lightning_egeria")
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
+
+
+class FrozenPrefixCache(pl.LightningDataModule):
+    """Trains from the cached outputs of the frozen layers, once there are any.
+
+    It finds the `KnowledgeGuidedFreezing` callback by itself. Until that freezes something, and wherever caching would
+    not give the very same training, batches are those of the user's own data module.
+
+    Args:
+        datamodule: the user's own, or just the training DataLoader.
+        cache_dir: where to keep what is cached; may be shared with other runs. None: ``lightning_egeria`` in the
+            user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
+        max_bytes: what all that is in ``cache_dir`` may take on disk; None: half of what is free at the start.
+        min_free_bytes: what must stay free on that disk.
+        host_bytes: what may be kept in the memory of the host as well.
+        device_bytes: what may be kept in the memory of the GPU as well.
+        augmentation_views: with random augmentation, how many variants of each sample to keep: in epoch ``e``, all
+            randomness of a sample is a function of ``seed``, the sample and ``e % augmentation_views``, from the first
+            freeze on. 0: samples are loaded as they come, and random augmentation turns the cache off.
+        seed: of that randomness.
+        val_dataloaders: for validation, if ``datamodule`` is a DataLoader.
+
+    Attributes:
+        datamodule: the user's own.
+
+    Raises:
+        ArgumentError: an argument is out of its range.
+        CacheError: ``cache_dir`` cannot be used.
+    """
+
+    def __init__(
+        self,
+        datamodule: Any,
+        cache_dir: str | os.PathLike[str] | None = None,
+        max_bytes: int | None = None,
+        min_free_bytes: int = 2 * 10**9,
+        host_bytes: int = 10**9,
+        device_bytes: int = 0,
+        augmentation_views: int = 0,
+        seed: int = 0,
+        val_dataloaders: Any = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("max_bytes", 0 if max_bytes is None else max_bytes),
+            ("min_free_bytes", min_free_bytes),
+            ("host_bytes", host_bytes),
+            ("device_bytes", device_bytes),
+            ("augmentation_views", augmentation_views),
+        ):
+            if value < 0:
+                raise ArgumentError(f"{name} must be at least 0, got {value}")
+        if isinstance(datamodule, FrozenPrefixCache):
+            raise ArgumentError("datamodule is a FrozenPrefixCache already")
+        if not isinstance(datamodule, pl.LightningDataModule):
+            datamodule = (
+                pl.LightningDataModule.from_datasets()
+                if datamodule is None
+                else _as_module(datamodule, val_dataloaders)
+            )
+        elif val_dataloaders is not None:
+            raise ArgumentError("val_dataloaders is for a DataLoader; a data module has its own val_dataloader()")
+        self.datamodule: pl.LightningDataModule = datamodule
+        self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+        self.max_bytes = max_bytes
+        self.min_free_bytes = min_free_bytes
+        self.host_bytes = host_bytes
+        self.device_bytes = device_bytes
+        self.augmentation_views = augmentation_views
+        self.seed = seed
+        self.prepare_data_per_node = datamodule.prepare_data_per_node
+        self._cache: PrefixCache | None = None
+        self._owner: PrefixOwner | None = None
+        self._stats = CacheStats(off="fit has not begun")
+        for name in (*_BATCH_HOOKS, *_LOADERS):
+            # Lightning asks whether a hook is overridden, so there must be none where the user has none.
+            if is_overridden(name, datamodule):
+                setattr(self, name, getattr(datamodule, name))
+
+    @property
+    def stats(self) -> CacheStats:
+        """What the cache has done in the last fit, so far."""
+        return self._stats
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "datamodule":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.datamodule, name)
+
+    def prepare_data(self) -> None:
+        """As the user's."""
+        self.datamodule.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        """As the user's; finds what freezes."""
+        self.datamodule.trainer = self.trainer
+        self.datamodule.setup(stage)
+        if stage == "fit":
+            self._close()
+            self._owner = next((c for c in self._callbacks() if isinstance(c, PrefixOwner)), None)
+
+    def train_dataloader(self) -> Any:
+        """The user's, with a plan behind each batch if it can have one."""
+        loader = self.datamodule.train_dataloader()
+        self._close()
+        reason = self._reason_against() or why_not(loader)
+        if reason is not None:
+            self._stats = CacheStats(off=reason)
+            if not getattr(self.trainer, "fast_dev_run", False):
+                rank_zero_warn(f"the cache of the frozen layers is off: {reason}")
+            return loader
+        assert self._owner is not None
+        directory = CacheDirectory(self.cache_dir)
+        limits = Limits(self.max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes)
+        dataset = PlannedDataset(loader.dataset, loader.collate_fn)
+        views = self.augmentation_views
+        self._cache = _TellingCache(dataset, directory, limits, views, self.seed, self._owner.observes)
+        self._stats = self._cache.stats
+        self._owner.step_listeners.append(self._cache)
+        cache = self._cache
+        return PlannedLoader(loader, dataset, cache.plan, cache.receive, self._begin_epoch, cache.is_on)
+
+    def teardown(self, stage: str) -> None:
+        """As the user's; what was cached stays on disk."""
+        if stage == "fit":
+            self._close()
+        self.datamodule.teardown(stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As the user's; Lightning does not call `teardown` after an error."""
+        self._close()
+        self.datamodule.on_exception(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the user's own."""
+        return {"datamodule": self.datamodule.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """That of the user's own."""
+        self.datamodule.load_state_dict(dict(state_dict["datamodule"]))
+
+    def _begin_epoch(self) -> None:
+        if self._cache is not None and self.trainer is not None:
+            self._cache.epoch = self.trainer.current_epoch
+            self._cache.forget_plans()
+
+    def _reason_against(self) -> str | None:
+        if self._owner is None:
+            others = ", ".join(type(c).__name__ for c in self._callbacks() if "inetuning" in type(c).__name__)
+            return "there is no KnowledgeGuidedFreezing among the callbacks, so nothing tells what is frozen" + (
+                f" ({others} is not asked)" if others else ""
+            )
+        if getattr(self.trainer, "overfit_batches", 0):
+            return "overfit_batches replaces the sampler"
+        if getattr(self.trainer, "fast_dev_run", False):
+            return "fast_dev_run"
+        return None
+
+    def _callbacks(self) -> list[Any]:
+        return list(getattr(self.trainer, "callbacks", []))
+
+    def _close(self) -> None:
+        if self._cache is not None:
+            self._cache.close()
+            if self._owner is not None and self._cache in self._owner.step_listeners:
+                self._owner.step_listeners.remove(self._cache)
+            self._cache = None
+
+
+class _TellingCache(PrefixCache):
+    """Says what it has to say at the end of each step."""
+
+    def step_ended(self) -> None:
+        super().step_ended()
+        while self.messages:
+            level, text = self.messages.pop(0)
+            if level >= logging.WARNING:
+                rank_zero_warn(f"cache: {text}")
+            else:
+                _log.info(f"cache: {text}")
+
+
+def default_cache_dir() -> Path:
+    """``lightning_egeria`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_egeria"
+
+
+def _as_module(train_dataloader: Any, val_dataloaders: Any) -> pl.LightningDataModule:
+    module = pl.LightningDataModule()
+    vars(module)["train_dataloader"] = lambda: train_dataloader
+    if val_dataloaders is not None:
+        vars(module)["val_dataloader"] = lambda: val_dataloaders
+    return module

@@ -1,0 +1,134 @@
+"""The folder that holds stores: private to its user, bounded in size."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+
+from lightning_egeria.caching.store import MANIFEST, ActivationStore, Manifest, StoreError, remove_store
+from lightning_egeria.errors import CacheError
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSummary:
+    """One store of the folder.
+
+    Attributes:
+        folder: of the store.
+        manifest: what it holds; None if that cannot be read.
+        problem: what is wrong with it; None: nothing.
+        bytes_on_disk: that it takes.
+        present: entries that are there.
+        used_seconds_ago: since something was last written or opened.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    problem: str | None
+    bytes_on_disk: int
+    present: int
+    used_seconds_ago: float
+
+
+class CacheDirectory:
+    """A folder of stores.
+
+    Args:
+        path: made if it is not there, with its parents, for its user only.
+
+    Raises:
+        CacheError: it cannot be made or written, belongs to someone else, or others may write to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.path.stat()
+        except OSError as error:
+            raise CacheError(f"the cache directory {self.path} cannot be made: {error.strerror or error}") from error
+        if status.st_uid != os.geteuid():
+            raise CacheError(f"the cache directory {self.path} belongs to another user; choose one of your own")
+        if stat.S_IMODE(status.st_mode) & 0o022:
+            raise CacheError(
+                f"others may write to the cache directory {self.path}; `chmod 700` it, or choose one that is yours only"
+            )
+
+    def open(self, manifest: Manifest, max_bytes: int | None, min_free_bytes: int) -> tuple[ActivationStore, int]:
+        """Open the store of ``manifest``, made if it is not there; returns it and the bytes that it may take.
+
+        Stores that nobody has open make room, those that were used longest ago first.
+
+        Raises:
+            StoreError: it cannot be read or written.
+        """
+        store = ActivationStore.create(self.path / manifest.fingerprint, manifest)
+        with contextlib.suppress(OSError):
+            os.utime(store.folder)
+        wanted = manifest.entries * manifest.slot_bytes
+        others = sorted(self.summaries(), key=lambda summary: -summary.used_seconds_ago)
+        taken = sum(summary.bytes_on_disk for summary in others if summary.folder != store.folder)
+        for summary in others:
+            free = shutil.disk_usage(self.path).free
+            fits = max_bytes is None or taken + wanted <= max_bytes
+            if fits and free - (wanted - store.disk_bytes) >= min_free_bytes:
+                break
+            if summary.folder != store.folder and remove_store(summary.folder):
+                taken -= summary.bytes_on_disk
+        free = shutil.disk_usage(self.path).free - min_free_bytes + store.disk_bytes
+        room = free if max_bytes is None else min(free, max_bytes - taken)
+        return store, max(0, room)
+
+    def remove(self, folder: Path) -> bool:
+        """Delete a store unless another process has it open; returns whether it is gone."""
+        return remove_store(folder)
+
+    def summaries(self) -> list[StoreSummary]:
+        """All stores, and all folders that look like one."""
+        found = []
+        for folder in sorted(self.path.iterdir()):
+            if folder.is_dir() and not folder.is_symlink() and (folder / MANIFEST).exists():
+                found.append(self._summary(folder))
+        return found
+
+    def verify(self, folder: Path) -> tuple[int, int]:
+        """Read every entry of a store; returns how many are sound and how many are damaged.
+
+        Raises:
+            StoreError: the store cannot be opened.
+        """
+        store = ActivationStore(folder)
+        try:
+            buffer = np.empty(store.manifest.activation_bytes, np.uint8)
+            present = np.flatnonzero(store.index)
+            sound = sum(
+                store.read(int(number), buffer) is not None and store.read_fields(int(number)) is not None
+                for number in present
+            )
+            return sound, len(present) - sound
+        finally:
+            store.close()
+
+    def _summary(self, folder: Path) -> StoreSummary:
+        used = 0.0
+        size = 0
+        for file in folder.iterdir():
+            with contextlib.suppress(OSError):
+                status = file.lstat()
+                used, size = max(used, status.st_mtime), size + status.st_blocks * 512
+        with contextlib.suppress(OSError):
+            used = max(used, folder.stat().st_mtime)
+        try:
+            store = ActivationStore(folder)
+        except StoreError as error:
+            return StoreSummary(folder, None, str(error), size, 0, time.time() - used)
+        present = int(np.count_nonzero(store.index))
+        store.close()
+        return StoreSummary(folder, store.manifest, None, size, present, time.time() - used)

@@ -1,0 +1,353 @@
+"""Loading one batch as planned: samples that are on disk already come without what only the frozen prefix reads.
+
+This side runs where the user's DataLoader runs it: in its worker processes, or in the training process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_egeria.caching.samples import StandIn, decode, encode, leaves_of, same_leaf, with_leaves
+from lightning_egeria.caching.store import ActivationStore, StoreError
+from lightning_egeria.tracing import tensor_leaves
+
+EXAMINED_SAMPLES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class InputField:
+    """A field of the samples that can be left out without changing the rest of the batch.
+
+    Attributes:
+        sample_leaf: its number among the leaves of a sample.
+        batch_leaf: number among the tensors of the batch.
+        varies: whether its length differs from sample to sample, and collating pads it.
+    """
+
+    sample_leaf: int
+    batch_leaf: int
+    varies: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What a look at some samples has shown.
+
+    Attributes:
+        problem: why nothing can be cached; None if it can.
+        inputs: the fields that need not be loaded if only the prefix reads them.
+        must_load: why all fields have to be loaded; None if those of ``inputs`` need not.
+        fingerprint: of the data, in hexadecimal.
+        structure: a sample with None for its leaves.
+        field_bytes: of the encoded fields of the largest sample seen.
+    """
+
+    problem: str | None
+    inputs: tuple[InputField, ...] = ()
+    must_load: str | None = None
+    fingerprint: str = ""
+    structure: Any = None
+    field_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to load for one batch.
+
+    Attributes:
+        number: of the batch, counted over the whole fit.
+        ids: sample ids, in the order of the batch.
+        version: of the prefix that it was planned for.
+        entries: number of each sample's entry.
+        stores: folders of stores.
+        stored: for each sample, number of the store that holds its fields; -1: load it.
+        seeds: of each sample's randomness; None leaves it as it comes.
+        input_field: the field that only the prefix reads.
+        structure: of a sample.
+        keep: encode the fields of the samples, for writing them.
+        examine: look at the samples themselves.
+    """
+
+    number: int
+    ids: tuple[int, ...]
+    version: int = 0
+    entries: tuple[int, ...] = ()
+    stores: tuple[Path, ...] = ()
+    stored: tuple[int, ...] = ()
+    seeds: tuple[int, ...] | None = None
+    input_field: InputField | None = None
+    structure: Any = None
+    keep: bool = False
+    examine: bool = False
+
+
+class Loaded(NamedTuple):
+    """A batch, and what its plan came to.
+
+    Attributes:
+        batch: as the user's collate function made it; without the input if no sample of it was loaded.
+        number: of its plan.
+        loaded: whether each sample was loaded, with its input.
+        fields: encoded fields of each sample, if the plan wants them; None where they cannot be.
+        input_shape: shape of the input that is missing from ``batch``; None if it is there.
+        findings: if the plan wants them.
+    """
+
+    batch: Any
+    number: int
+    loaded: tuple[bool, ...]
+    fields: tuple[bytes | None, ...] | None
+    input_shape: tuple[int, ...] | None
+    findings: Findings | None
+
+
+class PlannedDataset:
+    """The user's dataset and collate function behind plans. Reads of other attributes go to the dataset.
+
+    Args:
+        dataset: map-style, of the user.
+        collate: of the user's DataLoader.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self._stores: dict[Path, ActivationStore | None] = {}
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "__setstate__"):  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_stores": {}}
+
+    def __getitems__(self, plan: Plan) -> Loaded:
+        findings = self._examine(plan) if plan.examine else None
+        samples, fields, loaded = self._samples(plan)
+        batch = self.collate(samples)
+        input_shape = None
+        if plan.input_field is not None and not any(loaded):
+            batch, input_shape = _without_leaf(batch, plan.input_field.batch_leaf)
+        return Loaded(batch, plan.number, loaded, fields, input_shape, findings)
+
+    def close(self) -> None:
+        """Close the stores that were read. Safe to call twice."""
+        for store in self._stores.values():
+            if store is not None:
+                store.close()
+        self._stores = {}
+
+    def _samples(self, plan: Plan) -> tuple[list[Any], tuple[bytes | None, ...] | None, tuple[bool, ...]]:
+        stored: dict[int, bytes] = {}
+        samples: dict[int, Any] = {}
+        if plan.input_field is not None:
+            for place, number in enumerate(plan.stored):
+                fields = self._fields(plan.stores[number], plan.entries[place]) if number >= 0 else None
+                if fields is not None:
+                    with contextlib.suppress(ValueError, StopIteration):  # damaged: loaded like any other
+                        samples[place] = with_leaves(plan.structure, iter(decode(fields)))
+                        stored[place] = fields
+        missing = [place for place in range(len(plan.ids)) if place not in samples]
+        seeds = [plan.seeds[place] for place in missing] if plan.seeds is not None else None
+        samples.update(zip(missing, self._fetch([plan.ids[place] for place in missing], seeds), strict=True))
+        loaded = tuple(place not in stored for place in range(len(plan.ids)))
+        ordered = [samples[place] for place in range(len(plan.ids))]
+        if not plan.keep:
+            return ordered, None, loaded
+        left_out = plan.input_field.sample_leaf if plan.input_field is not None else None
+        kept = [stored.get(place) or _fields_of(sample, left_out) for place, sample in enumerate(ordered)]
+        return ordered, tuple(kept), loaded
+
+    def _fetch(self, ids: list[int], seeds: list[int] | None) -> list[Any]:
+        if not ids:
+            return []
+        if seeds is not None:
+            samples = []
+            with kept_random_state():
+                for sample_id, seed in zip(ids, seeds, strict=True):
+                    seed_all(seed)
+                    samples.append(self.dataset[sample_id])
+            return samples
+        several = getattr(self.dataset, "__getitems__", None)
+        if several is not None:
+            return list(several(ids))
+        return [self.dataset[sample_id] for sample_id in ids]
+
+    def _fields(self, folder: Path, entry: int) -> bytes | None:
+        if folder not in self._stores:
+            try:
+                self._stores[folder] = ActivationStore(folder)
+            except StoreError:  # removed since; the samples are loaded
+                self._stores[folder] = None
+        store = self._stores[folder]
+        return store.read_fields(entry) if store is not None else None
+
+    def _examine(self, plan: Plan) -> Findings:
+        with kept_random_state():
+            try:
+                return self._findings(plan)
+            except TypeError as error:
+                return Findings(f"the samples cannot be compared with one another: {error}")
+
+    def _findings(self, plan: Plan) -> Findings:
+        ids = list(plan.ids[:EXAMINED_SAMPLES])
+        seeds = list(plan.seeds[:EXAMINED_SAMPLES]) if plan.seeds is not None else None
+        seed_all(1)
+        before = random_state()
+        samples = self._fetch(ids, seeds)
+        drawn = not same_random_state(before, random_state())
+        seed_all(2)
+        again = self._fetch(ids, seeds)
+        if not all(_same(a, b) for a, b in zip(samples, again, strict=True)):
+            if plan.seeds is None:
+                return Findings(
+                    "loading a sample twice gives two results (random augmentation?); FrozenPrefixCache("
+                    "augmentation_views=4) keeps a few variants of each sample instead of ever new ones"
+                )
+            return Findings(
+                "a sample differs although torch, numpy and random were seeded alike: the dataset has a random "
+                "generator of its own, or changes"
+            )
+        if drawn and plan.seeds is None:
+            return Findings(
+                "loading a sample draws random numbers (random augmentation?); FrozenPrefixCache(augmentation_views=4) "
+                "keeps a few variants of each sample instead of ever new ones"
+            )
+        return self._look_at_fields(samples)
+
+    def _look_at_fields(self, samples: list[Any]) -> Findings:
+        fingerprint = self._fingerprint()
+        structure = with_leaves(samples[0], iter(lambda: None, 0))
+        if any(_shape_of(with_leaves(sample, iter(lambda: None, 0))) != _shape_of(structure) for sample in samples):
+            return Findings(None, must_load="the samples differ in structure", fingerprint=fingerprint)
+        for sample in samples:
+            for leaf in leaves_of(sample):
+                try:
+                    encode([leaf])
+                except TypeError as error:
+                    return Findings(None, must_load=str(error), fingerprint=fingerprint)
+        batch = list(tensor_leaves(self.collate(samples)))
+        inputs = []
+        for number, leaf in enumerate(leaves_of(samples[0])):
+            if not isinstance(leaf, (Tensor, np.ndarray)) or leaf.ndim == 0:
+                continue
+            poisoned = [_with_stand_in(sample, number) for sample in samples]
+            try:
+                found = list(tensor_leaves(self.collate(poisoned)))
+            except Exception:
+                continue
+            if [t.shape for t in found] != [t.shape for t in batch]:
+                continue
+            changed = [i for i, (a, b) in enumerate(zip(batch, found, strict=True)) if not same_leaf(a, b)]
+            if len(changed) == 1:
+                lengths = {tuple(list(leaves_of(sample))[number].shape) for sample in samples}
+                inputs.append(InputField(number, changed[0], len(lengths) > 1))
+        largest = max(len(_fields_of(sample, None) or b"") for sample in samples)
+        reason = None if inputs else "the collate function needs all fields of the samples"
+        return Findings(None, tuple(inputs), reason, fingerprint, structure, largest)
+
+    def _fingerprint(self) -> str:
+        """Of length, classes and three samples; the same in every process."""
+        digest = hashlib.blake2b(digest_size=16)
+        layer = self.dataset
+        while layer is not None:
+            digest.update(f"{type(layer).__module__}.{type(layer).__qualname__};".encode())
+            layer = getattr(layer, "dataset", None)
+        count = len(self.dataset)
+        digest.update(str(count).encode())
+        for sample_id in dict.fromkeys((0, count // 2, count - 1)):
+            for leaf in leaves_of(self._fetch([sample_id], [0])[0]):
+                try:
+                    digest.update(encode([leaf]))
+                except TypeError:
+                    digest.update(type(leaf).__name__.encode())
+        return digest.hexdigest()
+
+
+def as_it_is(loaded: Loaded) -> Loaded:
+    """The collate function of a planned DataLoader: `PlannedDataset` has called the user's already."""
+    return loaded
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that datasets draw from: of torch (on the CPU), numpy and `random`."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what datasets draw from
+    random.seed(seed)
+
+
+def random_state() -> tuple[Any, ...]:
+    """Of torch (on the CPU), numpy and `random`."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+
+
+def same_random_state(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Whether nothing was drawn in between."""
+    arrays = np.array_equal(first[1][1], second[1][1]) and first[1][2:] == second[1][2:]
+    return bool(torch.equal(first[0], second[0]) and arrays and first[2] == second[2])
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Random numbers that are drawn inside are not missing afterwards."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        random.setstate(before[2])
+
+
+def replace_leaf(batch: Any, number: int, new: Tensor) -> Any:
+    """The batch with another tensor in the place of tensor ``number``."""
+    count = iter(range(10**9))
+    return apply_to_collection(batch, Tensor, lambda leaf: new if next(count) == number else leaf, allow_frozen=True)
+
+
+def _without_leaf(batch: Any, number: int) -> tuple[Any, tuple[int, ...]]:
+    """A stand-in takes no memory until it is sent to another process."""
+    shape = tuple(list(tensor_leaves(batch))[number].shape)
+    dtype = list(tensor_leaves(batch))[number].dtype
+    return replace_leaf(batch, number, torch.empty(0, dtype=dtype)), shape
+
+
+def _fields_of(sample: Any, input_leaf: int | None) -> bytes | None:
+    """The encoded fields of a sample, with a stand-in for its input."""
+    leaves: list[Any] = list(leaves_of(sample))
+    if input_leaf is not None:
+        leaves[input_leaf] = StandIn.of(leaves[input_leaf])
+    try:
+        return encode(leaves)
+    except TypeError:
+        return None
+
+
+def _with_stand_in(sample: Any, number: int) -> Any:
+    leaves = list(leaves_of(sample))
+    leaves[number] = StandIn.of(leaves[number]).leaf()
+    return with_leaves(sample, iter(leaves))
+
+
+def _same(first: Any, second: Any) -> bool:
+    a, b = list(leaves_of(first)), list(leaves_of(second))
+    return len(a) == len(b) and all(same_leaf(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _shape_of(structure: Any) -> str:
+    return repr(structure)

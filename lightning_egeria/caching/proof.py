@@ -1,0 +1,225 @@
+"""Whether a cached boundary activation can stand for the prefix: tried on the calls of a real training step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
+from lightning_egeria.caching.levels import RowForm
+from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
+from lightning_egeria.calls import EarlierOutput, NetworkCall
+from lightning_egeria.compilation import eager
+from lightning_egeria.tracing import tensor_leaves
+
+# Rows of a batch are computed alike up to rounding: of the largest value, in units of the dtype's resolution.
+ROUNDING = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What was found.
+
+    Attributes:
+        problem: why no cached activation can stand for this prefix; None if one can.
+        repairable: whether a shallower boundary may do better.
+        without_input: whether the network's result is the same if the input is not there.
+        exact: whether the activation of a sample is the same, bit for bit, at each place of a batch.
+        sizes: of batches in which it is the same, bit for bit.
+    """
+
+    problem: str | None
+    repairable: bool = False
+    without_input: bool = False
+    exact: bool = True
+    sizes: frozenset[int] = frozenset()
+
+
+class Prover:
+    """Runs the network several times on the calls of one training step; leaves buffers and random numbers as they were.
+
+    Args:
+        modules: of the model in training, by path.
+        bypass: of the prefix, installed.
+        calls: that the training step made of the network, with copies of the arguments.
+        passage: of that step.
+        input_leaf: number of the tensor, among the first call's arguments, that would not be loaded; None: all are.
+        autocast: device type and dtype of the autocast that the step ran in; None: it did not.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        bypass: PrefixBypass,
+        calls: list[NetworkCall],
+        passage: Passage,
+        input_leaf: int | None,
+        autocast: tuple[str, torch.dtype] | None,
+    ) -> None:
+        self._modules = modules
+        self._bypass = bypass
+        self._calls = list(calls)
+        self._samples = passage.samples or 0
+        self._input_leaf = input_leaf
+        self._autocast = autocast
+
+    def prove(self) -> Proof:
+        """Try it."""
+        with torch.no_grad(), eager(), self._undone(), self._in_autocast():
+            try:
+                return self._prove()
+            finally:
+                self._bypass.begin(None)
+
+    def _prove(self) -> Proof:
+        activation = self._boundary(self._calls, seed=1)
+        if activation is None or not activation.ndim or activation.shape[0] != self._samples:
+            return Proof("the boundary activation does not have the samples of the batch in its first dimension", True)
+        again = self._boundary(self._calls, seed=2)
+        if again is None or not same_leaf(activation, again):
+            return Proof("the frozen layers give other results each time they run", True)
+        try:
+            exact, sizes = self._sizes(activation)
+        except _RowsDifferError as error:
+            return Proof(str(error), True)
+        form = RowForm.of(activation)
+        restored = form.from_memory(form.to_memory(activation).contiguous())
+        wanted = self._outputs(Passage(), None)
+        for materialise in (False, True):
+            self._bypass.materialise = materialise
+            problem = self._differs(wanted, restored, None)
+            if problem is None:
+                break
+        if problem is not None:
+            return Proof(problem, True)
+        without = self._input_leaf is not None and self._differs(wanted, restored, self._input_leaf) is None
+        return Proof(None, False, without, exact, sizes)
+
+    def _differs(self, wanted: list[Tensor], activation: Tensor, absent: int | None) -> str | None:
+        """What goes wrong when the prefix is left out; None: nothing."""
+        skip = len(self._bypass.units)
+        passage = Passage(skip=skip, activation=activation.clone(memory_format=torch.preserve_format))
+        try:
+            found = self._outputs(passage, absent)
+        except Exception as error:  # the user's modules may raise anything when they are given stand-ins
+            return f"without its frozen layers the network fails ({type(error).__name__}: {error})"
+        if len(found) != len(wanted) or not all(same_leaf(a, b) for a, b in zip(wanted, found, strict=True)):
+            return "something behind the boundary uses what was computed in front of it (a skip connection?)"
+        return None
+
+    def _sizes(self, activation: Tensor) -> tuple[bool, frozenset[int]]:
+        """Run the batch rolled by one, then a half of it, and so on; the sizes that change no bit."""
+        if any(isinstance(leaf, EarlierOutput) for leaf in _leaves(self._calls[0])):
+            return True, frozenset([self._samples])
+        proven = []
+        size = self._samples
+        while size >= 1:
+            rows = torch.arange(self._samples).roll(1)[:size]
+            if not self._is_exact(activation, rows):
+                break
+            proven.append(size)
+            size //= 2
+        return bool(proven), frozenset(proven)
+
+    def _is_exact(self, activation: Tensor, rows: Tensor) -> bool:
+        args, kwargs = rows_of(self._calls[0].args, self._calls[0].kwargs, self._samples, rows)
+        try:
+            found = self._boundary([NetworkCall(self._calls[0].entry, args, kwargs)], seed=1)
+        except Exception as error:  # a network that cannot take a smaller batch may raise anything
+            if len(rows) < self._samples:
+                return False
+            raise _RowsDifferError(f"the network fails on its own input ({type(error).__name__}: {error})") from error
+        if found is None:  # the prefix needs later calls of the network too, whose arguments are not known in parts
+            return len(rows) == self._samples
+        wanted = activation[rows.to(activation.device)]
+        if not rows_alike(found, wanted):
+            raise _RowsDifferError("the output of the frozen layers for one sample depends on the others in its batch")
+        return same_leaf(found, wanted)
+
+    def _boundary(self, calls: list[NetworkCall], seed: int) -> Tensor | None:
+        passage = Passage(stop=True)
+        with contextlib.suppress(BoundaryReachedError), self._random(seed):
+            self._run(calls, passage, None)
+        return passage.reached.clone(memory_format=torch.preserve_format) if passage.reached is not None else None
+
+    def _outputs(self, passage: Passage, absent: int | None) -> list[Tensor]:
+        with self._random(1):
+            return self._run(self._calls, passage, absent)
+
+    def _run(self, calls: list[NetworkCall], passage: Passage, absent: int | None) -> list[Tensor]:
+        outputs: list[list[Tensor]] = []
+        behind: list[Tensor] = []
+        passage.samples = None
+        self._bypass.begin(passage)
+        for number, call in enumerate(calls):
+            place = -1
+
+            def prepare(value: Any, number: int = number) -> Any:
+                nonlocal place
+                if isinstance(value, EarlierOutput):
+                    return outputs[value.call][value.leaf]
+                place += 1
+                if number == 0 and place == absent:
+                    return stand_in_tensor(value.shape, value.dtype, value.device)
+                return value.clone(memory_format=torch.preserve_format)
+
+            args, kwargs = apply_to_collection(
+                (call.args, call.kwargs), (Tensor, EarlierOutput), prepare, allow_frozen=True
+            )
+            output = self._modules[call.entry](*args, **kwargs)
+            outputs.append(list(tensor_leaves(output)))
+            if passage.reached is not None:  # what comes out in front of the boundary may be a stand-in
+                behind.extend(outputs[-1])
+        return behind
+
+    @contextlib.contextmanager
+    def _random(self, seed: int) -> Iterator[None]:
+        devices = {tensor.device for call in self._calls for tensor in tensor_leaves((call.args, call.kwargs))}
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            torch.manual_seed(seed)
+            yield
+
+    @contextlib.contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Running statistics of normalisation move whenever an active module runs; put them back."""
+        buffers = {id(b): b for module in self._modules.values() for b in module.buffers(recurse=False)}
+        before = [(buffer, buffer.clone()) for buffer in buffers.values()]
+        try:
+            yield
+        finally:
+            for buffer, value in before:
+                if not same_leaf(buffer.detach(), value):
+                    buffer.copy_(value)
+
+    def _in_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(*self._autocast)
+
+
+class _RowsDifferError(Exception):
+    """Ends a proof."""
+
+
+def rows_alike(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are the same up to rounding."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if same_leaf(first, second):
+        return True
+    if not first.dtype.is_floating_point:
+        return False
+    allowed = ROUNDING * torch.finfo(first.dtype).eps * float(first.abs().max())
+    return bool((first.float() - second.float()).abs().max() <= allowed)
+
+
+def _leaves(call: NetworkCall) -> list[Any]:
+    found: list[Any] = []
+    apply_to_collection((call.args, call.kwargs), (Tensor, EarlierOutput), found.append, allow_frozen=True)
+    return found

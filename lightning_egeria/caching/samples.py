@@ -1,0 +1,188 @@
+"""What a sample is made of: its fields as leaves, and leaves as bytes. Nothing here runs code that it reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_TENSOR, _ARRAY, _BYTES, _PLAIN, _STAND_IN = "tensor", "array", "bytes", "plain", "stand-in"
+
+
+class StandIn(NamedTuple):
+    """Stands for a tensor or an array that was not loaded: NaN, or zeros where there is no NaN."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_array: bool
+
+    @classmethod
+    def of(cls, leaf: Tensor | np.ndarray) -> StandIn:
+        """The stand-in of ``leaf``."""
+        if isinstance(leaf, np.ndarray):
+            return cls(leaf.shape, leaf.dtype.str, True)
+        return cls(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), False)
+
+    def leaf(self) -> Tensor | np.ndarray:
+        """A tensor or array of this shape that takes no memory."""
+        if self.is_array:
+            dtype = np.dtype(self.dtype)
+            return np.broadcast_to(np.array(np.nan if dtype.kind in "fc" else 0, dtype), self.shape)
+        return stand_in_tensor(self.shape, _torch_dtype(self.dtype))
+
+
+def stand_in_tensor(
+    shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A tensor of one element, seen in ``shape``: NaN, or zeros in a dtype that has no NaN."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+def leaves_of(sample: Any) -> Iterator[Any]:
+    """What stands in the nested dicts, lists, tuples and named tuples of a sample, in order.
+
+    >>> list(leaves_of({"image": 1, "boxes": [2, (3, 4)], "text": "abc"}))
+    [1, 2, 3, 4, 'abc']
+    """
+    if type(sample) is dict:
+        for value in sample.values():
+            yield from leaves_of(value)
+    elif type(sample) in (list, tuple) or _is_named_tuple(sample):
+        for value in sample:
+            yield from leaves_of(value)
+    else:
+        yield sample
+
+
+def with_leaves(sample: Any, leaves: Iterator[Any]) -> Any:
+    """A sample of the same structure with other leaves.
+
+    >>> with_leaves({"image": None, "boxes": [None, None]}, iter([1, 2, 3]))
+    {'image': 1, 'boxes': [2, 3]}
+    """
+    if type(sample) is dict:
+        return {key: with_leaves(value, leaves) for key, value in sample.items()}
+    if type(sample) in (list, tuple):
+        return type(sample)([with_leaves(value, leaves) for value in sample])
+    if _is_named_tuple(sample):
+        return type(sample)(*[with_leaves(value, leaves) for value in sample])
+    return next(leaves)
+
+
+def same_leaf(first: Any, second: Any) -> bool:
+    """Whether two leaves are of one type and, bit for bit, of one value.
+
+    Raises:
+        TypeError: their type cannot be compared.
+    """
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, Tensor):
+        return bool(first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)))
+    if isinstance(first, np.ndarray) and first.dtype != object:
+        return first.dtype == second.dtype and first.shape == second.shape and bool(first.tobytes() == second.tobytes())
+    try:
+        return bool(first == second) or (first != first and second != second)
+    except Exception as error:  # whatever the user's own type raises
+        raise TypeError(f"two values of type {type(first).__name__} cannot be compared") from error
+
+
+def encode(leaves: list[Any]) -> bytes:
+    """The leaves as bytes; `decode` is the inverse.
+
+    Raises:
+        TypeError: a leaf is neither a tensor, an array, a number, a text, bytes, None nor a `StandIn`.
+    """
+    described: list[list[Any]] = []
+    blobs: list[bytes] = []
+    for leaf in leaves:
+        if isinstance(leaf, StandIn):
+            described.append([_STAND_IN, list(leaf.shape), leaf.dtype, leaf.is_array])
+        elif type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
+            blobs.append(bytes_of(leaf))
+            described.append([_TENSOR, list(leaf.shape), str(leaf.dtype).removeprefix("torch.")])
+        elif isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "?biufcSU":
+            blobs.append(leaf.tobytes())
+            described.append([_ARRAY, list(leaf.shape), leaf.dtype.str, isinstance(leaf, np.generic)])
+        elif type(leaf) is bytes:
+            blobs.append(leaf)
+            described.append([_BYTES, len(leaf)])
+        elif leaf is None or type(leaf) in (bool, int, float, str):
+            described.append([_PLAIN, leaf])
+        else:
+            raise TypeError(f"a field of type {type(leaf).__name__} cannot be kept on disk")
+    head = json.dumps(described, separators=(",", ":")).encode()
+    return b"".join([len(head).to_bytes(4, "little"), head, *blobs])
+
+
+def decode(data: bytes) -> list[Any]:
+    """The leaves that `encode` made ``data`` of.
+
+    Raises:
+        ValueError: ``data`` is not what `encode` makes.
+    """
+    end = 4 + int.from_bytes(data[:4], "little")
+    try:
+        described = json.loads(data[4:end])
+        leaves: list[Any] = []
+        for kind, *rest in described:
+            if kind == _PLAIN:
+                leaves.append(rest[0])
+            elif kind == _STAND_IN:
+                leaves.append(StandIn(tuple(rest[0]), rest[1], rest[2]).leaf())
+            elif kind == _BYTES:
+                end += rest[0]
+                leaves.append(_cut(data, end - rest[0], end))
+            else:
+                dtype = np.dtype(np.uint8) if kind == _TENSOR else np.dtype(rest[1])
+                item = _torch_dtype(rest[1]).itemsize if kind == _TENSOR else dtype.itemsize
+                size = item * int(np.prod(rest[0], dtype=np.int64))
+                raw = bytearray(_cut(data, end, end + size))
+                end += size
+                if kind == _TENSOR:
+                    tensor = torch.frombuffer(raw, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+                    leaves.append(tensor.view(_torch_dtype(rest[1])).reshape(rest[0]))
+                else:
+                    array = np.frombuffer(raw, dtype).reshape(rest[0])
+                    leaves.append(array[()] if rest[2] else array)
+    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"not the fields of a sample: {error}") from error
+    if end != len(data):
+        raise ValueError("not the fields of a sample: the length is wrong")
+    return leaves
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The values of a tensor, row by row."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same shape with integers: NaN equals NaN, and 0.0 differs from -0.0."""
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(integers[tensor.element_size()])
+
+
+def _cut(data: bytes, start: int, end: int) -> bytes:
+    if not 0 <= start <= end <= len(data):
+        raise ValueError("not the fields of a sample: it is shorter than it says")
+    return data[start:end]
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"not the fields of a sample: there is no dtype {name!r}")
+    return dtype
+
+
+def _is_named_tuple(sample: Any) -> bool:
+    return isinstance(sample, tuple) and hasattr(sample, "_fields")
