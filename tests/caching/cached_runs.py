@@ -1,11 +1,15 @@
 """A small training run with and without the cache, and what it ended with."""
 
+import sys
+from unittest import mock
+
 import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.caching import engine
 
 
 class Net(nn.Module):
@@ -54,8 +58,13 @@ def loader_of(dataset, batch_size=8, **options):
     return DataLoader(dataset, batch_size=batch_size, shuffle=True, **options)
 
 
-def fit(module, data, schedule, cache=None, epochs=4, callbacks=(), trainer_options=None, **callback_options):
-    """Train with a scripted freeze, or another policy; ``cache``: arguments of FrozenPrefixCache, or None."""
+def fit(
+    module, data, schedule, cache=None, epochs=4, callbacks=(), trainer_options=None, judged=False, **callback_options
+):
+    """Train with a scripted freeze, or another policy; ``cache``: arguments of FrozenPrefixCache, or None.
+
+    Networks in tests are so small that no cache pays for them: whether it does is judged only if ``judged`` says so.
+    """
     L.seed_everything(0, verbose=False)
     policy = schedule if isinstance(schedule, ScriptedPolicy) else ScriptedPolicy(schedule)
     options = {"workers": 0, "evaluate_every_n_steps": 10**6, "deterministic": True, **callback_options}
@@ -72,10 +81,12 @@ def fit(module, data, schedule, cache=None, epochs=4, callbacks=(), trainer_opti
         **(trainer_options or {}),
     )
     wrapped = FrozenPrefixCache(data, **cache) if cache is not None else None
-    if wrapped is not None:
-        trainer.fit(module, datamodule=wrapped)
-    elif isinstance(data, L.LightningDataModule):
-        trainer.fit(module, datamodule=data)
-    else:
-        trainer.fit(module, data)
+    steps = engine.COMPARED_STEPS if judged else sys.maxsize
+    with mock.patch.object(engine, "COMPARED_STEPS", steps):
+        if wrapped is not None:
+            trainer.fit(module, datamodule=wrapped)
+        elif isinstance(data, L.LightningDataModule):
+            trainer.fit(module, datamodule=data)
+        else:
+            trainer.fit(module, data)
     return wrapped
