@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 
 def eager() -> contextlib.AbstractContextManager[object]:
@@ -24,3 +27,25 @@ def forget_compiled() -> None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if "torch._dynamo" in sys.modules and version < (2, 12):
         torch.compiler.reset()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module or one inside it was given to `torch.compile`. Functions that were cannot be seen.
+
+    >>> is_compiled(nn.Sequential(nn.ReLU()))
+    False
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return getattr(module, "_compiler_ctx", None) is not None or any(  # which Lightning keeps of a LightningModule
+        part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule)
+        for part in module.modules()
+    )
+
+
+def hidden_from_compiler(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+    """A function that `torch.compile` runs as it is; unless ``recursive``, what it calls is compiled all the same."""
+    if "torch._dynamo" not in sys.modules:
+        return function
+    hidden: Callable[..., Any] = torch.compiler.disable(function, recursive=recursive)
+    return hidden

@@ -6,16 +6,17 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_egeria.caching.samples import stand_in_tensor
+from lightning_egeria.compilation import hidden_from_compiler
 from lightning_egeria.errors import CacheError
 from lightning_egeria.layers import LayerChain
-from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
+from lightning_egeria.tracing import Forward, tensor_leaves
 
 Entered = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 
@@ -80,11 +81,22 @@ class Passage:
         self.in_entry = 0
         self.unit_changed: Callable[[bool], None] | None = None
 
+    def enter_unit(self, inside: bool) -> None:
+        """The forward is inside a unit now, or has left it."""
+        self.in_unit = inside
+        if self.unit_changed is not None:
+            self.unit_changed(inside)
+
+
+class _Replacement(NamedTuple):
+    module: nn.Module
+    before: Forward | None  # that stood on the instance
+    wrap: Callable[[Forward], Forward]
+    forward: Forward
+
 
 class PrefixBypass:
-    """Stands in the way of the modules of a frozen prefix; lets them run, or leaves them out.
-
-    Installed, it changes nothing until `begin` gives it the passage of one forward.
+    """Stands in the way of the modules of a frozen prefix, from `begin` to `end`; lets them run, or leaves them out.
 
     Args:
         module: the model in training.
@@ -102,32 +114,56 @@ class PrefixBypass:
         self._known: list[Any] = []
         self._known_samples = 0
         self._memo: dict[tuple[int, int], Any] = {}
-        self._replacements = ForwardReplacements()
+        self._in_place = False
+        # The same functions each time: compiled code that calls them stays valid.
+        wraps: dict[str, Callable[[Forward], Forward]] = {}
+        for path in dict.fromkeys(self.units):
+            wraps[path] = functools.partial(self._unit, path)
+        for path in chain.entries:  # which may be a unit as well
+            inner = wraps.get(path)
+            outer = functools.partial(self._entry, path)
+            wraps[path] = outer if inner is None else functools.partial(_both, inner, outer)
+        self._replacements = [self._replacement(self._modules[path], wrap) for path, wrap in wraps.items()]
 
     def position_of(self, depth: int) -> int:
         """How many unit calls the first ``depth`` layer modules take."""
         return sum(len(layer_module.units) for layer_module in self.chain.layer_modules[:depth])
-
-    def install(self) -> None:
-        """Replace the forwards. Between two steps only."""
-        for path in dict.fromkeys(self.units):
-            self._replacements.replace(self._modules[path], functools.partial(self._unit, path))
-        for path in self.chain.entries:
-            self._replacements.replace(self._modules[path], functools.partial(self._entry, path))
-
-    def remove(self) -> None:
-        """Leave the modules as they were. Safe to call twice."""
-        self._passage = None
-        self._replacements.restore()
 
     @property
     def passage(self) -> Passage | None:
         """That of the forward under way."""
         return self._passage
 
-    def begin(self, passage: Passage | None) -> None:
-        """The next forward takes this passage; None: it is none of a training step."""
+    def begin(self, passage: Passage) -> None:
+        """The network takes this passage from here on, until `end`."""
         self._passage = passage
+        if self._in_place:
+            return
+        self._in_place = True
+        for number, replacement in enumerate(self._replacements):
+            if vars(replacement.module).get("forward") is not replacement.before:  # somebody else replaced it meanwhile
+                replacement = self._replacements[number] = self._replacement(replacement.module, replacement.wrap)
+            vars(replacement.module)["forward"] = replacement.forward
+
+    def end(self) -> None:
+        """Leave the modules as they were: no copy of them, and no validation, sees any of this. Safe to call twice."""
+        self._passage = None
+        if not self._in_place:
+            return
+        self._in_place = False
+        for replacement in reversed(self._replacements):
+            attributes = vars(replacement.module)
+            if attributes.get("forward") is not replacement.forward:
+                continue  # replaced after us: theirs wraps ours, and without a passage that does nothing
+            if replacement.before is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = replacement.before
+
+    def _replacement(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> _Replacement:
+        original = module.forward
+        forward = functools.wraps(original)(wrap(original))
+        return _Replacement(module, vars(module).get("forward"), wrap, forward)
 
     def learn(self, passage: Passage) -> None:
         """Take the outputs of a passage that ran all units as what stand-ins have to look like."""
@@ -137,42 +173,58 @@ class PrefixBypass:
         self._memo.clear()
 
     def _entry(self, path: str, original: Forward) -> Forward:
+        begin, end = hidden_from_compiler(functools.partial(self._begin_entry, path)), hidden_from_compiler(_end_entry)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            passage = self._passage
-            if passage is None:
-                return original(*args, **kwargs)
-            first = passage.entry_calls == 0
-            passage.entry_calls += 1
-            if first:
-                if passage.samples is None:
-                    leaf = next((t for t in tensor_leaves((args, kwargs)) if t.ndim), None)
-                    passage.samples = leaf.shape[0] if leaf is not None else None
-                if passage.entered is not None:
-                    # It may run the network itself, for the samples of the batch that are missing.
-                    self._passage = None
-                    try:
-                        passage.entered(path, args, kwargs)
-                    finally:
-                        self._passage = passage
-            passage.in_entry += 1
+            passage = begin(args, kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                passage.in_entry -= 1
-                passage.single = passage.single and (passage.reached is not None or passage.in_entry > 0)
+                end(passage)
 
-        return _uncompiled(forward)
+        return hidden_from_compiler(forward, recursive=False)
 
     def _unit(self, path: str, original: Forward) -> Forward:
+        begin = hidden_from_compiler(functools.partial(self._begin_unit, path))
+        end = hidden_from_compiler(self._end_unit)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            passage = self._passage
-            if passage is None or passage.in_unit or passage.reached is not None:
-                return original(*args, **kwargs)
-            return self._pass(passage, path, functools.partial(original, *args, **kwargs))
+            passage, output = begin()
+            if output is not None:
+                return output
+            try:
+                output = original(*args, **kwargs)
+            finally:
+                end(passage, output)
+            return output
 
-        return _uncompiled(forward)
+        return hidden_from_compiler(forward, recursive=False)
 
-    def _pass(self, passage: Passage, path: str, run: Callable[[], Any]) -> Any:
+    def _begin_entry(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passage | None:
+        passage = self._passage
+        if passage is None:
+            return None
+        first = passage.entry_calls == 0
+        passage.entry_calls += 1
+        if first:
+            if passage.samples is None:
+                leaf = next((t for t in tensor_leaves((args, kwargs)) if t.ndim), None)
+                passage.samples = leaf.shape[0] if leaf is not None else None
+            if passage.entered is not None:
+                # It may run the network itself, for the samples of the batch that are missing.
+                self._passage = None
+                try:
+                    passage.entered(path, args, kwargs)
+                finally:
+                    self._passage = passage
+        passage.in_entry += 1
+        return passage
+
+    def _begin_unit(self, path: str) -> tuple[Passage | None, Any]:
+        """The passage that takes note of this call, if any does, and what the unit gives; None: it has to run."""
+        passage = self._passage
+        if passage is None or passage.in_unit or passage.reached is not None:
+            return None, None
         position = passage.position
         passage.position += 1
         if self.units[position] != path:
@@ -180,31 +232,33 @@ class PrefixBypass:
                 f"the frozen front of the network called {path!r} where {self.units[position]!r} was expected: its "
                 "layers do not run in the same order each time, and a cache cannot stand for them"
             )
-        last = position == len(self.units) - 1
         if position < passage.skip:
             output = self._stand_in(position, passage)
-        else:
-            passage.in_unit = True
-            if passage.unit_changed is not None:
-                passage.unit_changed(True)
-            try:
-                output = run()
-            finally:
-                passage.in_unit = False
-                if passage.unit_changed is not None:
-                    passage.unit_changed(False)
-            if not passage.skip:
-                passage.outputs.append(apply_to_collection(output, Tensor, _spec_of))
-        if last:
-            leaves = list(tensor_leaves(output))
-            passage.reached = leaves[self.chain.layer_modules[self.depth - 1].output_leaf]
-            if passage.unit_changed is not None:
-                passage.unit_changed(False)
-            if passage.left is not None:
-                passage.left(passage.reached)
-            if passage.stop:
-                raise BoundaryReachedError
-        return output
+            self._leave(passage, output)
+            return passage, output
+        passage.enter_unit(True)
+        return passage, None
+
+    def _end_unit(self, passage: Passage | None, output: Any) -> None:
+        if passage is None:
+            return
+        passage.enter_unit(False)
+        if output is None:  # it failed
+            return
+        if not passage.skip:
+            passage.outputs.append(apply_to_collection(output, Tensor, _spec_of))
+        self._leave(passage, output)
+
+    def _leave(self, passage: Passage, output: Any) -> None:
+        if passage.position < len(self.units):
+            return
+        passage.reached = list(tensor_leaves(output))[self.chain.layer_modules[self.depth - 1].output_leaf]
+        if passage.unit_changed is not None:
+            passage.unit_changed(False)
+        if passage.left is not None:
+            passage.left(passage.reached)
+        if passage.stop:
+            raise BoundaryReachedError
 
     def _stand_in(self, position: int, passage: Passage) -> Any:
         if passage.samples is None or passage.activation is None:
@@ -242,9 +296,11 @@ def _spec_of(tensor: Tensor) -> _Spec:
     return _Spec(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
-def _uncompiled(forward: Forward) -> Forward:
-    """Keeps `torch.compile` from looking into it, where that is in use; what it calls is compiled all the same."""
-    if "torch._dynamo" not in sys.modules:
-        return forward
-    disabled: Forward = torch.compiler.disable(forward, recursive=False)
-    return disabled
+def _both(inner: Callable[[Forward], Forward], outer: Callable[[Forward], Forward], original: Forward) -> Forward:
+    return outer(inner(original))
+
+
+def _end_entry(passage: Passage | None) -> None:
+    if passage is not None:
+        passage.in_entry -= 1
+        passage.single = passage.single and (passage.reached is not None or passage.in_entry > 0)

@@ -28,6 +28,7 @@ from lightning_egeria.caching.store import Manifest, StoreError
 from lightning_egeria.caching.watch import StepWatch
 from lightning_egeria.calls import CallRecorder
 from lightning_egeria.clock import mark, seconds_between
+from lightning_egeria.compilation import eager, is_compiled
 from lightning_egeria.errors import CacheError
 from lightning_egeria.layers import FrozenPrefix
 from lightning_egeria.tracing import tensor_leaves
@@ -159,9 +160,11 @@ class PrefixCache:
         self._field: InputField | None = None
         self._input_argument: int | None = None
         self._input_is_view = True
+        self._compiled = False
         self._single = True
         self._exact = True
         self._sizes: set[int] = set()
+        self._first_size = 0
         self._refused_sizes: set[int] = set()
         self._inputs: list[tuple[int, int]] = []
         self._findings: Findings | None = None
@@ -212,8 +215,8 @@ class PrefixCache:
         assert self._prefix is not None
         self._remove_bypass()
         self._cut = cut
+        self._compiled = is_compiled(self._prefix.module)
         self._bypass = PrefixBypass(self._prefix.module, self._prefix.chain, cut)
-        self._bypass.install()
         self._examining, self._examination_planned = True, False
         self._judged = False
         self._hit_seconds.clear()
@@ -395,7 +398,7 @@ class PrefixCache:
                     "the training step called the network more than once, with an input that was not loaded because "
                     "each step before had called it once. Pass the data module without FrozenPrefixCache"
                 )
-            self._bypass.begin(None)
+            self._bypass.end()
 
     def step_ended(self) -> None:
         """Count, write, and judge."""
@@ -404,7 +407,7 @@ class PrefixCache:
         watch, self._watch = self._watch, None
         recorder, self._recorder = self._recorder, None
         if self._bypass is not None:
-            self._bypass.begin(None)
+            self._bypass.end()
         if step is None or self._bypass is None or self._prefix is None:
             return
         if watch is not None and recorder is not None:
@@ -419,6 +422,8 @@ class PrefixCache:
         self._count(step)
         if not self._is_proven(len(step.loaded.loaded)):
             self._try_size(step)
+            if len(step.loaded.loaded) == self._first_size:
+                self._write(step)
         elif step.planned.checks and step.full and step.computed is not None:
             self._spot_check(step)
         elif step.computed is not None and self._recording:
@@ -561,10 +566,11 @@ class PrefixCache:
         passage.left = lambda t: self._left(step, t, True)
         modules = dict(self._prefix.module.named_modules())
         self._recorder = CallRecorder(modules, self._prefix.chain.entries, lambda t: t.detach().clone())
+        self._watch = StepWatch(step.source, passage)
+        self._bypass.begin(passage)  # outermost, because it ends last
         self._recorder.start()
         self._context.callback(self._recorder.stop)
-        self._watch = StepWatch(step.source, passage)
-        self._bypass.begin(passage)
+        self._context.enter_context(eager())  # or the watch would see compiled code instead of operations
         self._inputs = []
         self._input_argument = None
         self._context.enter_context(self._watch)
@@ -627,7 +633,9 @@ class PrefixCache:
         if watch.prefix_used is not None:
             proof = Proof(f"{watch.prefix_used} behind the boundary uses what was computed in front of it", True)
         else:
-            proof = Prover(modules, self._bypass, recorder.calls, passage, argument, self._autocast).prove()
+            proof = Prover(
+                modules, self._bypass, recorder.calls, passage, argument, self._autocast, self._compiled
+            ).prove()
         if proof.problem is not None:
             if proof.repairable and self._cut > max((level.cut for level in self._levels), default=0) + 1:
                 self._begin_examination(self._cut - 1)
@@ -637,8 +645,12 @@ class PrefixCache:
                 self._stop(proof.problem)
             return
         self._findings = findings
-        self._single = passage.single
+        self._first_size = len(step.loaded.loaded)
         self._exact, self._sizes, self._refused_sizes = proof.exact, set(proof.sizes), set()
+        self._single = passage.single
+        if self._compiled:
+            # The proof ran uncompiled code, which may round otherwise: whole batches show what the compiled code gives.
+            self._exact, self._sizes, self._single = True, set(), False
         needed = None if field is None else watch.input_used.get(field.batch_leaf)
         absent = field is not None and proof.without_input and needed is None
         self._field = field if absent else None
@@ -650,7 +662,6 @@ class PrefixCache:
         self._remove_bypass()
         self._cut = self._levels[-1].cut
         self._bypass = PrefixBypass(self._prefix.module, self._prefix.chain, self._cut)
-        self._bypass.install()
         self._begin_examination(self._cut)
 
     def _open_level(self, step: _Step, findings: Findings, proof: Proof, needed: str | None) -> None:
@@ -701,6 +712,8 @@ class PrefixCache:
             f"the outputs of {about['boundary']!r} will take up to {size / 1e9:.2f} GB in {store.folder} "
             f"({entries} entries of {manifest.slot_bytes} bytes){share}; {inputs}{found}{place}"
         )
+        if self._compiled:
+            return
         self._verify_present(step)
         if self._levels and self._recording:
             self._write(step)
@@ -945,11 +958,11 @@ class PrefixCache:
         self._context.close()
         self._step = self._watch = self._recorder = None
         if self._bypass is not None:
-            self._bypass.begin(None)
+            self._bypass.end()
 
     def _remove_bypass(self) -> None:
         if self._bypass is not None:
-            self._bypass.remove()
+            self._bypass.end()
             self._bypass = None
 
     def _device(self) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -46,11 +47,12 @@ class Prover:
 
     Args:
         modules: of the model in training, by path.
-        bypass: of the prefix, installed.
+        bypass: of the prefix.
         calls: that the training step made of the network, with copies of the arguments.
         passage: of that step.
         input_leaf: number of the tensor, among the first call's arguments, that would not be loaded; None: all are.
         autocast: device type and dtype of the autocast that the step ran in; None: it did not.
+        compiled: whether the network is; then it must also run compiled.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Prover:
         passage: Passage,
         input_leaf: int | None,
         autocast: tuple[str, torch.dtype] | None,
+        compiled: bool,
     ) -> None:
         self._modules = modules
         self._bypass = bypass
@@ -68,14 +71,34 @@ class Prover:
         self._samples = passage.samples or 0
         self._input_leaf = input_leaf
         self._autocast = autocast
+        self._compiled = compiled
 
     def prove(self) -> Proof:
         """Try it."""
-        with torch.no_grad(), eager(), self._undone(), self._in_autocast():
+        with self._undone(), self._in_autocast():
             try:
-                return self._prove()
+                with torch.no_grad(), eager():
+                    proof = self._prove()
+                if proof.problem is None and self._compiled:
+                    self._run_compiled()
+            except _NotCompiledError as error:
+                return Proof(str(error))
+            except Exception as error:  # the user's modules may raise anything
+                return Proof(f"the network cannot be run a second time ({type(error).__name__}: {_first_line(error)})")
             finally:
-                self._bypass.begin(None)
+                self._bypass.end()
+        return proof
+
+    def _run_compiled(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the compiler are not about the user's code
+            try:
+                self._outputs(Passage(), None)
+            except Exception as error:  # whatever the compiler raises
+                raise _NotCompiledError(
+                    "the network is compiled in one piece (fullgraph=True?), so nothing of it can be left out "
+                    f"({type(error).__name__}: {_first_line(error)})"
+                ) from error
 
     def _prove(self) -> Proof:
         activation = self._boundary(self._calls, seed=1)
@@ -108,7 +131,7 @@ class Prover:
         try:
             found = self._outputs(passage, absent)
         except Exception as error:  # the user's modules may raise anything when they are given stand-ins
-            return f"without its frozen layers the network fails ({type(error).__name__}: {error})"
+            return f"without its frozen layers the network fails ({type(error).__name__}: {_first_line(error)})"
         if len(found) != len(wanted) or not all(same_leaf(a, b) for a, b in zip(wanted, found, strict=True)):
             return "something behind the boundary uses what was computed in front of it (a skip connection?)"
         return None
@@ -134,7 +157,9 @@ class Prover:
         except Exception as error:  # a network that cannot take a smaller batch may raise anything
             if len(rows) < self._samples:
                 return False
-            raise _RowsDifferError(f"the network fails on its own input ({type(error).__name__}: {error})") from error
+            raise _RowsDifferError(
+                f"the network fails on its own input ({type(error).__name__}: {_first_line(error)})"
+            ) from error
         if found is None:  # the prefix needs later calls of the network too, whose arguments are not known in parts
             return len(rows) == self._samples
         wanted = activation[rows.to(activation.device)]
@@ -203,7 +228,15 @@ class Prover:
         return torch.autocast(*self._autocast)
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
 class _RowsDifferError(Exception):
+    """Ends a proof."""
+
+
+class _NotCompiledError(Exception):
     """Ends a proof."""
 
 

@@ -272,3 +272,38 @@ def test_nothing_frozen_changes_nothing(tmp_path):
     wrapped = fit(cached, loader_of(images(), num_workers=2), {}, {"cache_dir": tmp_path / "cache"})
     assert_same_training(plain, cached)
     assert wrapped.stats.off == "nothing is frozen"
+
+
+# Of the compiler itself, where it goes on behind a call that it does not compile.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_network(tmp_path, backend, monkeypatch):
+    """With aot_eager, compiled code gives the bits of eager code, which runs where the step is examined."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that outlive the test, and no files
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
+    torch.compiler.reset()
+    # Compiled code draws its own random numbers for dropout, and others than the uncompiled code of one step.
+    plain, cached = pair(Classifier if backend == "aot_eager" else lambda: Classifier(resnet()))
+    for module in (plain, cached):
+        module.net.compile(backend=backend)
+    fit(plain, loader_of(images()), SCHEDULE, epochs=EPOCHS)
+    wrapped = fit(cached, loader_of(images()), SCHEDULE, {"cache_dir": tmp_path / "cache"}, epochs=EPOCHS)
+    assert wrapped.stats.off is None
+    assert wrapped.stats.hits > 100
+    if backend == "aot_eager":
+        assert_same_training(plain, cached)
+    else:
+        torch.testing.assert_close(torch.stack(cached.losses), torch.stack(plain.losses))
+
+
+def test_a_network_compiled_as_one_graph_is_left_alone(tmp_path):
+    torch.compiler.reset()
+    plain, cached = pair(Classifier)
+    for module in (plain, cached):
+        module.net.compile(backend="aot_eager", fullgraph=True)
+    fit(plain, loader_of(images()), {5: 2}, epochs=5)
+    with pytest.warns(UserWarning, match="cache of the frozen layers is off: the network is compiled in one piece"):
+        wrapped = fit(cached, loader_of(images()), {5: 2}, {"cache_dir": tmp_path / "cache"}, epochs=5)
+    assert_same_training(plain, cached)
+    assert wrapped.stats.hits == 0
