@@ -57,6 +57,11 @@ class CallRecorder:
         self._outputs: list[list[Tensor]] = []  # kept alive, or another tensor could take over an id
         self._replacements = ForwardReplacements()
 
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The tensors that the calls gave, until `stop`."""
+        return [leaf for leaves in self._outputs for leaf in leaves]
+
     def start(self) -> None:
         """Record from here on."""
         for entry in self._entries:

@@ -27,17 +27,24 @@ class BoundaryReachedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """What a tensor in the output of a unit looked like when the batch had ``samples`` samples."""
+    """What a tensor in the output of a unit looked like in one batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
-    def stand_in(self, samples_then: int, samples: int) -> Tensor:
+    def stand_in(self, then: _BatchSize, now: _BatchSize) -> Tensor:
         shape = self.shape
-        if shape and shape[0] % samples_then == 0:  # windows of an image lie in the batch dimension too
-            shape = (shape[0] // samples_then * samples, *shape[1:])
+        if shape and shape[0] % then.samples == 0:  # windows of an image lie in the batch dimension too
+            shape = (shape[0] // then.samples * now.samples, *shape[1:])
+        if then.length is not None and now.length is not None:
+            shape = (*shape[:1], *(now.length if size == then.length else size for size in shape[1:]))
         return stand_in_tensor(shape, self.dtype, self.device)
+
+
+class _BatchSize(NamedTuple):
+    samples: int
+    length: int | None  # that samples are padded to; None: they do not differ in length
 
 
 class Passage:
@@ -47,6 +54,7 @@ class Passage:
         skip: how many unit calls to leave out; the last of them gives ``activation``. 0 runs all.
         activation: boundary activation for the last unit that is left out, ``[samples, ...]``.
         samples: of the batch; None takes that of the first tensor in the network's arguments.
+        length: that the samples are padded to, if they differ in length.
         stop: raise `BoundaryReachedError` at the end of the prefix.
         entered: called when the network is first called, with the path of the entry and the arguments.
         left: called with the boundary activation of the whole prefix as soon as it is there.
@@ -62,6 +70,7 @@ class Passage:
         skip: int = 0,
         activation: Tensor | None = None,
         samples: int | None = None,
+        length: int | None = None,
         stop: bool = False,
         entered: Entered | None = None,
         left: Callable[[Tensor], None] | None = None,
@@ -69,6 +78,7 @@ class Passage:
         self.skip = skip
         self.activation = activation
         self.samples = samples
+        self.length = length
         self.stop = stop
         self.entered = entered
         self.left = left
@@ -112,8 +122,8 @@ class PrefixBypass:
         self._modules = dict(module.named_modules())
         self._passage: Passage | None = None
         self._known: list[Any] = []
-        self._known_samples = 0
-        self._memo: dict[tuple[int, int], Any] = {}
+        self._known_size = _BatchSize(0, None)
+        self._memo: dict[tuple[int, _BatchSize], Any] = {}
         self._in_place = False
         # The same functions each time: compiled code that calls them stays valid.
         wraps: dict[str, Callable[[Forward], Forward]] = {}
@@ -165,11 +175,11 @@ class PrefixBypass:
         forward = functools.wraps(original)(wrap(original))
         return _Replacement(module, vars(module).get("forward"), wrap, forward)
 
-    def learn(self, passage: Passage) -> None:
-        """Take the outputs of a passage that ran all units as what stand-ins have to look like."""
+    def learn(self, passage: Passage, length: int | None) -> None:
+        """Take the outputs of a passage that ran all units, padded to ``length``, as what stand-ins must look like."""
         if passage.skip or passage.reached is None or passage.samples is None:
             raise RuntimeError("only a whole forward shows what the units give")
-        self._known, self._known_samples = passage.outputs, passage.samples
+        self._known, self._known_size = passage.outputs, _BatchSize(passage.samples, length)
         self._memo.clear()
 
     def _entry(self, path: str, original: Forward) -> Forward:
@@ -263,11 +273,9 @@ class PrefixBypass:
     def _stand_in(self, position: int, passage: Passage) -> Any:
         if passage.samples is None or passage.activation is None:
             raise RuntimeError("a passage that leaves units out needs its samples and an activation")
-        key = (position, passage.samples)
+        key = (position, _BatchSize(passage.samples, passage.length))
         if key not in self._memo:
-            self._memo[key] = apply_to_collection(
-                self._known[position], _Spec, self._make, self._known_samples, passage.samples
-            )
+            self._memo[key] = apply_to_collection(self._known[position], _Spec, self._make, key[1])
         output = self._memo[key]
         if position < passage.skip - 1:
             return output
@@ -277,16 +285,31 @@ class PrefixBypass:
             output, Tensor, lambda leaf: passage.activation if next(count) == boundary.output_leaf else leaf
         )
 
-    def _make(self, spec: _Spec, samples_then: int, samples: int) -> Tensor:
-        made = spec.stand_in(samples_then, samples)
+    def _make(self, spec: _Spec, size: _BatchSize) -> Tensor:
+        made = spec.stand_in(self._known_size, size)
         return made.clone(memory_format=torch.contiguous_format) if self.materialise else made
 
 
-def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: int, rows: Tensor) -> tuple[Any, Any]:
-    """The arguments of a call for some samples of the batch only: tensors of ``samples`` rows are cut to ``rows``."""
+def rows_of(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    samples: int,
+    rows: Tensor,
+    shorter: tuple[int, int] | None = None,
+) -> tuple[Any, Any]:
+    """The arguments of a call for some samples of the batch only: tensors of ``samples`` rows are cut to ``rows``.
+
+    With ``shorter``, a length and a new one, all their other dimensions of that length are cut as well.
+    """
 
     def cut(tensor: Tensor) -> Tensor:
-        return tensor[rows.to(tensor.device)] if tensor.ndim and tensor.shape[0] == samples else tensor
+        if not tensor.ndim or tensor.shape[0] != samples:
+            return tensor
+        tensor = tensor[rows.to(tensor.device)]
+        for dim in range(1, tensor.ndim):
+            if shorter is not None and tensor.shape[dim] == shorter[0]:
+                tensor = tensor.narrow(dim, 0, shorter[1])
+        return tensor
 
     cut_args, cut_kwargs = apply_to_collection((args, dict(kwargs)), Tensor, cut, allow_frozen=True)
     return cut_args, cut_kwargs

@@ -13,10 +13,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_egeria.caching.directory import CacheDirectory
-from lightning_egeria.caching.engine import CacheStats, Limits, PrefixCache
+from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.planned import PlannedLoader, why_not
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.caching.recording import Limits
+from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.errors import ArgumentError, CacheError
 from lightning_egeria.layers import PrefixOwner
 
 # A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
@@ -50,7 +52,6 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     Raises:
         ArgumentError: an argument is out of its range.
-        CacheError: ``cache_dir`` cannot be used.
     """
 
     def __init__(
@@ -129,14 +130,18 @@ class FrozenPrefixCache(pl.LightningDataModule):
         loader = self.datamodule.train_dataloader()
         self._close()
         reason = self._reason_against() or why_not(loader)
-        if reason is not None:
+        directory = None
+        try:
+            directory = CacheDirectory(self.cache_dir) if reason is None else None
+        except CacheError as error:
+            reason = str(error)
+        if directory is None or self._owner is None:
             self._stats = CacheStats(off=reason)
             if not getattr(self.trainer, "fast_dev_run", False):
                 rank_zero_warn(f"the cache of the frozen layers is off: {reason}")
             return loader
-        assert self._owner is not None
-        directory = CacheDirectory(self.cache_dir)
-        limits = Limits(self.max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes)
+        max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
+        limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes)
         dataset = PlannedDataset(loader.dataset, loader.collate_fn)
         views = self.augmentation_views
         self._cache = _TellingCache(dataset, directory, limits, views, self.seed, self._owner.observes)

@@ -61,30 +61,40 @@ class CacheDirectory:
                 f"others may write to the cache directory {self.path}; `chmod 700` it, or choose one that is yours only"
             )
 
-    def open(self, manifest: Manifest, max_bytes: int | None, min_free_bytes: int) -> tuple[ActivationStore, int]:
+    def open(self, manifest: Manifest, wanted: int, max_bytes: int, min_free_bytes: int) -> tuple[ActivationStore, int]:
         """Open the store of ``manifest``, made if it is not there; returns it and the bytes that it may take.
 
-        Stores that nobody has open make room, those that were used longest ago first.
+        Stores that nobody has open make room for the ``wanted`` bytes, those that were used longest ago first.
 
         Raises:
             StoreError: it cannot be read or written.
         """
-        store = ActivationStore.create(self.path / manifest.fingerprint, manifest)
+        folder = self.path / manifest.fingerprint
+        try:
+            store = ActivationStore.create(folder, manifest)
+        except StoreError:
+            if not remove_store(folder):
+                raise
+            store = ActivationStore.create(folder, manifest)  # what was there was damaged
         with contextlib.suppress(OSError):
             os.utime(store.folder)
-        wanted = manifest.entries * manifest.slot_bytes
         others = sorted(self.summaries(), key=lambda summary: -summary.used_seconds_ago)
         taken = sum(summary.bytes_on_disk for summary in others if summary.folder != store.folder)
         for summary in others:
             free = shutil.disk_usage(self.path).free
-            fits = max_bytes is None or taken + wanted <= max_bytes
+            fits = taken + wanted <= max_bytes
             if fits and free - (wanted - store.disk_bytes) >= min_free_bytes:
                 break
             if summary.folder != store.folder and remove_store(summary.folder):
                 taken -= summary.bytes_on_disk
         free = shutil.disk_usage(self.path).free - min_free_bytes + store.disk_bytes
-        room = free if max_bytes is None else min(free, max_bytes - taken)
+        room = min(free, max_bytes - taken)
         return store, max(0, room)
+
+    def half_of_the_disk(self) -> int:
+        """Bytes: half of what is free, or taken by the stores that are here."""
+        taken = sum(summary.bytes_on_disk for summary in self.summaries())
+        return (shutil.disk_usage(self.path).free + taken) // 2
 
     def remove(self, folder: Path) -> bool:
         """Delete a store unless another process has it open; returns whether it is gone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,37 +16,49 @@ from torch import Tensor
 from lightning_egeria.caching.store import ActivationStore
 
 Rows = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True)
 class RowForm:
     """What a batch of activations looks like in memory, so that it can be put back bit for bit, strides included.
 
+    A row, which is the activation of one sample, is one piece; where samples differ in length it is one piece for each
+    position.
+
     Attributes:
-        shape: of one row in memory order.
+        piece: shape of a piece in memory order.
+        ragged: whether a row has as many pieces as its sample has positions.
         order: dimensions of the batch from the slowest to the fastest in memory.
         dtype: of the values.
     """
 
-    shape: tuple[int, ...]
+    piece: tuple[int, ...]
+    ragged: bool
     order: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, batch: Tensor) -> RowForm:
-        """The form of ``batch``, ``[samples, ...]``.
+    def of(cls, batch: Tensor, ragged: bool = False) -> RowForm:
+        """The form of ``batch``: ``[samples, ...]``, or ``[samples, positions, ...]`` if it is ragged.
 
         >>> RowForm.of(torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        RowForm(shape=(4, 5, 3), order=(0, 2, 3, 1), dtype=torch.float32)
+        RowForm(piece=(4, 5, 3), ragged=False, order=(0, 2, 3, 1), dtype=torch.float32)
+        >>> RowForm.of(torch.rand(2, 7, 5), ragged=True).piece
+        (5,)
         """
-        strides = batch.stride()
-        order = (0, *sorted(range(1, batch.ndim), key=lambda dim: (-strides[dim], dim)))
-        return cls(tuple(batch.shape[dim] for dim in order[1:]), order, batch.dtype)
+        strides, first = batch.stride(), 2 if ragged else 1
+        order = (*range(first), *sorted(range(first, batch.ndim), key=lambda dim: (-strides[dim], dim)))
+        return cls(tuple(batch.shape[dim] for dim in order[first:]), ragged, order, batch.dtype)
 
     @property
-    def row_bytes(self) -> int:
-        """Of one row."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def piece_bytes(self) -> int:
+        """Of one piece."""
+        return math.prod(self.piece) * self.dtype.itemsize
+
+    def row_shape(self, length: int) -> tuple[int, ...]:
+        """Shape of a row in memory order."""
+        return (length, *self.piece) if self.ragged else self.piece
 
     def to_memory(self, batch: Tensor) -> Tensor:
         """A view of ``batch`` with the dimensions in the order of memory; `from_memory` is the inverse."""
@@ -55,6 +68,64 @@ class RowForm:
         """A batch with the strides of the original."""
         inverse = sorted(range(len(self.order)), key=lambda dim: self.order[dim])
         return rows.permute(inverse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Some rows, one behind the other.
+
+    Attributes:
+        data: in memory order, ``[pieces, ...]``.
+        lengths: pieces of each row, ``[rows]``; None: one each.
+    """
+
+    data: Tensor
+    lengths: Rows | None
+
+    def rows(self) -> list[Tensor]:
+        """Each row in memory order."""
+        if self.lengths is None:
+            return list(self.data)
+        return list(self.data.split(self.lengths.tolist()))
+
+    def select(self, kept: Flags) -> Pieces:
+        """Some of the rows."""
+        if self.lengths is None:
+            return Pieces(self.data[torch.from_numpy(kept)], None)
+        return Pieces(self.data[torch.from_numpy(np.repeat(kept, self.lengths))], self.lengths[kept])
+
+    def batch(self, form: RowForm, length: int | None, device: torch.device) -> Tensor:
+        """As the network gives it, ``[rows, ...]``: with zeros behind the end of each sample, up to ``length``."""
+        data = self.data.to(device, non_blocking=True)
+        if self.lengths is None:
+            return form.from_memory(data)
+        if length is None or (self.lengths > length).any():
+            raise ValueError("a row is longer than its batch")
+        whole = torch.zeros((len(self.lengths) * length, *form.piece), dtype=form.dtype, device=device)
+        starts = np.arange(len(self.lengths)) * length
+        whole[torch.from_numpy(ranges(starts, self.lengths)).to(device)] = data
+        return form.from_memory(whole.view(len(self.lengths), length, *form.piece))
+
+
+def pieces_of(form: RowForm, batch: Tensor, lengths: Sequence[int] | None) -> Pieces:
+    """The rows of a batch of activations; where they are ragged, without what is behind the end of each sample."""
+    rows = form.to_memory(batch)
+    if not form.ragged:
+        return Pieces(rows.contiguous(), None)
+    if lengths is None:
+        raise RuntimeError("ragged rows need the lengths of their samples")
+    cut = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    return Pieces(torch.cat(cut), np.asarray(lengths, np.int64))
+
+
+def ranges(starts: Rows, lengths: Rows) -> Rows:
+    """All numbers of several ranges.
+
+    >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 class MemoryTier:
@@ -68,35 +139,51 @@ class MemoryTier:
     """
 
     def __init__(self, capacity_bytes: int, form: RowForm, entries: int, device: torch.device) -> None:
-        self.capacity = min(entries, capacity_bytes // max(1, form.row_bytes))
-        self._place = np.full(entries if self.capacity else 0, -1, np.int32)
+        pieces = capacity_bytes // max(1, form.piece_bytes)
+        self._capacity = min(pieces, 2**31 - 1) if form.ragged else min(pieces, entries)
+        kept = entries if self._capacity else 0
+        self._place = np.full(kept, -1, np.int32)
+        self._length = np.zeros(kept, np.int32) if form.ragged else None
         # Memory of the host is taken page by page as it is written.
-        self._rows = torch.empty((self.capacity, *form.shape), dtype=form.dtype, device=device)
+        self._pieces = torch.empty((self._capacity, *form.piece), dtype=form.dtype, device=device)
         self._used = 0
         self._putting = threading.Lock()  # entries come from the reading and from the writing thread
 
-    def places(self, entries: Rows) -> Rows:
-        """Where each entry is; -1: not here."""
-        return self._place[entries].astype(np.int64) if self.capacity else np.full(len(entries), -1)
+    def holds(self, entries: Rows) -> Flags:
+        """Which entries are here."""
+        return self._place[entries] >= 0 if self._capacity else np.zeros(len(entries), bool)
 
-    def take(self, places: Rows) -> Tensor:
-        """The rows at ``places``, in memory order, ``[len(places), ...]``."""
-        return self._rows[torch.from_numpy(places).to(self._rows.device)]
+    def take(self, entries: Rows) -> Pieces:
+        """Rows that are here."""
+        starts = self._place[entries].astype(np.int64)
+        if self._length is None:
+            return Pieces(self._pieces[torch.from_numpy(starts).to(self._pieces.device)], None)
+        lengths = self._length[entries].astype(np.int64)
+        return Pieces(self._pieces[torch.from_numpy(ranges(starts, lengths)).to(self._pieces.device)], lengths)
 
-    def copy_into(self, places: Rows, into: Tensor, at: Rows) -> None:
-        """Copy the rows at ``places`` to the rows ``at`` of ``into``."""
-        into[torch.from_numpy(at)] = self._rows[torch.from_numpy(places)]
-
-    def put(self, entries: Rows, rows: Tensor) -> None:
+    def put(self, entries: Rows, rows: Pieces) -> None:
         """Keep as many rows as still fit."""
-        if self._used == self.capacity:
+        if self._used == self._capacity:
             return
         with self._putting:
-            new = np.flatnonzero(self.places(entries) < 0)[: self.capacity - self._used]
-            places = np.arange(self._used, self._used + len(new))
-            self._rows[torch.from_numpy(places)] = rows[torch.from_numpy(new)].to(self._rows.device)
-            self._place[entries[new]] = places  # last: whoever finds a place finds its row
-            self._used += len(new)
+            lengths = rows.lengths if rows.lengths is not None else np.ones(len(entries), np.int64)
+            new = ~self.holds(entries)
+            new &= np.cumsum(lengths * new) <= self._capacity - self._used
+            if not new.any():
+                return
+            count = int(lengths[new].sum())
+            kept = rows.select(new)
+            self._pieces[self._used : self._used + count] = kept.data.to(self._pieces.device)
+            if self._length is not None:
+                self._length[entries[new]] = lengths[new]
+            # Last: whoever finds a place finds its row.
+            self._place[entries[new]] = self._used + np.cumsum(lengths[new]) - lengths[new]
+            self._used += count
+
+    @property
+    def capacity(self) -> int:
+        """How many pieces fit."""
+        return self._capacity
 
 
 @dataclasses.dataclass
@@ -117,44 +204,71 @@ class Level:
     host: MemoryTier
     device: MemoryTier
 
-    def present(self, entries: Rows) -> npt.NDArray[np.bool_]:
+    def present(self, entries: Rows) -> Flags:
         """Which entries are there, as far as the index says."""
-        found: npt.NDArray[np.bool_] = self.store.index[entries] != 0
+        found: Flags = self.store.index[entries] != 0
         return found
 
-    def read(self, entries: Rows, pin: bool) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-        """Rows in memory order, ``[len(entries), ...]``, and which of them are sound."""
-        rows = torch.empty((len(entries), *self.form.shape), dtype=self.form.dtype, pin_memory=pin)
+    def read(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
+        """The sound ones of some rows, and which those are, ``[entries]``."""
+        return self._read_ragged(entries, pin) if self.form.ragged else self._read_fixed(entries, pin)
+
+    def _read_fixed(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
+        data = torch.empty((len(entries), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
         sound = np.ones(len(entries), bool)
-        places = self.host.places(entries)
-        held = np.flatnonzero(places >= 0)
-        if len(held):
-            self.host.copy_into(places[held], rows, held)
-        raw = _as_bytes(rows)
-        missing = np.flatnonzero(places < 0)
-        for place in missing:
+        held = self.host.holds(entries)
+        if held.any():
+            data[torch.from_numpy(held)] = self.host.take(entries[held]).data
+        raw = _as_bytes(data)
+        for place in np.flatnonzero(~held):
             number = int(entries[place])
-            if self.store.read(number, raw[place]) != self.form.shape:
+            if self.store.read(number, raw[place]) != self.form.piece:
                 sound[place] = False
                 self.store.forget(number)
-        kept = missing[sound[missing]]
-        if len(kept):
-            self.host.put(entries[kept], rows[torch.from_numpy(kept)])
+        rows = Pieces(data, None)
+        new = ~held & sound
+        if new.any():
+            self.host.put(entries[new], rows.select(new))
+        return rows if sound.all() else rows.select(sound), sound
+
+    def _read_ragged(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
+        parts: list[Tensor] = []
+        sound = np.ones(len(entries), bool)
+        held = self.host.holds(entries)
+        known = iter(self.host.take(entries[held]).rows() if held.any() else ())
+        buffer = np.empty(self.store.manifest.activation_bytes, np.uint8)
+        for place, number in enumerate(entries.tolist()):
+            if held[place]:
+                parts.append(next(known))
+                continue
+            shape = self.store.read(number, buffer)
+            if shape is None or shape[1:] != self.form.piece:
+                sound[place] = False
+                self.store.forget(number)
+                continue
+            raw = torch.from_numpy(buffer[: shape[0] * self.form.piece_bytes].copy())
+            parts.append(raw.view(self.form.dtype).view(shape))
+        data = torch.empty((sum(len(p) for p in parts), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
+        if parts:
+            torch.cat(parts, out=data)
+        rows = Pieces(data, np.array([len(part) for part in parts], np.int64))
+        new = ~held & sound
+        if new.any():
+            self.host.put(entries[new], rows.select(new[sound]))
         return rows, sound
 
-    def write(self, entries: Rows, rows: Tensor, fields: tuple[bytes, ...]) -> int:
-        """Write rows in memory order, ``[len(entries), ...]``; returns how many there are now.
+    def write(self, entries: Rows, rows: Pieces, fields: tuple[bytes, ...]) -> int:
+        """Write rows; returns how many there are now.
 
         Raises:
             OSError: the disk is full, say.
         """
-        raw = _as_bytes(rows)
-        done = [
-            self.store.write(int(number), raw[place], self.form.shape, fields[place]) > 0
-            for place, number in enumerate(entries)
-        ]
-        self.host.put(entries[done], rows[torch.tensor(done)])
-        return sum(done)
+        done = np.zeros(len(entries), bool)
+        for place, row in enumerate(rows.rows()):
+            raw = _as_bytes(row.unsqueeze(0))[0]
+            done[place] = self.store.write(int(entries[place]), raw, tuple(row.shape), fields[place]) > 0
+        self.host.put(entries[done], rows.select(done))
+        return int(done.sum())
 
 
 def _as_bytes(rows: Tensor) -> npt.NDArray[np.uint8]:

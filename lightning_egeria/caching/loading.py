@@ -18,7 +18,15 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_egeria.caching.samples import StandIn, decode, encode, leaves_of, same_leaf, with_leaves
+from lightning_egeria.caching.samples import (
+    StandIn,
+    decode,
+    encode,
+    is_numbers,
+    leaves_of,
+    same_leaf,
+    with_leaves,
+)
 from lightning_egeria.caching.store import ActivationStore, StoreError
 from lightning_egeria.tracing import tensor_leaves
 
@@ -32,12 +40,27 @@ class InputField:
     Attributes:
         sample_leaf: its number among the leaves of a sample.
         batch_leaf: number among the tensors of the batch.
-        varies: whether its length differs from sample to sample, and collating pads it.
+        other_bytes: of all other fields, encoded, of the largest sample seen.
     """
 
     sample_leaf: int
     batch_leaf: int
-    varies: bool
+    other_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class VaryingField:
+    """A field whose first dimension differs from sample to sample, and that the collate function pads.
+
+    Attributes:
+        sample_leaf: its number among the leaves of a sample.
+        batch_leaf: number among the tensors of the batch, ``[samples, positions, ...]``.
+        lengths: positions of each sample of the batch.
+    """
+
+    sample_leaf: int
+    batch_leaf: int
+    lengths: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +70,18 @@ class Findings:
     Attributes:
         problem: why nothing can be cached; None if it can.
         inputs: the fields that need not be loaded if only the prefix reads them.
+        varying: the fields that differ in length.
         must_load: why all fields have to be loaded; None if those of ``inputs`` need not.
         fingerprint: of the data, in hexadecimal.
         structure: a sample with None for its leaves.
-        field_bytes: of the encoded fields of the largest sample seen.
     """
 
     problem: str | None
     inputs: tuple[InputField, ...] = ()
+    varying: tuple[VaryingField, ...] = ()
     must_load: str | None = None
     fingerprint: str = ""
     structure: Any = None
-    field_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +98,7 @@ class Plan:
         seeds: of each sample's randomness; None leaves it as it comes.
         input_field: the field that only the prefix reads.
         structure: of a sample.
+        length_leaf: number of the leaf, among those of a sample, that tells its length; None: all are alike.
         keep: encode the fields of the samples, for writing them.
         examine: look at the samples themselves.
     """
@@ -88,6 +112,7 @@ class Plan:
     seeds: tuple[int, ...] | None = None
     input_field: InputField | None = None
     structure: Any = None
+    length_leaf: int | None = None
     keep: bool = False
     examine: bool = False
 
@@ -100,6 +125,7 @@ class Loaded(NamedTuple):
         number: of its plan.
         loaded: whether each sample was loaded, with its input.
         fields: encoded fields of each sample, if the plan wants them; None where they cannot be.
+        lengths: of the samples, if the plan asks for them.
         input_shape: shape of the input that is missing from ``batch``; None if it is there.
         findings: if the plan wants them.
     """
@@ -108,6 +134,7 @@ class Loaded(NamedTuple):
     number: int
     loaded: tuple[bool, ...]
     fields: tuple[bytes | None, ...] | None
+    lengths: tuple[int, ...] | None
     input_shape: tuple[int, ...] | None
     findings: Findings | None
 
@@ -137,13 +164,16 @@ class PlannedDataset:
         return {**vars(self), "_stores": {}}
 
     def __getitems__(self, plan: Plan) -> Loaded:
-        findings = self._examine(plan) if plan.examine else None
         samples, fields, loaded = self._samples(plan)
+        findings = self._examine(plan, samples) if plan.examine else None
+        lengths = None
+        if plan.length_leaf is not None:
+            lengths = tuple(_length_of(list(leaves_of(sample))[plan.length_leaf]) for sample in samples)
         batch = self.collate(samples)
         input_shape = None
         if plan.input_field is not None and not any(loaded):
             batch, input_shape = _without_leaf(batch, plan.input_field.batch_leaf)
-        return Loaded(batch, plan.number, loaded, fields, input_shape, findings)
+        return Loaded(batch, plan.number, loaded, fields, lengths, input_shape, findings)
 
     def close(self) -> None:
         """Close the stores that were read. Safe to call twice."""
@@ -197,14 +227,14 @@ class PlannedDataset:
         store = self._stores[folder]
         return store.read_fields(entry) if store is not None else None
 
-    def _examine(self, plan: Plan) -> Findings:
+    def _examine(self, plan: Plan, loaded: list[Any]) -> Findings:
         with kept_random_state():
             try:
-                return self._findings(plan)
+                return self._findings(plan, loaded)
             except TypeError as error:
                 return Findings(f"the samples cannot be compared with one another: {error}")
 
-    def _findings(self, plan: Plan) -> Findings:
+    def _findings(self, plan: Plan, loaded: list[Any]) -> Findings:
         ids = list(plan.ids[:EXAMINED_SAMPLES])
         seeds = list(plan.seeds[:EXAMINED_SAMPLES]) if plan.seeds is not None else None
         seed_all(1)
@@ -228,38 +258,40 @@ class PlannedDataset:
                 "loading a sample draws random numbers (random augmentation?); FrozenPrefixCache(augmentation_views=4) "
                 "keeps a few variants of each sample instead of ever new ones"
             )
-        return self._look_at_fields(samples)
+        return self._look_at_fields(samples, loaded)
 
-    def _look_at_fields(self, samples: list[Any]) -> Findings:
+    def _look_at_fields(self, samples: list[Any], loaded: list[Any]) -> Findings:
+        """What each field of some samples does to the batch; lengths are those of all that were ``loaded``."""
         fingerprint = self._fingerprint()
         structure = with_leaves(samples[0], iter(lambda: None, 0))
-        if any(_shape_of(with_leaves(sample, iter(lambda: None, 0))) != _shape_of(structure) for sample in samples):
+        if any(repr(with_leaves(sample, iter(lambda: None, 0))) != repr(structure) for sample in loaded):
             return Findings(None, must_load="the samples differ in structure", fingerprint=fingerprint)
-        for sample in samples:
-            for leaf in leaves_of(sample):
-                try:
-                    encode([leaf])
-                except TypeError as error:
-                    return Findings(None, must_load=str(error), fingerprint=fingerprint)
-        batch = list(tensor_leaves(self.collate(samples)))
-        inputs = []
-        for number, leaf in enumerate(leaves_of(samples[0])):
-            if not isinstance(leaf, (Tensor, np.ndarray)) or leaf.ndim == 0:
-                continue
-            poisoned = [_with_stand_in(sample, number) for sample in samples]
+        problem = None
+        for leaf in (leaf for sample in samples for leaf in leaves_of(sample)):
             try:
-                found = list(tensor_leaves(self.collate(poisoned)))
-            except Exception:
+                encode([leaf])
+            except TypeError as error:
+                problem = str(error)
+        batch = list(tensor_leaves(self.collate(samples)))
+        inputs, varying = [], []
+        for number, leaf in enumerate(leaves_of(samples[0])):
+            if not (is_numbers(leaf) or (isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim)):
+                continue
+            try:
+                found = list(tensor_leaves(self.collate([_with_stand_in(sample, number) for sample in samples])))
+            except Exception:  # the user's function may raise anything
                 continue
             if [t.shape for t in found] != [t.shape for t in batch]:
                 continue
             changed = [i for i, (a, b) in enumerate(zip(batch, found, strict=True)) if not same_leaf(a, b)]
-            if len(changed) == 1:
-                lengths = {tuple(list(leaves_of(sample))[number].shape) for sample in samples}
-                inputs.append(InputField(number, changed[0], len(lengths) > 1))
-        largest = max(len(_fields_of(sample, None) or b"") for sample in samples)
-        reason = None if inputs else "the collate function needs all fields of the samples"
-        return Findings(None, tuple(inputs), reason, fingerprint, structure, largest)
+            if len(changed) == 1 and problem is None:
+                other_bytes = max(len(_fields_of(sample, number) or b"") for sample in samples)
+                inputs.append(InputField(number, changed[0], other_bytes))
+            lengths = tuple(_length_of(list(leaves_of(sample))[number]) for sample in loaded)
+            if len(set(lengths)) > 1:
+                varying += [VaryingField(number, batch_leaf, lengths) for batch_leaf in changed]
+        reason = problem or (None if inputs else "the collate function needs all fields of the samples")
+        return Findings(None, tuple(inputs), tuple(varying), reason, fingerprint, structure)
 
     def _fingerprint(self) -> str:
         """Of length, classes and three samples; the same in every process."""
@@ -349,5 +381,5 @@ def _same(first: Any, second: Any) -> bool:
     return len(a) == len(b) and all(same_leaf(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _shape_of(structure: Any) -> str:
-    return repr(structure)
+def _length_of(leaf: Any) -> int:
+    return len(leaf) if isinstance(leaf, list) else int(leaf.shape[0])

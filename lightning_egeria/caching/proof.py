@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
-from lightning_egeria.caching.levels import RowForm
+from lightning_egeria.caching.levels import RowForm, pieces_of
 from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
 from lightning_egeria.calls import EarlierOutput, NetworkCall
 from lightning_egeria.compilation import eager
@@ -33,6 +34,9 @@ class Proof:
         without_input: whether the network's result is the same if the input is not there.
         exact: whether the activation of a sample is the same, bit for bit, at each place of a batch.
         sizes: of batches in which it is the same, bit for bit.
+        ragged: whether the activation has as many positions as the samples are padded to.
+        padding_comes_out: whether what the network gives behind the end of a sample depends on what is cached there.
+        again: another batch is needed.
     """
 
     problem: str | None
@@ -40,6 +44,9 @@ class Proof:
     without_input: bool = False
     exact: bool = True
     sizes: frozenset[int] = frozenset()
+    ragged: bool = False
+    padding_comes_out: bool = False
+    again: bool = False
 
 
 class Prover:
@@ -53,6 +60,8 @@ class Prover:
         input_leaf: number of the tensor, among the first call's arguments, that would not be loaded; None: all are.
         autocast: device type and dtype of the autocast that the step ran in; None: it did not.
         compiled: whether the network is; then it must also run compiled.
+        lengths: of the samples, if they differ.
+        length: that they are padded to.
     """
 
     def __init__(
@@ -64,6 +73,8 @@ class Prover:
         input_leaf: int | None,
         autocast: tuple[str, torch.dtype] | None,
         compiled: bool,
+        lengths: Sequence[int] | None = None,
+        length: int | None = None,
     ) -> None:
         self._modules = modules
         self._bypass = bypass
@@ -72,6 +83,9 @@ class Prover:
         self._input_leaf = input_leaf
         self._autocast = autocast
         self._compiled = compiled
+        self._lengths = np.asarray(lengths) if lengths is not None else None
+        self._length = length
+        self._padding_comes_out = False
 
     def prove(self) -> Proof:
         """Try it."""
@@ -93,7 +107,7 @@ class Prover:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the compiler are not about the user's code
             try:
-                self._outputs(Passage(), None)
+                self._outputs(self._calls, Passage(), None)
             except Exception as error:  # whatever the compiler raises
                 raise _NotCompiledError(
                     "the network is compiled in one piece (fullgraph=True?), so nothing of it can be left out "
@@ -111,30 +125,86 @@ class Prover:
             exact, sizes = self._sizes(activation)
         except _RowsDifferError as error:
             return Proof(str(error), True)
-        form = RowForm.of(activation)
-        restored = form.from_memory(form.to_memory(activation).contiguous())
-        wanted = self._outputs(Passage(), None)
+        ragged = self._lengths is not None and activation.ndim > 1 and activation.shape[1] == self._length
+        form = RowForm.of(activation, ragged)
+        lengths = self._lengths.tolist() if self._lengths is not None and ragged else None
+        restored = pieces_of(form, activation, lengths).batch(form, self._length, activation.device)
+        wanted = self._outputs(self._calls, Passage(length=self._length), None)
         for materialise in (False, True):
             self._bypass.materialise = materialise
-            problem = self._differs(wanted, restored, None)
+            problem = self._differs(self._calls, wanted, restored, None, self._length)
             if problem is None:
                 break
         if problem is not None:
             return Proof(problem, True)
-        without = self._input_leaf is not None and self._differs(wanted, restored, self._input_leaf) is None
-        return Proof(None, False, without, exact, sizes)
+        absent = self._input_leaf
+        without = absent is not None and self._differs(self._calls, wanted, restored, absent, self._length) is None
+        proof = Proof(None, False, without, exact, sizes, ragged, self._padding_comes_out)
+        return proof if self._lengths is None else self._try_shorter(proof, activation, ragged)
 
-    def _differs(self, wanted: list[Tensor], activation: Tensor, absent: int | None) -> str | None:
+    def _try_shorter(self, proof: Proof, activation: Tensor, ragged: bool) -> Proof:
+        """Run the shorter samples alone, padded to less."""
+        if self._lengths is None or self._length is None:
+            raise RuntimeError("the samples do not differ in length")
+        shorter = np.unique(self._lengths[self._lengths < self._length])
+        if not len(shorter) or len(self._calls) > 1:
+            return dataclasses.replace(proof, again=True)
+        length = int(shorter[len(shorter) // 2])
+        places = np.flatnonzero(self._lengths <= length)
+        rows = torch.from_numpy(places)
+        call = self._calls[0]
+        args, kwargs = rows_of(call.args, call.kwargs, self._samples, rows, (self._length, length))
+        calls = [NetworkCall(call.entry, args, kwargs)]
+        found = self._boundary(calls, seed=1)
+        wanted = activation[rows.to(activation.device)]
+        if found is None or (ragged and tuple(found.shape[:2]) != (len(rows), length)):
+            return Proof("the frozen layers cannot be run for shorter samples alone", True)
+        exact = proof.exact
+        for place, one, other in zip(places, found, wanted, strict=True):
+            own = int(self._lengths[place])
+            one, other = (one[:own], other[:own]) if ragged else (one, other)
+            if not rows_alike(one, other):
+                return Proof("the output of the frozen layers depends on how far a sample is padded", True)
+            exact = exact and same_leaf(one, other)
+        outputs = self._outputs(calls, Passage(length=length), None)
+        absent = self._input_leaf if proof.without_input else None
+        problem = self._differs(calls, outputs, found, absent, length)
+        if problem is not None:  # a dimension that is as long as these samples by chance?
+            return dataclasses.replace(proof, problem=problem, again=True)
+        return dataclasses.replace(proof, exact=exact, padding_comes_out=self._padding_comes_out)
+
+    def _differs(
+        self,
+        calls: list[NetworkCall],
+        wanted: list[Tensor],
+        activation: Tensor,
+        absent: int | None,
+        length: int | None,
+    ) -> str | None:
         """What goes wrong when the prefix is left out; None: nothing."""
         skip = len(self._bypass.units)
-        passage = Passage(skip=skip, activation=activation.clone(memory_format=torch.preserve_format))
+        activation = activation.clone(memory_format=torch.preserve_format)
         try:
-            found = self._outputs(passage, absent)
+            found = self._outputs(calls, Passage(skip=skip, activation=activation, length=length), absent)
         except Exception as error:  # the user's modules may raise anything when they are given stand-ins
             return f"without its frozen layers the network fails ({type(error).__name__}: {_first_line(error)})"
-        if len(found) != len(wanted) or not all(same_leaf(a, b) for a, b in zip(wanted, found, strict=True)):
-            return "something behind the boundary uses what was computed in front of it (a skip connection?)"
-        return None
+        for one, other in zip(found, wanted, strict=False):
+            if same_leaf(one, other):
+                continue
+            kept = self._kept_positions(one)
+            if kept is None or one.shape != other.shape or not same_leaf(one[kept], other[kept]):
+                padding = " or looks at padding" if self._lengths is not None else ""
+                return (
+                    f"something behind the boundary uses what was computed in front of it (a skip connection?){padding}"
+                )
+            self._padding_comes_out = True
+        return None if len(found) == len(wanted) else "without its frozen layers the network gives something else"
+
+    def _kept_positions(self, output: Tensor) -> Tensor | None:
+        """Which positions of ``[samples, positions, ...]`` are not padding; None: it has no such dimensions."""
+        if self._lengths is None or output.ndim < 2 or tuple(output.shape[:2]) != (self._samples, self._length):
+            return None
+        return (torch.arange(output.shape[1]) < torch.from_numpy(self._lengths)[:, None]).to(output.device)
 
     def _sizes(self, activation: Tensor) -> tuple[bool, frozenset[int]]:
         """Run the batch rolled by one, then a half of it, and so on; the sizes that change no bit."""
@@ -157,9 +227,8 @@ class Prover:
         except Exception as error:  # a network that cannot take a smaller batch may raise anything
             if len(rows) < self._samples:
                 return False
-            raise _RowsDifferError(
-                f"the network fails on its own input ({type(error).__name__}: {_first_line(error)})"
-            ) from error
+            told = f"{type(error).__name__}: {_first_line(error)}"
+            raise _RowsDifferError(f"the network fails on its own input ({told})") from error
         if found is None:  # the prefix needs later calls of the network too, whose arguments are not known in parts
             return len(rows) == self._samples
         wanted = activation[rows.to(activation.device)]
@@ -173,9 +242,9 @@ class Prover:
             self._run(calls, passage, None)
         return passage.reached.clone(memory_format=torch.preserve_format) if passage.reached is not None else None
 
-    def _outputs(self, passage: Passage, absent: int | None) -> list[Tensor]:
+    def _outputs(self, calls: list[NetworkCall], passage: Passage, absent: int | None) -> list[Tensor]:
         with self._random(1):
-            return self._run(self._calls, passage, absent)
+            return self._run(calls, passage, absent)
 
     def _run(self, calls: list[NetworkCall], passage: Passage, absent: int | None) -> list[Tensor]:
         outputs: list[list[Tensor]] = []

@@ -14,22 +14,26 @@ _TENSOR, _ARRAY, _BYTES, _PLAIN, _STAND_IN = "tensor", "array", "bytes", "plain"
 
 
 class StandIn(NamedTuple):
-    """Stands for a tensor or an array that was not loaded: NaN, or zeros where there is no NaN."""
+    """Stands for a tensor, an array or a list of numbers that was not loaded: NaN, or zeros where there is no NaN."""
 
     shape: tuple[int, ...]
     dtype: str
-    is_array: bool
+    kind: str
 
     @classmethod
-    def of(cls, leaf: Tensor | np.ndarray) -> StandIn:
+    def of(cls, leaf: Tensor | np.ndarray | list[Any]) -> StandIn:
         """The stand-in of ``leaf``."""
+        if isinstance(leaf, list):
+            return cls((len(leaf),), "", _PLAIN)
         if isinstance(leaf, np.ndarray):
-            return cls(leaf.shape, leaf.dtype.str, True)
-        return cls(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), False)
+            return cls(leaf.shape, leaf.dtype.str, _ARRAY)
+        return cls(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), _TENSOR)
 
-    def leaf(self) -> Tensor | np.ndarray:
-        """A tensor or array of this shape that takes no memory."""
-        if self.is_array:
+    def leaf(self) -> Tensor | np.ndarray | list[Any]:
+        """What stands there; tensors and arrays take no memory."""
+        if self.kind == _PLAIN:
+            return [0] * self.shape[0]
+        if self.kind == _ARRAY:
             dtype = np.dtype(self.dtype)
             return np.broadcast_to(np.array(np.nan if dtype.kind in "fc" else 0, dtype), self.shape)
         return stand_in_tensor(self.shape, _torch_dtype(self.dtype))
@@ -44,12 +48,14 @@ def stand_in_tensor(
 
 
 def leaves_of(sample: Any) -> Iterator[Any]:
-    """What stands in the nested dicts, lists, tuples and named tuples of a sample, in order.
+    """What stands in the nested dicts, lists, tuples and named tuples of a sample, in order; a list of numbers is one.
 
-    >>> list(leaves_of({"image": 1, "boxes": [2, (3, 4)], "text": "abc"}))
-    [1, 2, 3, 4, 'abc']
+    >>> list(leaves_of({"image": 1, "boxes": (2, (3, 4)), "text": "abc", "tokens": [7, 8]}))
+    [1, 2, 3, 4, 'abc', [7, 8]]
     """
-    if type(sample) is dict:
+    if is_numbers(sample):
+        yield sample
+    elif type(sample) is dict:
         for value in sample.values():
             yield from leaves_of(value)
     elif type(sample) in (list, tuple) or _is_named_tuple(sample):
@@ -62,9 +68,11 @@ def leaves_of(sample: Any) -> Iterator[Any]:
 def with_leaves(sample: Any, leaves: Iterator[Any]) -> Any:
     """A sample of the same structure with other leaves.
 
-    >>> with_leaves({"image": None, "boxes": [None, None]}, iter([1, 2, 3]))
-    {'image': 1, 'boxes': [2, 3]}
+    >>> with_leaves({"image": None, "boxes": (None, None)}, iter([1, 2, 3]))
+    {'image': 1, 'boxes': (2, 3)}
     """
+    if is_numbers(sample):
+        return next(leaves)
     if type(sample) is dict:
         return {key: with_leaves(value, leaves) for key, value in sample.items()}
     if type(sample) in (list, tuple):
@@ -83,7 +91,7 @@ def same_leaf(first: Any, second: Any) -> bool:
     if type(first) is not type(second):
         return False
     if isinstance(first, Tensor):
-        return bool(first.dtype == second.dtype and torch.equal(_bits(first), _bits(second)))
+        return bool(first.dtype == second.dtype and torch.equal(bits_of(first), bits_of(second)))
     if isinstance(first, np.ndarray) and first.dtype != object:
         return first.dtype == second.dtype and first.shape == second.shape and bool(first.tobytes() == second.tobytes())
     try:
@@ -96,13 +104,14 @@ def encode(leaves: list[Any]) -> bytes:
     """The leaves as bytes; `decode` is the inverse.
 
     Raises:
-        TypeError: a leaf is neither a tensor, an array, a number, a text, bytes, None nor a `StandIn`.
+        TypeError: a leaf is neither a tensor, an array, a number, a list of numbers, a text, bytes, None nor a
+            `StandIn`.
     """
     described: list[list[Any]] = []
     blobs: list[bytes] = []
     for leaf in leaves:
         if isinstance(leaf, StandIn):
-            described.append([_STAND_IN, list(leaf.shape), leaf.dtype, leaf.is_array])
+            described.append([_STAND_IN, list(leaf.shape), leaf.dtype, leaf.kind])
         elif type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
             blobs.append(bytes_of(leaf))
             described.append([_TENSOR, list(leaf.shape), str(leaf.dtype).removeprefix("torch.")])
@@ -112,7 +121,7 @@ def encode(leaves: list[Any]) -> bytes:
         elif type(leaf) is bytes:
             blobs.append(leaf)
             described.append([_BYTES, len(leaf)])
-        elif leaf is None or type(leaf) in (bool, int, float, str):
+        elif leaf is None or type(leaf) in (bool, int, float, str) or is_numbers(leaf):
             described.append([_PLAIN, leaf])
         else:
             raise TypeError(f"a field of type {type(leaf).__name__} cannot be kept on disk")
@@ -157,18 +166,23 @@ def decode(data: bytes) -> list[Any]:
     return leaves
 
 
+def is_numbers(value: Any) -> bool:
+    """Whether it is a list of numbers: the tokens of a text, say."""
+    return type(value) is list and all(type(item) in (bool, int, float) for item in value)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The same memory as integers: NaN equals NaN, and 0.0 differs from -0.0. A copy if it is not contiguous."""
+    if not tensor.dtype.is_floating_point:
+        return tensor.detach()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(integers[tensor.element_size()])
+
+
 def bytes_of(tensor: Tensor) -> bytes:
     """The values of a tensor, row by row."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The same shape with integers: NaN equals NaN, and 0.0 differs from -0.0."""
-    if not tensor.dtype.is_floating_point:
-        return tensor
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().contiguous().view(integers[tensor.element_size()])
 
 
 def _cut(data: bytes, start: int, end: int) -> bytes:

@@ -66,6 +66,11 @@ class Manifest:
     about: dict[str, str]
 
     @property
+    def header_bytes(self) -> int:
+        """Of each entry."""
+        return _HEADER.size
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes from one slot to the next."""
         size = _HEADER.size + self.activation_bytes + self.field_bytes

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.caching import engine
+from lightning_egeria.caching import stats
 
 
 class Net(nn.Module):
@@ -81,8 +81,8 @@ def fit(
         **(trainer_options or {}),
     )
     wrapped = FrozenPrefixCache(data, **cache) if cache is not None else None
-    steps = engine.COMPARED_STEPS if judged else sys.maxsize
-    with mock.patch.object(engine, "COMPARED_STEPS", steps):
+    steps = stats.COMPARED_STEPS if judged else sys.maxsize
+    with mock.patch.object(stats, "COMPARED_STEPS", steps):
         if wrapped is not None:
             trainer.fit(module, datamodule=wrapped)
         elif isinstance(data, L.LightningDataModule):

@@ -1,0 +1,194 @@
+"""One training step, watched and then run again: can cached activations stand for the prefix, and on what terms?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_egeria.caching.bypass import Passage, PrefixBypass
+from lightning_egeria.caching.loading import Findings, InputField
+from lightning_egeria.caching.proof import Proof, Prover
+from lightning_egeria.caching.steps import Step, Terms, is_given, shares_memory
+from lightning_egeria.caching.watch import StepWatch
+from lightning_egeria.calls import CallRecorder
+from lightning_egeria.compilation import eager
+from lightning_egeria.layers import FrozenPrefix
+from lightning_egeria.tracing import tensor_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What an examination has found.
+
+    Attributes:
+        problem: why activations of this boundary cannot stand for the prefix; None if they can.
+        shallower: another boundary may do better.
+        again: nothing was found, because of the batch; another one may show more.
+        terms: on which they can.
+        reason_to_load: why inputs have to be loaded all the same; None: they need not.
+    """
+
+    problem: str | None = None
+    shallower: bool = False
+    again: bool = False
+    terms: Terms | None = None
+    reason_to_load: str | None = None
+
+
+class Examination:
+    """Watches one training step.
+
+    Args:
+        prefix: that is frozen.
+        bypass: of the part of it that would be left out.
+        step: with the whole input; its activation is kept in ``computed``.
+        findings: about its samples.
+        compiled: whether the network is.
+
+    Attributes:
+        autocast: device type and dtype of the autocast that the step ran in; None: it did not.
+    """
+
+    def __init__(
+        self, prefix: FrozenPrefix, bypass: PrefixBypass, step: Step, findings: Findings, compiled: bool
+    ) -> None:
+        self.autocast: tuple[str, torch.dtype] | None = None
+        self._prefix = prefix
+        self._bypass = bypass
+        self._step = step
+        self._findings = findings
+        self._compiled = compiled
+        self._modules = dict(prefix.module.named_modules())
+        self._inputs: list[tuple[int, int]] = []
+        self._gradients: list[Tensor] = []
+        self._context = contextlib.ExitStack()
+        self._recorder = CallRecorder(self._modules, prefix.chain.entries, lambda t: t.detach().clone())
+        self._passage = Passage(entered=self._entered, left=self._left)
+        self._watch = StepWatch(step.source, self._passage)
+
+    def begin(self) -> None:
+        """The forward of the step comes next."""
+        self._bypass.begin(self._passage)  # outermost, because it ends last
+        self._recorder.start()
+        self._context.callback(self._recorder.stop)
+        self._context.enter_context(eager())  # or the watch would see compiled code instead of operations
+        self._context.enter_context(self._watch)
+
+    def end_forward(self) -> None:
+        """The forward is over. Safe to call twice."""
+        if self._varies() is not None:
+            for output in self._recorder.outputs:
+                if output.requires_grad:
+                    output.register_hook(self._gradient_of(output))
+        self._context.close()
+        self._bypass.end()
+
+    def verdict(self) -> Verdict:
+        """Decide, once the step is over."""
+        findings, step, calls = self._findings, self._step, self._recorder.calls
+        if findings.problem is not None:
+            return Verdict(findings.problem)
+        if self._passage.reached is None or step.computed is None:
+            return Verdict(again=True)  # a step that did not run the network
+        if step.changed_input or not self._inputs:
+            return Verdict(
+                "the network is not given what the data loader gave (mixing of samples, normalisation or augmentation "
+                "in the training step?), so its frozen front has no fixed output for a sample"
+            )
+        if len(calls) != len({call.entry for call in calls}):
+            return Verdict("the training step calls the network more than once")
+        if self._watch.prefix_used is not None:
+            return Verdict(f"{self._watch.prefix_used} behind the boundary uses what was computed in front of it", True)
+        given = {leaf: argument for argument, leaf in reversed(self._inputs)}
+        field = next((field for field in findings.inputs if field.batch_leaf in given), None)
+        varying = self._varies()
+        self._bypass.learn(self._passage, step.length)
+        proof = Prover(
+            self._modules,
+            self._bypass,
+            calls,
+            self._passage,
+            given[field.batch_leaf] if field is not None else None,
+            self.autocast,
+            self._compiled,
+            varying.lengths if varying is not None else None,
+            step.length,
+        ).prove()
+        if proof.problem is None and proof.padding_comes_out and not self._padding_is_not_learnt():
+            proof = Proof("the loss depends on positions behind the end of shorter samples", True)
+        if proof.problem is not None or proof.again:
+            return Verdict(proof.problem, proof.repairable, proof.again)
+        return self._on_terms(proof, field)
+
+    def _on_terms(self, proof: Proof, field: InputField | None) -> Verdict:
+        step, findings, varying = self._step, self._findings, self._varies()
+        used = self._watch.input_used.get(field.batch_leaf) if field is not None else None
+        absent = field is not None and proof.without_input and used is None
+        reason = findings.must_load or (f"{used} uses them" if used else "more than the prefix needs them")
+        ragged = varying is not None and proof.ragged
+        terms = Terms(
+            inputs=self._inputs,
+            input_field=field if absent else None,
+            structure=findings.structure,
+            length_leaf=varying.sample_leaf if varying is not None and ragged else None,
+            length_batch_leaf=varying.batch_leaf if varying is not None and ragged else None,
+            # The proof ran uncompiled code, which may round otherwise: whole batches show what the compiled code gives.
+            exact=proof.exact or self._compiled,
+            sizes=set() if self._compiled else set(proof.sizes),
+            first_size=step.samples,
+            single=self._passage.single and not self._compiled,
+            compiled=self._compiled,
+        )
+        return Verdict(terms=terms, reason_to_load=None if absent else reason)
+
+    def _varies(self) -> Any:
+        """The input whose samples differ in length, if one does."""
+        given = {leaf for _, leaf in self._inputs}
+        return next((field for field in self._findings.varying if field.batch_leaf in given), None)
+
+    def _entered(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find the tensors of the batch among the arguments of the network."""
+        step = self._step
+        kind = step.device.type
+        self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        with _disable_current_modes():
+            for number, argument in enumerate(tensor_leaves((args, kwargs))):
+                if not argument.ndim or argument.shape[0] != step.samples:
+                    continue
+                # A mask may be equal to a cast of the tokens: the tensor itself comes first, then one of its dtype.
+                match = [
+                    (not shares_memory(leaf, argument), leaf.dtype != argument.dtype, i)
+                    for i, leaf in enumerate(step.source)
+                    if is_given(leaf, argument)
+                ]
+                if match:
+                    self._inputs.append((number, min(match)[2]))
+                else:
+                    step.changed_input = True
+        varying = self._varies()
+        if varying is not None:
+            step.length = step.source[varying.batch_leaf].shape[1]
+
+    def _left(self, activation: Tensor) -> None:
+        self._step.computed = activation.detach().clone(memory_format=torch.preserve_format)
+
+    def _gradient_of(self, output: Tensor) -> Callable[[Tensor], None]:
+        def keep(gradient: Tensor) -> None:
+            self._gradients.append(gradient.detach().clone())
+
+        return keep
+
+    def _padding_is_not_learnt(self) -> bool:
+        """Whether the loss is blind to what the network gives behind the end of each sample: no gradient comes back."""
+        varying, length = self._varies(), self._step.length
+        if varying is None or length is None or not self._gradients:
+            return False
+        kept = torch.arange(length) < torch.tensor(varying.lengths)[:, None]
+        by_position = [g for g in self._gradients if tuple(g.shape[:2]) == tuple(kept.shape)]
+        return not any(gradient[~kept.to(gradient.device)].count_nonzero() for gradient in by_position)

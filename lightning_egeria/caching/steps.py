@@ -1,0 +1,262 @@
+"""One training step from the cache: which rows are there, and how the network gets by without its frozen prefix."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
+from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
+from lightning_egeria.caching.loading import InputField, Loaded, Plan
+from lightning_egeria.caching.samples import same_leaf
+from lightning_egeria.clock import mark
+from lightning_egeria.errors import CacheError
+from lightning_egeria.tracing import tensor_leaves
+
+
+@dataclasses.dataclass
+class Terms:
+    """On what terms cached activations stand for the prefix: what the examination has found.
+
+    Attributes:
+        inputs: arguments of the network that come from the batch, each by number, with the number of its leaf in that.
+        input_field: the field that need not be loaded; None: all are.
+        structure: of a sample.
+        length_leaf: leaf of a sample that tells its length; None: the activations of all samples are alike in shape.
+        length_batch_leaf: leaf of the batch whose second dimension is the length that samples are padded to.
+        exact: whether a sample gives the same bits wherever it is in a batch.
+        sizes: of batches that were seen to give the same bits.
+        first_size: of the batch that was examined.
+        single: whether the prefix can be run by itself for some samples of a batch.
+        compiled: whether the network is; what the examination saw is then not what runs.
+    """
+
+    inputs: list[tuple[int, int]]
+    input_field: InputField | None
+    structure: Any
+    length_leaf: int | None
+    length_batch_leaf: int | None
+    exact: bool
+    sizes: set[int]
+    first_size: int
+    single: bool
+    compiled: bool
+    refused_sizes: set[int] = dataclasses.field(default_factory=set)
+
+    def is_proven(self, size: int) -> bool:
+        """Whether a sample's activation is the same in batches of this size."""
+        return not self.exact or size in self.sizes
+
+    def size_for(self, count: int, samples: int) -> int:
+        """In how large a batch to run ``count`` samples of one of ``samples``."""
+        return min((s for s in self.sizes if s >= count), default=samples) if self.exact else count
+
+    def try_size(self, size: int, same: bool) -> None:
+        """A batch of this size ran whole."""
+        if size not in self.refused_sizes:
+            (self.sizes if same else self.refused_sizes).add(size)
+
+
+@dataclasses.dataclass
+class Read:
+    """Rows of one level for some places of a batch."""
+
+    level: Level
+    places: Rows
+    entries: Rows
+    future: Future[tuple[Pieces, Flags]] | None  # None: all are on the device
+
+
+@dataclasses.dataclass
+class PlannedBatch:
+    """A batch that was planned: its rows are being read, and its samples loaded."""
+
+    plan: Plan
+    reads: list[Read] = dataclasses.field(default_factory=list)
+    checks: bool = False  # a spot check: the stored rows are compared, not used
+
+
+class Step:
+    """The batch that is in training.
+
+    Args:
+        planned: the plan, and the reads.
+        loaded: what has come.
+        rows: sound rows with their reads.
+        missing: places without a row of any level.
+        waited: seconds that training waited for the batch and its rows.
+        device: that trains.
+
+    Attributes:
+        source: the tensors of the batch.
+        length: what its samples are padded to, if they differ in length.
+        changed_input: the network was given something else than the batch.
+        began: the network was called.
+        ended: the boundary was passed.
+        computed: boundary activation that was computed in this step, all of the batch.
+        full: the whole prefix ran for all samples.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedBatch,
+        loaded: Loaded,
+        rows: list[tuple[Read, Pieces]],
+        missing: Rows,
+        waited: float,
+        device: torch.device,
+    ) -> None:
+        self.planned = planned
+        self.loaded = loaded
+        self.rows = rows
+        self.missing = missing
+        self.waited = waited
+        self.device = device
+        self.source: list[Tensor] = []
+        self.length: int | None = None
+        self.changed_input = False
+        self.began: float | torch.cuda.Event | None = None
+        self.ended: float | torch.cuda.Event | None = None
+        self.computed: Tensor | None = None
+        self.full = False
+
+    @property
+    def samples(self) -> int:
+        """Of the batch."""
+        return len(self.loaded.loaded)
+
+    @property
+    def all_loaded(self) -> bool:
+        """Whether the input of every sample is there."""
+        return all(self.loaded.loaded)
+
+    @property
+    def entries(self) -> Rows:
+        """Numbers of the samples' entries."""
+        return np.asarray(self.planned.plan.entries, np.int64)
+
+    def passage(self, bypass: PrefixBypass, terms: Terms, levels: Sequence[Level], module: nn.Module) -> Passage:
+        """How this step goes through the prefix.
+
+        Args:
+            bypass: of the prefix.
+            terms: that were found for it.
+            levels: that are cached, the newest last.
+            module: the model in training.
+        """
+        newest = levels[-1]
+        mixed = len(self.rows) + bool(len(self.missing)) > 1
+        self.full = self.planned.checks or not self.rows or not terms.is_proven(self.samples)
+        self.full = self.full or (mixed and not terms.single)
+        passage = Passage(samples=self.samples, length=self.length)
+        passage.left = lambda activation: self._left(activation, keep=self.full)
+        if not self.full and not mixed:
+            level, rows = self.rows[0][0].level, self.rows[0][1]
+            passage.activation = rows.batch(level.form, self.length, self.device)
+            passage.skip = bypass.position_of(level.cut)
+            passage.left = lambda activation: self._left(activation, keep=level is not newest)
+
+        def entered(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._entered(args, kwargs, terms)
+            if self.changed_input:
+                passage.skip = 0
+            elif mixed and not self.full:
+                parts = _Parts(bypass, terms, newest, module.get_submodule(path), args, kwargs, self)
+                passage.activation, passage.skip = parts.whole(), len(bypass.units)
+
+        passage.entered = entered
+        return passage
+
+    def _entered(self, args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms) -> None:
+        """The network is called: see that it gets what the loader gave."""
+        self.began = mark(self.device)
+        given = list(tensor_leaves((args, kwargs)))
+        for argument, leaf in terms.inputs:
+            wanted = self.source[leaf] if leaf < len(self.source) else None
+            if wanted is None or argument >= len(given) or not is_given(wanted, given[argument]):
+                self.changed_input = True
+        if self.changed_input and not self.all_loaded:
+            raise CacheError(
+                "the training step changed the input of the network before handing it on, and had not done so when the "
+                "cache was set up; that input was not loaded. Pass the data module without FrozenPrefixCache"
+            )
+
+    def _left(self, activation: Tensor, keep: bool) -> None:
+        self.ended = mark(self.device)
+        if keep and not self.changed_input:
+            # What comes next may work in place.
+            self.computed = activation.detach().clone(memory_format=torch.preserve_format)
+
+
+@dataclasses.dataclass
+class _Parts:
+    """Has the network compute what is missing of a batch, and puts all in order."""
+
+    bypass: PrefixBypass
+    terms: Terms
+    newest: Level
+    network: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    step: Step
+
+    def whole(self) -> Tensor:
+        """The boundary activation of the batch."""
+        step, form = self.step, self.newest.form
+        parts: list[tuple[Rows, Tensor]] = []
+        for read, rows in step.rows:
+            activation = rows.batch(read.level.form, step.length, step.device)
+            if read.level is not self.newest:
+                skip = self.bypass.position_of(read.level.cut)
+                passage = Passage(skip=skip, activation=activation, length=step.length, stop=True)
+                activation = self._run(passage, read.places)
+                step.computed = activation
+            parts.append((read.places, activation))
+        if len(step.missing):
+            step.computed = self._run(Passage(stop=True, length=step.length), step.missing)
+            parts.append((step.missing, step.computed))
+        shape = (step.samples, *form.row_shape(step.length or 0))
+        whole = form.from_memory(torch.empty(shape, dtype=form.dtype, device=step.device))
+        for places, activation in parts:
+            whole[torch.from_numpy(places).to(step.device)] = activation
+        if step.computed is not None:
+            step.computed = whole.clone(memory_format=torch.preserve_format)
+        return whole
+
+    def _run(self, passage: Passage, places: Rows) -> Tensor:
+        samples = self.step.samples
+        # A batch of another size may give other bits; some sizes were seen to give the same.
+        size = self.terms.size_for(len(places), samples)
+        rows = torch.from_numpy(np.resize(places, size))
+        args, kwargs = rows_of(self.args, self.kwargs, samples, rows)
+        passage.samples = size
+        if passage.activation is not None and size > len(places):
+            passage.activation = passage.activation[torch.from_numpy(np.resize(np.arange(len(places)), size))]
+        self.bypass.begin(passage)
+        with contextlib.suppress(BoundaryReachedError):
+            self.network(*args, **kwargs)
+        if passage.reached is None:
+            raise CacheError("the network did not run its frozen layers, which it had when the cache was set up")
+        return passage.reached[: len(places)]
+
+
+def is_given(leaf: Tensor, argument: Tensor) -> bool:
+    """Whether the network is given this tensor of the batch: itself, another view of all of it, or a copy."""
+    if leaf.numel() != argument.numel():
+        return False
+    if shares_memory(leaf, argument):
+        return True
+    moved = leaf.to(argument.device, argument.dtype).reshape(-1)
+    return same_leaf(moved, argument.detach().reshape(-1))
+
+
+def shares_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are, at least, views of one memory."""
+    return first.device == second.device and first.untyped_storage()._cdata == second.untyped_storage()._cdata
