@@ -258,13 +258,15 @@ class Level:
         return rows, sound
 
     def write(self, entries: Rows, rows: Pieces, fields: tuple[bytes, ...]) -> int:
-        """Write rows; returns how many there are now.
+        """Write rows that are not there yet; returns how many those were.
 
         Raises:
             OSError: the disk is full, say.
         """
         done = np.zeros(len(entries), bool)
         for place, row in enumerate(rows.rows()):
+            if self.store.index[entries[place]]:
+                continue
             raw = _as_bytes(row.unsqueeze(0))[0]
             done[place] = self.store.write(int(entries[place]), raw, tuple(row.shape), fields[place]) > 0
         self.host.put(entries[done], rows.select(done))
