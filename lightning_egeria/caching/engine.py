@@ -23,7 +23,7 @@ from lightning_egeria.caching.proof import rows_alike
 from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
 from lightning_egeria.caching.stats import Accounts, CacheStats
-from lightning_egeria.caching.steps import PlannedBatch, Read, Step, Terms
+from lightning_egeria.caching.steps import PlannedBatch, Read, Step, Terms, marked
 from lightning_egeria.caching.store import FORMAT, Manifest, StoreError
 from lightning_egeria.caching.weights import PrefixWeights
 from lightning_egeria.clock import mark, seconds_between
@@ -249,8 +249,8 @@ class PrefixCache:
         if loaded.input_shape is not None and cut.terms is not None and cut.terms.input_field is not None:
             number = cut.terms.input_field.batch_leaf
             dtype = list(tensor_leaves(batch))[number].dtype
-            batch = replace_leaf(batch, number, stand_in_tensor(loaded.input_shape, dtype, step.device))
-        step.source = list(tensor_leaves(batch))
+            stand_in = stand_in_tensor(loaded.input_shape, dtype, step.device)
+            batch = replace_leaf(batch, number, marked(stand_in) if cut.terms.copies_input else stand_in)
         self.stats.not_loaded += len(absent)
         self._step = step
         return batch
@@ -294,12 +294,13 @@ class PrefixCache:
 
     # --- the training step ------------------------------------------------------------------------------------------
 
-    def step_begins(self) -> bool:
-        """Arm the bypass; returns whether the network is given its real input."""
+    def step_begins(self, batch: Any) -> bool:
+        """Arm the bypass for a batch that is on its device; returns whether the network is given its real input."""
         step, cut, prefix = self._step, self._cut, self._prefix
         if step is None or cut is None or prefix is None:
             return True
         findings = step.loaded.findings
+        step.source = list(tensor_leaves(batch))
         if findings is not None:
             self._examination = Examination(prefix, cut.bypass, step, findings, cut.compiled)
             self._examination.begin()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_egeria.caching.bypass import Passage, PrefixBypass
 from lightning_egeria.caching.loading import Findings, InputField
 from lightning_egeria.caching.proof import Proof, Prover
-from lightning_egeria.caching.steps import Step, Terms, is_given, shares_memory
+from lightning_egeria.caching.steps import GivenInput, Step, Terms, is_given, shares_memory
 from lightning_egeria.caching.watch import StepWatch
 from lightning_egeria.calls import CallRecorder
 from lightning_egeria.compilation import eager
@@ -47,7 +47,7 @@ class Examination:
     Args:
         prefix: that is frozen.
         bypass: of the part of it that would be left out.
-        step: with the whole input; its activation is kept in ``computed``.
+        step: with the whole input, on its device; its activation is kept in ``computed``.
         findings: about its samples.
         compiled: whether the network is.
 
@@ -65,7 +65,7 @@ class Examination:
         self._findings = findings
         self._compiled = compiled
         self._modules = dict(prefix.module.named_modules())
-        self._inputs: list[tuple[int, int]] = []
+        self._inputs: list[GivenInput] = []
         self._gradients: list[Tensor] = []
         self._context = contextlib.ExitStack()
         self._recorder = CallRecorder(self._modules, prefix.chain.entries, lambda t: t.detach().clone())
@@ -105,7 +105,7 @@ class Examination:
             return Verdict("the training step calls the network more than once")
         if self._watch.prefix_used is not None:
             return Verdict(f"{self._watch.prefix_used} behind the boundary uses what was computed in front of it", True)
-        given = {leaf: argument for argument, leaf in reversed(self._inputs)}
+        given = {one.leaf: one.argument for one in reversed(self._inputs)}
         field = next((field for field in findings.inputs if field.batch_leaf in given), None)
         varying = self._varies()
         self._bypass.learn(self._passage, step.length)
@@ -149,7 +149,7 @@ class Examination:
 
     def _varies(self) -> Any:
         """The input whose samples differ in length, if one does."""
-        given = {leaf for _, leaf in self._inputs}
+        given = {one.leaf for one in self._inputs}
         return next((field for field in self._findings.varying if field.batch_leaf in given), None)
 
     def _entered(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -157,6 +157,7 @@ class Examination:
         step = self._step
         kind = step.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        before = list(tensor_leaves(step.loaded.batch))
         with _disable_current_modes():
             for number, argument in enumerate(tensor_leaves((args, kwargs))):
                 if not argument.ndim or argument.shape[0] != step.samples:
@@ -168,7 +169,10 @@ class Examination:
                     if is_given(leaf, argument)
                 ]
                 if match:
-                    self._inputs.append((number, min(match)[2]))
+                    copied, _, leaf = min(match)
+                    self._inputs.append(GivenInput(number, leaf, not copied))
+                    # Nor may anything be done to the batch on its way to the training step.
+                    step.changed_input |= leaf >= len(before) or not is_given(before[leaf], step.source[leaf])
                 else:
                     step.changed_input = True
         varying = self._varies()

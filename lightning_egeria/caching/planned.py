@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,7 +18,7 @@ from torch.utils.data.sampler import (
 
 from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, as_it_is
 
-# These draw their random numbers before the first batch: asking them ahead of time changes nothing.
+# These draw random numbers before the first batch and behind the last: asking them ahead in between changes nothing.
 _KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 LOOK_AHEAD_BATCHES = 3
 
@@ -26,20 +26,25 @@ LOOK_AHEAD_BATCHES = 3
 class _PlannedSampler:
     """The user's batch sampler; yields plans instead of lists of ids."""
 
-    def __init__(
-        self, batch_sampler: Iterable[Any], plan: Callable[[list[int]], Plan], look_ahead: Callable[[], int]
-    ) -> None:
+    def __init__(self, batch_sampler: Any, plan: Callable[[list[int]], Plan], look_ahead: Callable[[], int]) -> None:
         self._batch_sampler = batch_sampler
         self._plan = plan
         self._look_ahead = look_ahead
 
     def __iter__(self) -> Iterator[Plan]:
         ahead: deque[Plan] = deque()
-        for ids in self._batch_sampler:
-            ahead.append(self._plan(list(ids)))
-            while len(ahead) > self._look_ahead():
-                yield ahead.popleft()
-        yield from ahead
+        batches = iter(self._batch_sampler)
+        asked, count = 0, len(self._batch_sampler)
+        while True:
+            # The one that is wanted now, and some further ones, but not the last.
+            while not ahead or (len(ahead) <= self._look_ahead() and asked < count - 1):
+                ids = next(batches, None)
+                if ids is None:
+                    yield from ahead
+                    return
+                asked += 1
+                ahead.append(self._plan(list(ids)))
+            yield ahead.popleft()
 
 
 class PlannedLoader:

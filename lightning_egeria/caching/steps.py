@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +21,20 @@ from lightning_egeria.errors import CacheError
 from lightning_egeria.tracing import tensor_leaves
 
 
+class GivenInput(NamedTuple):
+    """An argument of the network that comes from the batch, by number, and the number of its leaf in that."""
+
+    argument: int
+    leaf: int
+    itself: bool  # or a view, and no copy
+
+
 @dataclasses.dataclass
 class Terms:
     """On what terms cached activations stand for the prefix: what the examination has found.
 
     Attributes:
-        inputs: arguments of the network that come from the batch, each by number, with the number of its leaf in that.
+        inputs: arguments of the network that come from the batch.
         input_field: the field that need not be loaded; None: all are.
         structure: of a sample.
         length_leaf: leaf of a sample that tells its length; None: the activations of all samples are alike in shape.
@@ -38,7 +46,7 @@ class Terms:
         compiled: whether the network is; what the examination saw is then not what runs.
     """
 
-    inputs: list[tuple[int, int]]
+    inputs: list[GivenInput]
     input_field: InputField | None
     structure: Any
     length_leaf: int | None
@@ -49,6 +57,12 @@ class Terms:
     single: bool
     compiled: bool
     refused_sizes: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def copies_input(self) -> bool:
+        """Whether the network is given a copy of the input that need not be loaded."""
+        field = self.input_field
+        return field is not None and any(g.leaf == field.batch_leaf and not g.itself for g in self.inputs)
 
     def is_proven(self, size: int) -> bool:
         """Whether a sample's activation is the same in batches of this size."""
@@ -95,7 +109,7 @@ class Step:
         device: that trains.
 
     Attributes:
-        source: the tensors of the batch.
+        source: the tensors of the batch, on their device.
         length: what its samples are padded to, if they differ in length.
         changed_input: the network was given something else than the batch.
         began: the network was called.
@@ -178,10 +192,13 @@ class Step:
         """The network is called: see that it gets what the loader gave."""
         self.began = mark(self.device)
         given = list(tensor_leaves((args, kwargs)))
-        for argument, leaf in terms.inputs:
-            wanted = self.source[leaf] if leaf < len(self.source) else None
-            if wanted is None or argument >= len(given) or not is_given(wanted, given[argument]):
+        for argument, leaf, itself in terms.inputs:
+            if argument >= len(given) or leaf >= len(self.source):
                 self.changed_input = True
+            elif itself and not self.all_loaded:  # whatever is done to NaN gives NaN: values would show nothing
+                self.changed_input |= not shares_memory(self.source[leaf], given[argument])
+            else:
+                self.changed_input |= not is_given(self.source[leaf], given[argument])
         if self.changed_input and not self.all_loaded:
             raise CacheError(
                 "the training step changed the input of the network before handing it on, and had not done so when the "
@@ -245,6 +262,14 @@ class _Parts:
         if passage.reached is None:
             raise CacheError("the network did not run its frozen layers, which it had when the cache was set up")
         return passage.reached[: len(places)]
+
+
+def marked(stand_in: Tensor) -> Tensor:
+    """A stand-in in which each sample has one value of its own: mixing them would show."""
+    made = stand_in.clone(memory_format=torch.contiguous_format)
+    if made.ndim > 1 and made.numel():
+        made.flatten(1)[:, 0] = torch.arange(len(made), device=made.device).to(made.dtype)
+    return made
 
 
 def is_given(leaf: Tensor, argument: Tensor) -> bool:

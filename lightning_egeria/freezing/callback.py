@@ -230,7 +230,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if self._engine is not None:
             real = True
             for listener in self.step_listeners:
-                real = listener.step_begins() and real
+                real = listener.step_begins(batch) and real
             self._accumulation = trainer.accumulate_grad_batches
             self._engine.begin_step(trainer.global_step, real)
         else:

@@ -266,7 +266,7 @@ def test_a_read_only_directory_keeps_the_cache_off(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("step", [8, 17])
+@pytest.mark.parametrize("step", [8, 27])
 def test_a_directory_that_is_deleted(tmp_path, step, workers):
     plain, cached = pair(Classifier)
     fit(plain, loader_of(images(), num_workers=workers), {5: 2}, epochs=8)
@@ -344,5 +344,5 @@ def test_an_exception_leaves_nothing_open(tmp_path):
     before = open_files()
     with pytest.raises(StoppedError):
         fit(module, loader_of(images()), {5: 2}, {"cache_dir": tmp_path / "cache"}, 8, [At(18, stop)])
-    assert open_files() == before
+    assert open_files() <= before
     assert "forward" not in vars(module.net) | vars(module.net.stem[0])

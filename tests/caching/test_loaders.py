@@ -1,0 +1,315 @@
+"""Which data the cache can work with; with all others it says why not, and leaves training alone."""
+
+import random
+import warnings
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from cached_runs import Classifier, fit, images, loader_of
+from test_same_training import assert_same_training, pair
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset
+
+from lightning_egeria import FrozenPrefixCache
+from lightning_egeria.errors import ArgumentError, CacheError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+
+SCHEDULE = {5: 2}
+
+
+def compare(tmp_path, make_data, make=Classifier, epochs=8, **options):
+    plain, cached = pair(make)
+    fit(plain, make_data(), SCHEDULE, epochs=epochs, **options)
+    wrapped = fit(cached, make_data(), SCHEDULE, {"cache_dir": tmp_path / "cache"}, epochs=epochs, **options)
+    assert_same_training(plain, cached)
+    return wrapped
+
+
+class ImageDataset(Dataset):
+    """Map-style, with something done to each image."""
+
+    def __init__(self, change):
+        self.data = images()
+        self.change = change
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        image, label = self.data[index]
+        return self.change(image), label
+
+
+def torch_noise(image):
+    return image + torch.rand(())
+
+
+def numpy_noise(image):
+    return image + np.random.rand()  # noqa: NPY002 - what datasets draw from
+
+
+def python_noise(image):
+    return image + random.random()
+
+
+class OwnNoise:
+    """Draws from a generator that nobody else knows."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, image):
+        return image + self.generator.random(dtype=np.float32)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("noise", [torch_noise, numpy_noise, python_noise, OwnNoise()])
+def test_random_augmentation_keeps_the_cache_off(tmp_path, noise, workers):
+    plain, cached = pair(Classifier)
+    data = [loader_of(ImageDataset(noise), num_workers=workers) for _ in range(2)]
+    fit(plain, data[0], SCHEDULE)
+    with pytest.warns(UserWarning, match=r"off: loading a sample .* FrozenPrefixCache\(augmentation_views=4\) keeps"):
+        wrapped = fit(cached, data[1], SCHEDULE, {"cache_dir": tmp_path / "cache"})
+    if not isinstance(noise, OwnNoise):  # which is one step further in each process that drew from it
+        assert_same_training(plain, cached)
+    assert wrapped.stats.hits == 0
+
+
+def test_a_draw_without_effect_keeps_the_cache_off_as_well(tmp_path):
+    """Once in a hundred times it may have one."""
+
+    def seldom(image):
+        return image.flip(-1) if torch.rand(()) < 1e-6 else image
+
+    with pytest.warns(UserWarning, match="off: loading a sample draws random numbers"):
+        compare(tmp_path, lambda: loader_of(ImageDataset(seldom)))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(images())
+
+
+class Batches:
+    def __iter__(self):
+        return iter(loader_of(images()))
+
+    def __len__(self):
+        return 5
+
+
+class OwnLoader(DataLoader):
+    def __iter__(self):
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("make_data", "reason"),
+    [
+        (lambda: DataLoader(Stream(), 8), "an IterableDataset has no sample ids"),
+        (lambda: DataLoader(images(), batch_size=None), r"batch_size=None"),
+        (lambda: OwnLoader(images(), 8), "OwnLoader has its own way of going through the data"),
+        (lambda: Batches(), "the training data come from a Batches"),
+    ],
+)
+def test_loaders_without_stable_ids_keep_the_cache_off(tmp_path, make_data, reason):
+    make = Classifier if "batch_size" not in reason else OneByOne
+    with pytest.warns(UserWarning, match=f"cache of the frozen layers is off: .*{reason}"):
+        wrapped = compare(tmp_path, make_data, make, epochs=2)
+    assert reason.replace("\\", "") in wrapped.stats.off
+
+
+class OneByOne(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0][None], batch[1][None]), batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled training dataloader shuffling")
+@pytest.mark.parametrize("option", [{"overfit_batches": 3}, {"fast_dev_run": 3}])
+def test_modes_of_the_trainer_that_keep_it_off(tmp_path, option):
+    module, _ = pair(Classifier)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped = fit(
+            module, loader_of(images()), SCHEDULE, {"cache_dir": tmp_path / "cache"}, 4, (), trainer_options=option
+        )
+    assert next(iter(option)) in wrapped.stats.off
+    assert not (tmp_path / "cache").exists()
+    told = [w for w in caught if "cache of the frozen layers" in str(w.message)]
+    assert len(told) == ("overfit_batches" in option)
+
+
+@pytest.mark.parametrize(
+    "make_data",
+    [
+        lambda: DataLoader(images(), batch_sampler=BatchSampler(RandomSampler(images()), 8, drop_last=True)),
+        lambda: DataLoader(Subset(images(60), range(3, 43)), 8, shuffle=True),
+        lambda: DataLoader(images(), 8, sampler=RandomSampler(images(), replacement=True, num_samples=32)),
+        lambda: DataLoader(images(), 8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda: DataLoader(images(), 8, sampler=list(range(39, -1, -1))),
+        lambda: DataLoader(images(), 8, shuffle=True, num_workers=1, prefetch_factor=4, persistent_workers=True),
+    ],
+)
+def test_samplers_and_options(tmp_path, make_data):
+    wrapped = compare(tmp_path, make_data)
+    assert wrapped.stats.hits > 40
+    assert wrapped.stats.not_loaded > 40
+
+
+class Mixing(Classifier):
+    """Mixes samples before the network, from some step on."""
+
+    def __init__(self, begin=0):
+        super().__init__()
+        self.begin = begin
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.global_step >= self.begin:
+            x = 0.7 * x + 0.3 * x.roll(1, 0)
+        return super().training_step((x, y), batch_idx)
+
+
+def test_mixing_of_samples_keeps_the_cache_off(tmp_path):
+    with pytest.warns(UserWarning, match="off: the network is not given what the data loader gave"):
+        wrapped = compare(tmp_path, lambda: loader_of(images()), Mixing)
+    assert wrapped.stats.hits == 0
+
+
+class ChangedOnTheWay(Classifier):
+    """Augmentation on the device."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] * 1.5, batch[1]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer` in `LightningModule` but have passed")
+def test_a_batch_that_is_changed_on_the_way_keeps_the_cache_off(tmp_path):
+    with pytest.warns(UserWarning, match="off: the network is not given what the data loader gave"):
+        wrapped = compare(tmp_path, lambda: loader_of(images()), ChangedOnTheWay)
+    assert wrapped.stats.hits == 0
+
+
+class ReadBeforeTheNetwork(Classifier):
+    """In low precision, Lightning casts the batch on its way."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 1e-3 * batch[0].square().mean()
+
+
+def test_an_input_that_was_cast_on_the_way_and_is_read_is_loaded(tmp_path):
+    options = {"trainer_options": {"precision": "bf16-true"}}
+    wrapped = compare(tmp_path, lambda: loader_of(images()), ReadBeforeTheNetwork, **options)
+    assert wrapped.stats.hits > 40
+    assert wrapped.stats.not_loaded == 0
+
+
+def test_mixing_that_begins_later_ends_the_cache_where_the_input_is_there(tmp_path):
+    """The input has to be loaded, because the step itself reads it."""
+
+    class Reading(Mixing):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * batch[0].mean()
+
+    with pytest.warns(UserWarning, match="off: the network was not given what the data loader gave"):
+        wrapped = compare(tmp_path, lambda: loader_of(images()), lambda: Reading(begin=23))
+    assert wrapped.stats.hits > 40
+
+
+class ChannelsLastMixing(Mixing):
+    """The network gets a copy in any case."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x.to(memory_format=torch.channels_last), y), batch_idx)
+
+
+@pytest.mark.parametrize("make", [Mixing, ChannelsLastMixing])
+def test_mixing_that_begins_later_is_an_error_where_the_input_is_not_there(tmp_path, make):
+    module, _ = pair(lambda: make(begin=26))
+    with pytest.raises(CacheError, match=r"changed the input of the network .* that input was not loaded"):
+        fit(module, loader_of(images()), SCHEDULE, {"cache_dir": tmp_path / "cache"}, epochs=8)
+
+
+class Reading(Classifier):
+    """The training step itself looks at the input."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 1e-3 * batch[0].square().mean()
+
+
+def test_an_input_that_the_step_reads_is_loaded(tmp_path, caplog):
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        wrapped = compare(tmp_path, lambda: loader_of(images()), Reading)
+    assert wrapped.stats.hits > 40
+    assert wrapped.stats.not_loaded == 0
+    assert "inputs are loaded all the same (aten::pow uses them)" in caplog.text
+
+
+class Twice(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.net(batch[0].flip(-1))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_network_that_is_called_twice_keeps_the_cache_off(tmp_path):
+    with pytest.warns(UserWarning, match="cache of the frozen layers is off"):
+        compare(tmp_path, lambda: loader_of(images()), Twice)
+
+
+class Skipping(nn.Module):
+    """The input of the network is used again behind the frozen layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.front = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1))
+        self.back = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.back(self.front(x) + x).mean((2, 3)))
+
+
+def test_an_input_that_is_used_behind_the_boundary_is_loaded(tmp_path):
+    wrapped = compare(tmp_path, lambda: loader_of(images()), lambda: Classifier(Skipping()))
+    assert wrapped.stats.hits > 40
+    assert wrapped.stats.not_loaded == 0
+
+
+def test_without_the_callback_it_is_inert_and_says_so(tmp_path):
+    plain, cached = pair(Classifier)
+
+    def trained(module, **data):
+        L.seed_everything(0, verbose=False)
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 2}
+        trainer = L.Trainer(accelerator="cpu", enable_model_summary=False, callbacks=[OtherFinetuning()], **options)
+        trainer.fit(module, **data)
+
+    trained(plain, train_dataloaders=loader_of(images()))
+    wrapped = FrozenPrefixCache(loader_of(images()), cache_dir=tmp_path / "cache")
+    with pytest.warns(UserWarning, match=r"there is no KnowledgeGuidedFreezing .*\(OtherFinetuning is not asked\)"):
+        trained(cached, datamodule=wrapped)
+    assert_same_training(plain, cached)
+    assert not (tmp_path / "cache").exists()
+
+
+class OtherFinetuning(L.pytorch.callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net.stem)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        pass
+
+
+@pytest.mark.parametrize("name", ["max_bytes", "min_free_bytes", "host_bytes", "device_bytes", "augmentation_views"])
+def test_wrong_numbers(name):
+    with pytest.raises(ArgumentError, match=f"{name} must be at least 0, got -1"):
+        FrozenPrefixCache(loader_of(images()), **{name: -1})
+
+
+def test_a_cache_around_a_cache():
+    with pytest.raises(ArgumentError, match="is a FrozenPrefixCache already"):
+        FrozenPrefixCache(FrozenPrefixCache(loader_of(images())))
