@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_egeria.caching.directory import CacheDirectory
+from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.planned import PlannedLoader, why_not
@@ -208,11 +208,6 @@ class _TellingCache(PrefixCache):
                 rank_zero_warn(f"cache: {text}")
             else:
                 _log.info(f"cache: {text}")
-
-
-def default_cache_dir() -> Path:
-    """``lightning_egeria`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_egeria"
 
 
 def _as_module(train_dataloader: Any, val_dataloaders: Any) -> pl.LightningDataModule:

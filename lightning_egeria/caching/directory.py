@@ -12,7 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_egeria.caching.store import MANIFEST, ActivationStore, Manifest, StoreError, remove_store
+from lightning_egeria.caching.store import (
+    LOCK,
+    MANIFEST,
+    ActivationStore,
+    Manifest,
+    StoreError,
+    is_in_use,
+    remove_store,
+)
 from lightning_egeria.errors import CacheError
 
 
@@ -26,6 +34,7 @@ class StoreSummary:
         problem: what is wrong with it; None: nothing.
         bytes_on_disk: that it takes.
         present: entries that are there.
+        in_use: a run has it open.
         used_seconds_ago: since something was last written or opened.
     """
 
@@ -34,6 +43,7 @@ class StoreSummary:
     problem: str | None
     bytes_on_disk: int
     present: int
+    in_use: bool
     used_seconds_ago: float
 
 
@@ -42,18 +52,25 @@ class CacheDirectory:
 
     Args:
         path: made if it is not there, with its parents, for its user only.
+        make: False: it must be there.
 
     Raises:
         CacheError: it cannot be made or written, belongs to someone else, or others may write to it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, make: bool = True) -> None:
         self.path = path.expanduser().absolute()
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if make:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.path.stat()
         except OSError as error:
-            raise CacheError(f"the cache directory {self.path} cannot be made: {error.strerror or error}") from error
+            wanted = "made" if make else "read"
+            raise CacheError(
+                f"the cache directory {self.path} cannot be {wanted}: {error.strerror or error}"
+            ) from error
+        if not stat.S_ISDIR(status.st_mode):
+            raise CacheError(f"the cache directory {self.path} is no directory")
         if status.st_uid != os.geteuid():
             raise CacheError(f"the cache directory {self.path} belongs to another user; choose one of your own")
         if stat.S_IMODE(status.st_mode) & 0o022:
@@ -104,7 +121,11 @@ class CacheDirectory:
         """All stores, and all folders that look like one."""
         found = []
         for folder in sorted(self.path.iterdir()):
-            if folder.is_dir() and not folder.is_symlink() and (folder / MANIFEST).exists():
+            if (
+                folder.is_dir()
+                and not folder.is_symlink()
+                and any((folder / name).exists() for name in (MANIFEST, LOCK))
+            ):
                 found.append(self._summary(folder))
         return found
 
@@ -138,7 +159,12 @@ class CacheDirectory:
         try:
             store = ActivationStore(folder)
         except StoreError as error:
-            return StoreSummary(folder, None, str(error), size, 0, time.time() - used)
+            return StoreSummary(folder, None, str(error), size, 0, is_in_use(folder), time.time() - used)
         present = int(np.count_nonzero(store.index))
         store.close()
-        return StoreSummary(folder, store.manifest, None, size, present, time.time() - used)
+        return StoreSummary(folder, store.manifest, None, size, present, is_in_use(folder), time.time() - used)
+
+
+def default_cache_dir() -> Path:
+    """``lightning_egeria`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_egeria"

@@ -310,6 +310,21 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a process has the store open."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def remove_store(folder: Path) -> bool:
     """Delete a store that no process has open; returns whether it is gone."""
     try:
@@ -318,7 +333,8 @@ def remove_store(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for name in (MANIFEST, INDEX, ENTRIES, LOCK):  # without its manifest it is no store any longer
+        drafts = [file.name for file in folder.glob(f"{MANIFEST}.*")]
+        for name in (MANIFEST, *drafts, INDEX, ENTRIES, LOCK):  # without its manifest it is no store any longer
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
     except OSError:

@@ -1,0 +1,131 @@
+"""`egeria-cache`: what lies in a cache directory, whether it is sound, and how to be rid of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.caching.store import StoreError
+from lightning_egeria.errors import EgeriaError
+
+DAY_S = 86400
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; exit code 1 if something is damaged, 2 after a mistake of the caller.
+
+    Raises:
+        SystemExit: always in the end.
+    """
+    parser = argparse.ArgumentParser(prog="egeria-cache", description="Cached outputs of frozen layers.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|prune")
+    listing = commands.add_parser("ls", help="list the stores: for which model and data, how large, how full")
+    checking = commands.add_parser("verify", help="read every entry and compare it with its checksum")
+    pruning = commands.add_parser("prune", help="delete the stores that no run has open")
+    pruning.add_argument("--unused-days", type=float, default=0.0, help="only those that were not used for so long")
+    for command in (listing, checking, pruning):
+        command.add_argument("directory", nargs="?", type=Path, default=default_cache_dir(), metavar="DIR")
+    options = parser.parse_args(arguments)
+    try:
+        directory = CacheDirectory(options.directory, make=False)
+        if options.command == "prune":
+            code = _prune(directory, options.unused_days)
+        else:
+            code = _verify(directory) if options.command == "verify" else _list(directory)
+    except EgeriaError as error:
+        print(f"egeria-cache: {error}", file=sys.stderr)
+        code = 2
+    raise SystemExit(code)
+
+
+def _list(directory: CacheDirectory) -> int:
+    columns = ("store", "model, up to", "data", "entry", "entries", "on disk", "last used")
+    table = Table(*columns, title=escape(str(directory.path)))
+    summaries = directory.summaries()
+    for summary in summaries:
+        name, size = summary.folder.name[:8], _bytes(summary.bytes_on_disk)
+        used = "now, by a run" if summary.in_use else _ago(summary.used_seconds_ago)
+        if summary.manifest is None:
+            table.add_row(name, "damaged", "", "", "", size, used)
+            continue
+        about = {key: escape(summary.manifest.about.get(key, "?")) for key in ("model", "boundary", "data", "row")}
+        entries = f"{summary.present} of {summary.manifest.entries}"
+        boundary = f"{about['model']}, {about['boundary']}"
+        table.add_row(name, boundary, about["data"], about["row"], entries, size, used)
+    _print(table)
+    total = sum(summary.bytes_on_disk for summary in summaries)
+    print(f"{len(summaries)} stores, {_bytes(total)}")
+    return 0
+
+
+def _verify(directory: CacheDirectory) -> int:
+    damaged = 0
+    for summary in directory.summaries():
+        try:
+            sound, bad = directory.verify(summary.folder)
+        except StoreError as error:
+            print(f"{summary.folder.name}: damaged: {error}")
+            damaged += 1
+            continue
+        print(f"{summary.folder.name}: {sound} entries are sound, {bad} are damaged")
+        damaged += bad
+    if damaged:
+        print("A damaged entry is a miss for the runs that use it; `egeria-cache prune` removes whole stores.")
+    return 1 if damaged else 0
+
+
+def _prune(directory: CacheDirectory, unused_days: float) -> int:
+    freed = 0
+    for summary in directory.summaries():
+        if summary.in_use:
+            print(f"{summary.folder.name}: kept, a run uses it")
+        elif summary.used_seconds_ago < unused_days * DAY_S:
+            print(f"{summary.folder.name}: kept, used {_ago(summary.used_seconds_ago)}")
+        elif directory.remove(summary.folder):
+            freed += summary.bytes_on_disk
+            print(f"{summary.folder.name}: removed, {_bytes(summary.bytes_on_disk)}")
+        else:
+            print(f"{summary.folder.name}: could not be removed: it holds files that are not the cache's, or is in use")
+    print(f"{_bytes(freed)} are free again")
+    return 0
+
+
+def _print(table: Table) -> None:
+    console = Console()
+    # Where it is no terminal, every column is wanted in full.
+    Console(width=None if console.is_terminal else 200).print(table)
+
+
+def _bytes(count: int) -> str:
+    """In words.
+
+    >>> _bytes(1_500_000)
+    '1.5 MB'
+    """
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def _ago(seconds: float) -> str:
+    """In words.
+
+    >>> _ago(90), _ago(3 * 86400)
+    ('2 min ago', '3 days ago')
+    """
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min ago"
+    return f"{seconds / 3600:.0f} h ago" if seconds < 2 * DAY_S else f"{seconds / DAY_S:.0f} days ago"
+
+
+if __name__ == "__main__":
+    main()

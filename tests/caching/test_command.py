@@ -1,0 +1,106 @@
+"""`egeria-cache` on directories that real runs have left."""
+
+import os
+import shutil
+
+import pytest
+from cached_runs import Classifier, fit, images, loader_of
+
+from lightning_egeria.caching.command import main
+from lightning_egeria.caching.store import ENTRIES, LOCK, MANIFEST, ActivationStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    cache_dir = tmp_path_factory.mktemp("run") / "cache"
+    fit(Classifier(), loader_of(images()), {1: 2}, {"cache_dir": cache_dir})
+    return cache_dir
+
+
+@pytest.fixture
+def cache_dir(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "cache")
+    (tmp_path / "cache").chmod(0o700)
+    return tmp_path / "cache"
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return ended.value.code
+
+
+def only(cache_dir):
+    (folder,) = cache_dir.iterdir()
+    return folder
+
+
+def test_ls_says_what_is_there(cache_dir, capsys):
+    assert run("ls", cache_dir) == 0
+    output = capsys.readouterr().out
+    assert "Classifier, net.a.2" in output
+    assert "TensorDataset" in output
+    assert "8x8x8 torch.float32" in output
+    assert "40 of 40" in output
+    assert "0 min ago" in output
+    assert "1 stores" in output
+
+
+def test_verify_reads_every_entry(cache_dir, capsys):
+    assert run("verify", cache_dir) == 0
+    assert "40 entries are sound, 0 are damaged" in capsys.readouterr().out
+    os.truncate(only(cache_dir) / ENTRIES, (only(cache_dir) / ENTRIES).stat().st_size // 2)
+    assert run("verify", cache_dir) == 1
+    assert "20 are damaged" in capsys.readouterr().out
+
+
+def test_a_damaged_manifest_is_shown_and_pruned(cache_dir, capsys):
+    (only(cache_dir) / MANIFEST).write_text("{")
+    assert run("ls", cache_dir) == 0
+    assert "damaged" in capsys.readouterr().out
+    assert run("verify", cache_dir) == 1
+    assert run("prune", cache_dir) == 0
+    assert not list(cache_dir.iterdir())
+
+
+def test_prune_leaves_what_a_run_has_open_or_has_used_lately(cache_dir, capsys):
+    store = ActivationStore(only(cache_dir))
+    assert run("ls", cache_dir) == 0
+    assert "now, by a run" in capsys.readouterr().out
+    assert run("prune", cache_dir) == 0
+    assert "kept, a run uses it" in capsys.readouterr().out
+    store.close()
+    assert run("prune", cache_dir, "--unused-days", "1") == 0
+    assert "kept, used 0 min ago" in capsys.readouterr().out
+    assert only(cache_dir).exists()
+    assert run("prune", cache_dir) == 0
+    assert "removed" in capsys.readouterr().out
+    assert not list(cache_dir.iterdir())
+
+
+def test_prune_removes_what_a_killed_run_has_begun(cache_dir):
+    begun = cache_dir / "0123"
+    begun.mkdir()
+    (begun / LOCK).write_text("")
+    (begun / f"{MANIFEST}.77").write_text("{")
+    assert run("prune", cache_dir) == 0
+    assert not list(cache_dir.iterdir())
+
+
+def test_prune_leaves_the_users_own_files(cache_dir, capsys):
+    (cache_dir / "notes").mkdir()
+    (cache_dir / "notes" / "text").write_text("mine")
+    (only(cache_dir / "notes")).write_text("mine")
+    assert run("prune", cache_dir) == 0
+    assert (cache_dir / "notes" / "text").read_text() == "mine"
+
+
+def test_mistakes_are_told_in_one_line(tmp_path, capsys):
+    assert run("ls", tmp_path / "nothing") == 2
+    assert "egeria-cache: the cache directory" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert run("ls", tmp_path / "file") == 2
+    assert "is no directory" in capsys.readouterr().err
+    assert not (tmp_path / "nothing").exists()
