@@ -1,5 +1,6 @@
 """`egeria-train`: train any configured model on any configured data, with Hydra overrides."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -12,7 +13,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_egeria import KnowledgeGuidedFreezing
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing
 from lightning_egeria.errors import EgeriaError
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -24,11 +25,14 @@ def train(config: DictConfig) -> dict[str, Any]:
     """Train as configured and write `savings.json` into `config.run_dir`.
 
     Returns:
-        What `savings.json` holds: `savings` (`Savings.to_dict()`; None without the freezing callback), `metrics` (the
+        What `savings.json` holds: `savings` (`Savings.to_dict()`; None without the freezing callback), `cache` (the
+        fields of `CacheStats`; None without the cache), `metrics` (the
         last value of each logged metric), `fit_time_s` (wall time of the fit, validation included).
     """
     L.seed_everything(config.seed, workers=True, verbose=False)
     datamodule = hydra.utils.instantiate(config.data)
+    if config.get("cache"):
+        datamodule = hydra.utils.instantiate(config.cache, datamodule=datamodule)
     model = hydra.utils.instantiate(config.model)
     callbacks = [hydra.utils.instantiate(callback) for callback in config.get("callbacks", {}).values()]
     logger = hydra.utils.instantiate(config.logger) if config.get("logger") else False
@@ -42,6 +46,7 @@ def train(config: DictConfig) -> dict[str, Any]:
     freezing = [callback for callback in callbacks if isinstance(callback, KnowledgeGuidedFreezing)]
     results = {
         "savings": freezing[0].savings().to_dict() if freezing else None,
+        "cache": dataclasses.asdict(datamodule.stats) if isinstance(datamodule, FrozenPrefixCache) else None,
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "fit_time_s": fit_time_s,
     }

@@ -14,7 +14,7 @@ from lightning_egeria.demos.data import Cifar10Data, DigitsData
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.train import CONFIG_DIR
 
-GROUPS = ("model", "data", "callbacks", "trainer", "logger", "experiment")
+GROUPS = ("model", "data", "callbacks", "cache", "trainer", "logger", "experiment")
 OPTIONS = [
     (group, path.stem)
     for group in GROUPS
@@ -43,6 +43,8 @@ def test_instantiates(configure, group, option):
 
     model = hydra.utils.instantiate(config.model)
     datamodule = hydra.utils.instantiate(config.data)
+    if config.get("cache"):
+        datamodule = hydra.utils.instantiate(config.cache, datamodule=datamodule)
     callbacks = [hydra.utils.instantiate(callback) for callback in config.get("callbacks", {}).values()]
     logger = hydra.utils.instantiate(config.logger) if config.get("logger") else False
     trainer = hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=logger)
@@ -81,6 +83,7 @@ def test_any_timm_name(configure):
         ([], "callbacks.freezing.policy"),
         ([], "data"),
         (["data=cifar10"], "data"),
+        (["cache=disk"], "cache"),
     ],
 )
 def test_defaults_written_in_a_config_are_those_of_the_code(configure, overrides, keys):
@@ -95,7 +98,7 @@ def test_defaults_written_in_a_config_are_those_of_the_code(configure, overrides
 
     assert written == defaults | {name: written[name] for name in required}
     # What the code takes can be overridden without a plus sign.
-    assert set(parameters) <= set(node)
+    assert set(parameters) <= set(node) | {"datamodule"}
 
 
 def test_the_classes_named_here_are_the_ones_configured(configure):

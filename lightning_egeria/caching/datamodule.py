@@ -154,6 +154,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         """As the user's; what was cached stays on disk."""
         if stage == "fit":
             self._close()
+            self._tell_the_end()
         self.datamodule.teardown(stage)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -188,6 +189,16 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     def _callbacks(self) -> list[Any]:
         return list(getattr(self.trainer, "callbacks", []))
+
+    def _tell_the_end(self) -> None:
+        stats = self._stats
+        total = stats.hits + stats.advanced + stats.misses
+        if total:
+            _log.info(
+                f"cache: {stats.hits + stats.advanced} of {total} samples came from the cache since the first freeze, "
+                f"{stats.not_loaded} were not even loaded; about {stats.seconds_saved:.1f} s saved; "
+                f"{stats.bytes_on_disk / 1e9:.2f} GB in {self.cache_dir}"
+            )
 
     def _close(self) -> None:
         if self._cache is not None:
