@@ -63,6 +63,10 @@ class UnderCallback:
             estimated_stepping_batches=total_steps,
             num_training_batches=total_steps,
             limit_train_batches=1.0,
+            accumulate_grad_batches=1,
+            progress_bar_callback=None,
+            loggers=[],
+            fit_loop=types.SimpleNamespace(),
         )
         self.callback.on_fit_start(self.trainer, self.model)
         self.callback.on_train_start(self.trainer, self.model)

@@ -118,7 +118,7 @@ class PrefixBypass:
         self.depth = depth
         self.chain = chain
         self.units = [unit for layer_module in chain.layer_modules[:depth] for unit in layer_module.units]
-        self.materialise = False  # for networks that change a stand-in in place
+        self._short = self._materialise = False
         self._modules = dict(module.named_modules())
         self._passage: Passage | None = None
         self._known: list[Any] = []
@@ -180,6 +180,16 @@ class PrefixBypass:
         if passage.skip or passage.reached is None or passage.samples is None:
             raise RuntimeError("only a whole forward shows what the units give")
         self._known, self._known_size = passage.outputs, _BatchSize(passage.samples, length)
+        self._memo.clear()
+
+    def stand_ins(self, short: bool, materialise: bool) -> None:
+        """What stand-ins look like from here on.
+
+        Args:
+            short: of one sample, whatever the batch.
+            materialise: with memory of their own, for networks that change them in place.
+        """
+        self._short, self._materialise = short, materialise
         self._memo.clear()
 
     def _entry(self, path: str, original: Forward) -> Forward:
@@ -273,11 +283,12 @@ class PrefixBypass:
     def _stand_in(self, position: int, passage: Passage) -> Any:
         if passage.samples is None or passage.activation is None:
             raise RuntimeError("a passage that leaves units out needs its samples and an activation")
-        key = (position, _BatchSize(passage.samples, passage.length))
+        last = position == passage.skip - 1
+        key = (position, _BatchSize(passage.samples if last or not self._short else 1, passage.length))
         if key not in self._memo:
             self._memo[key] = apply_to_collection(self._known[position], _Spec, self._make, key[1])
         output = self._memo[key]
-        if position < passage.skip - 1:
+        if not last:
             return output
         boundary = next(m for d, m in enumerate(self.chain.layer_modules, 1) if self.position_of(d) == passage.skip)
         count = iter(range(sys.maxsize))
@@ -287,7 +298,7 @@ class PrefixBypass:
 
     def _make(self, spec: _Spec, size: _BatchSize) -> Tensor:
         made = spec.stand_in(self._known_size, size)
-        return made.clone(memory_format=torch.contiguous_format) if self.materialise else made
+        return made.clone(memory_format=torch.contiguous_format) if self._materialise else made
 
 
 def rows_of(

@@ -41,11 +41,14 @@ class InputField:
         sample_leaf: its number among the leaves of a sample.
         batch_leaf: number among the tensors of the batch.
         other_bytes: of all other fields, encoded, of the largest sample seen.
+        batch_shape: of the batch leaf without its first dimension, where the collate function also takes fields without
+            a single value in its place; None: it does not.
     """
 
     sample_leaf: int
     batch_leaf: int
     other_bytes: int
+    batch_shape: tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +171,14 @@ class PlannedDataset:
         findings = self._examine(plan, samples) if plan.examine else None
         lengths = None
         if plan.length_leaf is not None:
-            lengths = tuple(_length_of(list(leaves_of(sample))[plan.length_leaf]) for sample in samples)
-        batch = self.collate(samples)
-        input_shape = None
-        if plan.input_field is not None and not any(loaded):
-            batch, input_shape = _without_leaf(batch, plan.input_field.batch_leaf)
+            lengths = tuple(map(_length_of, _at(samples, plan.length_leaf)))
+        field, input_shape = plan.input_field, None
+        if field is None or any(loaded):
+            batch = self.collate(samples)
+        elif field.batch_shape is None:
+            batch, input_shape = _without_leaf(self.collate(samples), field.batch_leaf)
+        else:
+            batch, input_shape = self.collate(samples), (len(samples), *field.batch_shape)
         return Loaded(batch, plan.number, loaded, fields, lengths, input_shape, findings)
 
     def close(self) -> None:
@@ -183,15 +189,16 @@ class PlannedDataset:
         self._stores = {}
 
     def _samples(self, plan: Plan) -> tuple[list[Any], tuple[bytes | None, ...] | None, tuple[bool, ...]]:
-        stored: dict[int, bytes] = {}
+        stored, leaves = self._stored(plan)
         samples: dict[int, Any] = {}
-        if plan.input_field is not None:
-            for place, number in enumerate(plan.stored):
-                fields = self._fields(plan.stores[number], plan.entries[place]) if number >= 0 else None
-                if fields is not None:
-                    with contextlib.suppress(ValueError, StopIteration):  # damaged: loaded like any other
-                        samples[place] = with_leaves(plan.structure, iter(decode(fields)))
-                        stored[place] = fields
+        field = plan.input_field
+        if field is not None:
+            # Nothing of the absent input is needed if it is absent from the whole batch.
+            empty = field.batch_shape is not None and len(leaves) == len(plan.ids)
+            for place, values in leaves.items():
+                if empty:
+                    values[field.sample_leaf] = _empty(values[field.sample_leaf])
+                samples[place] = with_leaves(plan.structure, iter(values))
         missing = [place for place in range(len(plan.ids)) if place not in samples]
         seeds = [plan.seeds[place] for place in missing] if plan.seeds is not None else None
         samples.update(zip(missing, self._fetch([plan.ids[place] for place in missing], seeds), strict=True))
@@ -202,6 +209,20 @@ class PlannedDataset:
         left_out = plan.input_field.sample_leaf if plan.input_field is not None else None
         kept = [stored.get(place) or _fields_of(sample, left_out) for place, sample in enumerate(ordered)]
         return ordered, tuple(kept), loaded
+
+    def _stored(self, plan: Plan) -> tuple[dict[int, bytes], dict[int, list[Any]]]:
+        """Encoded fields and leaves of the samples that need not be loaded, by place."""
+        stored: dict[int, bytes] = {}
+        leaves: dict[int, list[Any]] = {}
+        count = len(list(leaves_of(plan.structure)))
+        for place, number in enumerate(plan.stored) if plan.input_field is not None else ():
+            fields = self._fields(plan.stores[number], plan.entries[place]) if number >= 0 else None
+            if fields is not None:
+                with contextlib.suppress(ValueError):  # damaged: loaded like any other
+                    values = decode(fields)
+                    if len(values) == count:
+                        stored[place], leaves[place] = fields, values
+        return stored, leaves
 
     def _fetch(self, ids: list[int], seeds: list[int] | None) -> list[Any]:
         if not ids:
@@ -278,7 +299,7 @@ class PlannedDataset:
             if not (is_numbers(leaf) or (isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim)):
                 continue
             try:
-                found = list(tensor_leaves(self.collate([_with_stand_in(sample, number) for sample in samples])))
+                found = list(tensor_leaves(self.collate([_with_leaf(sample, number, _absent) for sample in samples])))
             except Exception:  # the user's function may raise anything
                 continue
             if [t.shape for t in found] != [t.shape for t in batch]:
@@ -286,12 +307,25 @@ class PlannedDataset:
             changed = [i for i, (a, b) in enumerate(zip(batch, found, strict=True)) if not same_leaf(a, b)]
             if len(changed) == 1 and problem is None:
                 other_bytes = max(len(_fields_of(sample, number) or b"") for sample in samples)
-                inputs.append(InputField(number, changed[0], other_bytes))
-            lengths = tuple(_length_of(list(leaves_of(sample))[number]) for sample in loaded)
+                batch_shape = tuple(batch[changed[0]].shape[1:]) if self._takes_empty(samples, number, batch) else None
+                inputs.append(InputField(number, changed[0], other_bytes, batch_shape))
+            lengths = tuple(map(_length_of, _at(loaded, number)))
             if len(set(lengths)) > 1:
                 varying += [VaryingField(number, batch_leaf, lengths) for batch_leaf in changed]
         reason = problem or (None if inputs else "the collate function needs all fields of the samples")
         return Findings(None, tuple(inputs), tuple(varying), reason, fingerprint, structure)
+
+    def _takes_empty(self, samples: list[Any], number: int, batch: list[Tensor]) -> bool:
+        """Whether the batch has all its other leaves, and as many samples, where a leaf of the samples is empty."""
+        try:
+            found = list(tensor_leaves(self.collate([_with_leaf(sample, number, _empty) for sample in samples])))
+        except Exception:  # the user's function may raise anything
+            return False
+        differing = [i for i, (a, b) in enumerate(zip(batch, found, strict=False)) if not same_leaf(a, b)]
+        if len(found) != len(batch) or len(differing) != 1 or len({leaf.shape for leaf in _at(samples, number)}) > 1:
+            return False
+        one, other = batch[differing[0]], found[differing[0]]
+        return one.shape[:1] == other.shape[:1] == (len(samples),) and one.dtype == other.dtype
 
     def _fingerprint(self) -> str:
         """Of length, classes and three samples; the same in every process."""
@@ -370,10 +404,23 @@ def _fields_of(sample: Any, input_leaf: int | None) -> bytes | None:
         return None
 
 
-def _with_stand_in(sample: Any, number: int) -> Any:
+def _with_leaf(sample: Any, number: int, change: Callable[[Any], Any]) -> Any:
     leaves = list(leaves_of(sample))
-    leaves[number] = StandIn.of(leaves[number]).leaf()
+    leaves[number] = change(leaves[number])
     return with_leaves(sample, iter(leaves))
+
+
+def _absent(leaf: Any) -> Any:
+    return StandIn.of(leaf).leaf()
+
+
+def _empty(leaf: Any) -> Any:
+    """One of the same type without a value."""
+    return leaf.new_empty(0) if isinstance(leaf, Tensor) else np.empty(0, leaf.dtype)
+
+
+def _at(samples: list[Any], number: int) -> list[Any]:
+    return [list(leaves_of(sample))[number] for sample in samples]
 
 
 def _same(first: Any, second: Any) -> bool:

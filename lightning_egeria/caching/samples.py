@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_TENSOR, _ARRAY, _BYTES, _PLAIN, _STAND_IN = "tensor", "array", "bytes", "plain", "stand-in"
+_KINDS = _TENSOR, _ARRAY, _BYTES, _PLAIN, _STAND_IN = "tensor", "array", "bytes", "plain", "stand-in"
 
 
 class StandIn(NamedTuple):
@@ -136,34 +138,57 @@ def decode(data: bytes) -> list[Any]:
         ValueError: ``data`` is not what `encode` makes.
     """
     end = 4 + int.from_bytes(data[:4], "little")
-    try:
-        described = json.loads(data[4:end])
-        leaves: list[Any] = []
-        for kind, *rest in described:
-            if kind == _PLAIN:
-                leaves.append(rest[0])
-            elif kind == _STAND_IN:
-                leaves.append(StandIn(tuple(rest[0]), rest[1], rest[2]).leaf())
-            elif kind == _BYTES:
-                end += rest[0]
-                leaves.append(_cut(data, end - rest[0], end))
-            else:
-                dtype = np.dtype(np.uint8) if kind == _TENSOR else np.dtype(rest[1])
-                item = _torch_dtype(rest[1]).itemsize if kind == _TENSOR else dtype.itemsize
-                size = item * int(np.prod(rest[0], dtype=np.int64))
-                raw = bytearray(_cut(data, end, end + size))
-                end += size
-                if kind == _TENSOR:
-                    tensor = torch.frombuffer(raw, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
-                    leaves.append(tensor.view(_torch_dtype(rest[1])).reshape(rest[0]))
-                else:
-                    array = np.frombuffer(raw, dtype).reshape(rest[0])
-                    leaves.append(array[()] if rest[2] else array)
-    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, UnicodeDecodeError, OverflowError) as error:
-        raise ValueError(f"not the fields of a sample: {error}") from error
+    leaves: list[Any] = []
+    for part in _parts_of(data[4:end]):
+        raw = data[end : end + part.size]
+        if len(raw) != part.size:
+            raise ValueError("not the fields of a sample: it is shorter than it says")
+        end += part.size
+        if part.kind == _BYTES:
+            leaves.append(raw)
+        elif part.kind == _TENSOR:
+            tensor = torch.frombuffer(bytearray(raw), dtype=part.dtype) if raw else torch.empty(0, dtype=part.dtype)
+            leaves.append(tensor.reshape(part.shape))
+        elif part.kind == _ARRAY:
+            array = np.frombuffer(bytearray(raw), part.dtype).reshape(part.shape)
+            leaves.append(array[()] if part.value else array)
+        else:
+            leaves.append(list(part.value) if isinstance(part.value, list) else part.value)
     if end != len(data):
         raise ValueError("not the fields of a sample: the length is wrong")
     return leaves
+
+
+class _Part(NamedTuple):
+    kind: str
+    size: int  # bytes behind the head
+    dtype: Any = None
+    shape: tuple[int, ...] = ()
+    value: Any = None  # of what has no bytes; of an array, whether it is a number
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts_of(head: bytes) -> tuple[_Part, ...]:
+    """What the head of an encoded sample describes. Most samples of a dataset have the same."""
+    parts = []
+    try:
+        for kind, *rest in json.loads(head):
+            if kind == _PLAIN:
+                parts.append(_Part(kind, 0, value=rest[0]))
+            elif kind == _STAND_IN:
+                parts.append(_Part(kind, 0, value=StandIn(tuple(rest[0]), rest[1], rest[2]).leaf()))
+            elif kind == _BYTES:
+                parts.append(_Part(kind, int(rest[0])))
+            else:
+                shape = tuple(map(int, rest[0]))
+                dtype: Any = _torch_dtype(rest[1]) if kind == _TENSOR else np.dtype(rest[1])
+                scalar = kind != _TENSOR and bool(rest[2])
+                parts.append(_Part(kind, math.prod(shape) * dtype.itemsize, dtype, shape, scalar))
+    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"not the fields of a sample: {error}") from error
+    if any(part.size < 0 or part.kind not in _KINDS for part in parts):
+        raise ValueError("not the fields of a sample: it says what no sample can be")
+    return tuple(parts)
 
 
 def is_numbers(value: Any) -> bool:
@@ -183,12 +208,6 @@ def bytes_of(tensor: Tensor) -> bytes:
     """The values of a tensor, row by row."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def _cut(data: bytes, start: int, end: int) -> bytes:
-    if not 0 <= start <= end <= len(data):
-        raise ValueError("not the fields of a sample: it is shorter than it says")
-    return data[start:end]
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Boundary activations on disk: one slot of fixed size for each entry, and an index of what is there.
 
 A store is a folder of three files. ``manifest.json`` says what the entries are; ``entries`` holds one slot per entry,
-at ``number * slot_bytes``: a header with the lengths and checksums, the activation, the other fields of the sample;
+at ``number * slot_bytes``: a header with the lengths and checksums, the other fields of the sample, the activation;
 ``index`` holds four bytes per entry, written last: a part of the header's checksum, or zero. An entry counts only where
 index, header and data agree, so one that is absent, torn, changed or of another store is a miss and never an error.
 
@@ -19,6 +19,7 @@ import os
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -201,8 +202,9 @@ class ActivationStore:
             xxhash.xxh3_64_intdigest(activation.data),
             xxhash.xxh3_64_intdigest(fields),
         )
-        size = len(header) + activation.nbytes + len(fields)
-        if os.pwritev(self._entries, [header, activation.data, fields], number * self.manifest.slot_bytes) != size:
+        parts: list[Any] = [header, fields.ljust(self.manifest.field_bytes, b"\0"), activation.data]
+        size = len(header) + self.manifest.field_bytes + activation.nbytes
+        if os.pwritev(self._entries, parts, number * self.manifest.slot_bytes) != size:
             raise OSError(f"{self.folder / ENTRIES}: the entry was written in part")
         mark = np.uint32(_mark(header))
         os.pwrite(self._index, mark.tobytes(), number * 4)
@@ -219,31 +221,31 @@ class ActivationStore:
         Returns:
             The shape of the activation without the batch dimension; None for a miss.
         """
-        header = bytearray(_HEADER.size)
+        front = bytearray(_HEADER.size + self.manifest.field_bytes)
         try:
-            count = os.preadv(self._entries, [header, into.data], number * self.manifest.slot_bytes)
+            count = os.preadv(self._entries, [front, into.data], number * self.manifest.slot_bytes)
+            parts = self._checked(number, front[: _HEADER.size])
         except OSError:
             return None
-        parts = self._checked(number, header)
         if parts is None:
             return None
         shape, length, _, checksum, _ = parts
-        if count < len(header) + length or length > into.nbytes:
+        if count < len(front) + length or length > into.nbytes:
             return None
         return shape if xxhash.xxh3_64_intdigest(into[:length].data) == checksum else None
 
     def read_fields(self, number: int) -> bytes | None:
         """Read the other fields of the sample; None for a miss."""
-        offset = number * self.manifest.slot_bytes
+        size = _HEADER.size + self.manifest.field_bytes
         try:
-            header = os.pread(self._entries, _HEADER.size, offset)
-            parts = self._checked(number, header)
-            if parts is None:
-                return None
-            _, length, field_length, _, checksum = parts
-            fields = os.pread(self._entries, field_length, offset + _HEADER.size + length)
+            front = os.pread(self._entries, size, number * self.manifest.slot_bytes)
+            parts = self._checked(number, front[: _HEADER.size])
         except OSError:
             return None
+        if parts is None:
+            return None
+        _, _, field_length, _, checksum = parts
+        fields = front[_HEADER.size : _HEADER.size + field_length]
         return fields if len(fields) == field_length and xxhash.xxh3_64_intdigest(fields) == checksum else None
 
     def forget(self, number: int) -> None:

@@ -1,0 +1,213 @@
+"""Are the frozen layers really left out? Time of a step from the cache, over that of a network cut off by hand.
+
+Two equal models take training steps in turn: one under the callback and the cache, all of whose entries are there, on
+disk in the page cache; the other is cut by hand at the same place and is given the activations from memory. A step of
+the first is all that the training thread does from one batch to the next: the wait for the batch, the reading, the
+hooks. Printed are, for each depth, both medians, the median of the ratio of neighbours, and what is left of a step with
+nothing frozen.
+
+    python benchmarks/cached_step.py [--model resnet56|vit] [--batch-size 32] [--pairs 15] [--every 1] [--host-bytes 0]
+"""
+
+import argparse
+import itertools
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import types
+
+import lightning
+import torch
+from timm.models import VisionTransformer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.caching import stats
+from lightning_egeria.demos.resnet import CifarResNet
+
+BATCHES = 12
+EPOCHS_BEFORE = 3  # one finds the chain and freezes, one records, one reads everything once
+
+
+class Model(lightning.LightningModule):
+    """The network under test."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        vit = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3, "num_classes": 10}
+        self.net = CifarResNet(int(name.removeprefix("resnet"))) if name != "vit" else VisionTransformer(**vit)
+
+
+def new_model(name: str) -> Model:
+    """Equal at each call."""
+    torch.manual_seed(0)
+    return Model(name)
+
+
+def parts_of(net: nn.Module) -> tuple[list[nn.Module], nn.Module]:
+    """What a careful user cuts it into: the parts that run one behind the other, and the head."""
+    if isinstance(net, CifarResNet):
+        stem = nn.Sequential(net.conv1, net.bn1, nn.ReLU())
+        head = nn.Sequential(Pool(), net.linear)
+        return [stem, *net.layer1, *net.layer2, *net.layer3], head
+    return [*net.blocks], nn.Sequential(net.norm, Token(), net.fc_norm, net.head_drop, net.head)
+
+
+class Pool(nn.Module):
+    """The mean over the image."""
+
+    def forward(self, features):
+        return features.mean(dim=(2, 3))
+
+
+class Token(nn.Module):
+    """The one that the head of a vision transformer looks at."""
+
+    def forward(self, tokens):
+        return tokens[:, 0]
+
+
+class Loop:
+    """Training with the callback and the cache, hook by hook as Lightning does it; one call is one step."""
+
+    def __init__(self, name: str, frozen: int, data: TensorDataset, batch_size: int, cache_dir: str, host_bytes: int):
+        self.model = new_model(name)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.callback = KnowledgeGuidedFreezing(ScriptedPolicy({1: frozen} if frozen else {}))
+        loader = DataLoader(data, batch_size, shuffle=True)
+        self.cache = FrozenPrefixCache(loader, cache_dir=cache_dir, min_free_bytes=0, host_bytes=host_bytes)
+        steps = 10**6
+        self.trainer = types.SimpleNamespace(
+            callbacks=[self.callback],
+            current_epoch=0,
+            global_step=0,
+            optimizers=[self.optimizer],
+            fast_dev_run=False,
+            overfit_batches=0,
+            estimated_stepping_batches=steps,
+            num_training_batches=steps,
+            limit_train_batches=1.0,
+            accumulate_grad_batches=1,
+            progress_bar_callback=None,
+            loggers=[],
+            fit_loop=types.SimpleNamespace(),
+        )
+        self.cache.trainer = self.trainer
+        self.cache.setup("fit")
+        self.loader = self.cache.train_dataloader()
+        self.callback.on_fit_start(self.trainer, self.model)
+        self.callback.on_train_start(self.trainer, self.model)
+        self.batches = iter(())
+
+    def step(self) -> float:
+        """Seconds of one step. What begins an epoch is not counted."""
+        started = time.perf_counter()
+        batch = next(self.batches, None)
+        if batch is None:
+            self.batches = iter(self.loader)
+            started = time.perf_counter()
+            batch = next(self.batches)
+        hooks, trainer, model = self.callback, self.trainer, self.model
+        hooks.on_train_batch_start(trainer, model, batch, trainer.global_step)
+        images, labels = batch
+        loss = nn.functional.cross_entropy(model.net(images), labels)
+        self.optimizer.zero_grad()
+        hooks.on_before_backward(trainer, model, loss)
+        loss.backward()
+        hooks.on_after_backward(trainer, model)
+        self.optimizer.step()
+        trainer.global_step += 1
+        hooks.on_train_batch_end(trainer, model, None, batch, trainer.global_step - 1)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self.batches = iter(())
+        self.cache.teardown("fit")
+        self.callback.teardown(self.trainer, self.model, "fit")
+
+
+class CutByHand:
+    """The back of the network, from activations in memory."""
+
+    def __init__(self, name: str, front: int, data: TensorDataset, batch_size: int) -> None:
+        net = new_model(name).net
+        parts, head = parts_of(net)
+        self.batches = []
+        for images, labels in DataLoader(data, batch_size):
+            with torch.no_grad():
+                if isinstance(net, VisionTransformer):
+                    images = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(images))))
+                self.batches.append((nn.Sequential(*parts[:front]).eval()(images), labels))
+        self.order = itertools.cycle(range(len(self.batches)))
+        self.back = nn.Sequential(*parts[front:], head).train()
+        self.optimizer = torch.optim.SGD(self.back.parameters(), lr=0.01, momentum=0.9)
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        activation, labels = self.batches[next(self.order)]
+        started = time.perf_counter()
+        loss = nn.functional.cross_entropy(self.back(activation), labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return time.perf_counter() - started
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet56")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--every", type=int, default=1, help="measure every n-th depth")
+    parser.add_argument("--host-bytes", type=int, default=0)
+    options = parser.parse_args()
+    stats.COMPARED_STEPS = sys.maxsize  # or it would stop where it does not pay
+    images = torch.randn(BATCHES * options.batch_size, 3, 32, 32)
+    data = TensorDataset(images, torch.randint(10, (len(images),)))
+    print(
+        f"{options.model}, batch {options.batch_size}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"lightning {lightning.__version__}, {platform.machine()}, host_bytes={options.host_bytes}"
+    )
+    net = new_model(options.model).net
+    parts, _ = parts_of(net)
+    is_vit = isinstance(net, VisionTransformer)
+    print("frozen     cached    by hand   cached/by hand   of a full step")
+    uncut = CutByHand(options.model, 0, data, options.batch_size)
+    full = statistics.median([uncut.step() for _ in range(options.pairs)][3:])
+    ratios_of_depths = []
+    # Depth 1 of the transformer is the embedding, which is no part.
+    for frozen in range(1, len(parts) + is_vit, options.every):
+        with tempfile.TemporaryDirectory() as cache_dir:
+            loop = Loop(options.model, frozen, data, options.batch_size, cache_dir, options.host_bytes)
+            by_hand = CutByHand(options.model, frozen - is_vit, data, options.batch_size)
+            for _ in range(EPOCHS_BEFORE * BATCHES):
+                loop.step()
+                by_hand.step()
+            pairs = []
+            before = loop.cache.stats.misses
+            for index in range(options.pairs):
+                if index % 2:  # who goes first changes, or a drift of the machine would favour one
+                    hand = by_hand.step()
+                    pairs.append((loop.step(), hand))
+                else:
+                    pairs.append((loop.step(), by_hand.step()))
+            misses = loop.cache.stats.misses - before
+            assert loop.callback.frozen_depth == loop.cache.stats.cut == frozen, loop.cache.stats
+            loop.close()
+        ours, hand = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(a / b for a, b in pairs)
+        ratios_of_depths.append(ratio)
+        # A spot check takes a whole step, and reads the input.
+        note = f"  {misses} samples ran the frozen layers, for a spot check" if misses else ""
+        print(
+            f"{frozen:6d} {ours * 1e3:7.2f} ms {hand * 1e3:7.2f} ms {ratio:16.3f} {ours / full:16.3f}{note}", flush=True
+        )
+    print(f"cached/by hand: median {statistics.median(ratios_of_depths):.3f}, largest {max(ratios_of_depths):.3f}")
+
+
+if __name__ == "__main__":
+    main()
