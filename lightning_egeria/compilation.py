@@ -30,7 +30,9 @@ def forget_compiled() -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module or one inside it was given to `torch.compile`. Functions that were cannot be seen.
+    """Whether the module, one inside it, or the ``forward`` of one was given to `torch.compile`.
+
+    Other functions that were cannot be seen.
 
     >>> is_compiled(nn.Sequential(nn.ReLU()))
     False
@@ -38,14 +40,14 @@ def is_compiled(module: nn.Module) -> bool:
     if "torch._dynamo" not in sys.modules:
         return False
     return getattr(module, "_compiler_ctx", None) is not None or any(  # which Lightning keeps of a LightningModule
-        part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule)
+        part._compiled_call_impl is not None
+        or isinstance(part, torch._dynamo.OptimizedModule)
+        or hasattr(part.forward, "_torchdynamo_orig_callable")
         for part in module.modules()
     )
 
 
 def hidden_from_compiler(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
     """A function that `torch.compile` runs as it is; unless ``recursive``, what it calls is compiled all the same."""
-    if "torch._dynamo" not in sys.modules:
-        return function
     hidden: Callable[..., Any] = torch.compiler.disable(function, recursive=recursive)
     return hidden

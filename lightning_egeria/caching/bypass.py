@@ -112,9 +112,11 @@ class PrefixBypass:
         module: the model in training.
         chain: of its layer modules.
         depth: of the prefix.
+        compiled: whether any of it is.
     """
 
-    def __init__(self, module: nn.Module, chain: LayerChain, depth: int) -> None:
+    def __init__(self, module: nn.Module, chain: LayerChain, depth: int, compiled: bool) -> None:
+        self._hidden = hidden_from_compiler if compiled else _unchanged
         self.depth = depth
         self.chain = chain
         self.units = [unit for layer_module in chain.layer_modules[:depth] for unit in layer_module.units]
@@ -193,7 +195,7 @@ class PrefixBypass:
         self._memo.clear()
 
     def _entry(self, path: str, original: Forward) -> Forward:
-        begin, end = hidden_from_compiler(functools.partial(self._begin_entry, path)), hidden_from_compiler(_end_entry)
+        begin, end = self._hidden(functools.partial(self._begin_entry, path)), self._hidden(_end_entry)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             passage = begin(args, kwargs)
@@ -202,11 +204,11 @@ class PrefixBypass:
             finally:
                 end(passage)
 
-        return hidden_from_compiler(forward, recursive=False)
+        return self._hidden(forward, recursive=False)
 
     def _unit(self, path: str, original: Forward) -> Forward:
-        begin = hidden_from_compiler(functools.partial(self._begin_unit, path))
-        end = hidden_from_compiler(self._end_unit)
+        begin = self._hidden(functools.partial(self._begin_unit, path))
+        end = self._hidden(self._end_unit)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             passage, output = begin()
@@ -218,7 +220,7 @@ class PrefixBypass:
                 end(passage, output)
             return output
 
-        return hidden_from_compiler(forward, recursive=False)
+        return self._hidden(forward, recursive=False)
 
     def _begin_entry(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passage | None:
         passage = self._passage
@@ -328,6 +330,10 @@ def rows_of(
 
 def _spec_of(tensor: Tensor) -> _Spec:
     return _Spec(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def _unchanged(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+    return function
 
 
 def _both(inner: Callable[[Forward], Forward], outer: Callable[[Forward], Forward], original: Forward) -> Forward:

@@ -24,6 +24,7 @@ from lightning_egeria.layers import PrefixOwner
 # A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
 _log = logging.getLogger("lightning.pytorch.lightning_egeria")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+FIELDS_SHARE = 8  # of host_bytes is for the fields of samples
 _LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
 
 
@@ -142,7 +143,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
             return loader
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
         limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes)
-        dataset = PlannedDataset(loader.dataset, loader.collate_fn)
+        dataset = PlannedDataset(loader.dataset, loader.collate_fn, self.host_bytes // FIELDS_SHARE)
         views = self.augmentation_views
         self._cache = _TellingCache(dataset, directory, limits, views, self.seed, self._owner.observes)
         self._stats = self._cache.stats

@@ -139,9 +139,9 @@ class PrefixCache:
             self.stats.off = "nothing is frozen"
 
     def _begin_cut(self, prefix: FrozenPrefix, depth: int) -> None:
-        bypass = PrefixBypass(prefix.module, prefix.chain, depth)
-        weights = PrefixWeights(prefix, depth, bypass.units)
-        self._cut = _Cut(depth, bypass, weights, is_compiled(prefix.module))
+        compiled = is_compiled(prefix.module)
+        bypass = PrefixBypass(prefix.module, prefix.chain, depth, compiled)
+        self._cut = _Cut(depth, bypass, PrefixWeights(prefix, depth, bypass.units), compiled)
         self._accounts.restart()
 
     # --- planning: what the batch sampler asks ----------------------------------------------------------------------
@@ -551,6 +551,7 @@ class PrefixCache:
             return
         self._reader.cancel()
         self._recording.finish()
+        self._dataset.forget()
         for level in self._levels:
             level.store.close()
             self._directory.remove(level.store.folder)

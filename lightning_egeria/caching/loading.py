@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_egeria.caching.samples import (
     StandIn,
+    copy_of,
     decode,
     encode,
     is_numbers,
@@ -31,6 +32,7 @@ from lightning_egeria.caching.store import ActivationStore, StoreError
 from lightning_egeria.tracing import tensor_leaves
 
 EXAMINED_SAMPLES = 4
+KEPT_FIELDS_OVERHEAD = 500  # bytes of a sample's fields in memory, beside the fields themselves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +150,15 @@ class PlannedDataset:
     Args:
         dataset: map-style, of the user.
         collate: of the user's DataLoader.
+        memory_bytes: how much of the fields of samples may be kept in memory. Only of use in the training process.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], memory_bytes: int = 0) -> None:
         self.dataset = dataset
         self.collate = collate
+        self._memory_bytes = memory_bytes
+        self._known: dict[tuple[Path, int], tuple[bytes, list[Any]]] = {}
+        self._known_bytes = 0
         self._stores: dict[Path, ActivationStore | None] = {}
 
     def __len__(self) -> int:
@@ -164,7 +170,7 @@ class PlannedDataset:
         return getattr(self.dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stores": {}}
+        return {**vars(self), "_stores": {}, "_known": {}, "_memory_bytes": 0}
 
     def __getitems__(self, plan: Plan) -> Loaded:
         samples, fields, loaded = self._samples(plan)
@@ -187,6 +193,12 @@ class PlannedDataset:
             if store is not None:
                 store.close()
         self._stores = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """What was in the stores so far is of no use any longer."""
+        self._known.clear()
+        self._known_bytes = 0
 
     def _samples(self, plan: Plan) -> tuple[list[Any], tuple[bytes | None, ...] | None, tuple[bool, ...]]:
         stored, leaves = self._stored(plan)
@@ -216,13 +228,26 @@ class PlannedDataset:
         leaves: dict[int, list[Any]] = {}
         count = len(list(leaves_of(plan.structure)))
         for place, number in enumerate(plan.stored) if plan.input_field is not None else ():
-            fields = self._fields(plan.stores[number], plan.entries[place]) if number >= 0 else None
+            if number < 0:
+                continue
+            key = (plan.stores[number], plan.entries[place])
+            if key in self._known:
+                stored[place], values = self._known[key]
+                leaves[place] = [copy_of(leaf) for leaf in values]  # the user's function may change them
+                continue
+            fields = self._fields(*key)
             if fields is not None:
                 with contextlib.suppress(ValueError):  # damaged: loaded like any other
                     values = decode(fields)
                     if len(values) == count:
                         stored[place], leaves[place] = fields, values
+                        self._keep(key, fields)
         return stored, leaves
+
+    def _keep(self, key: tuple[Path, int], fields: bytes) -> None:
+        self._known_bytes += len(fields) + KEPT_FIELDS_OVERHEAD
+        if self._known_bytes <= self._memory_bytes:
+            self._known[key] = fields, decode(fields)
 
     def _fetch(self, ids: list[int], seeds: list[int] | None) -> list[Any]:
         if not ids:

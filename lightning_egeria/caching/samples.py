@@ -191,6 +191,15 @@ def _parts_of(head: bytes) -> tuple[_Part, ...]:
     return tuple(parts)
 
 
+def copy_of(leaf: Any) -> Any:
+    """The leaf itself, or a copy of what could be changed in place; a stand-in cannot."""
+    if isinstance(leaf, Tensor):
+        return leaf if leaf.ndim and not any(leaf.stride()) else leaf.clone()
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy() if leaf.flags.writeable else leaf
+    return list(leaf) if isinstance(leaf, list) else leaf
+
+
 def is_numbers(value: Any) -> bool:
     """Whether it is a list of numbers: the tokens of a text, say."""
     return type(value) is list and all(type(item) in (bool, int, float) for item in value)

@@ -175,7 +175,11 @@ class ActivationStore:
         data = np.empty(self.manifest.entries, np.uint32)
         if size and os.preadv(self._index, [data.data], 0) != size:
             raise StoreError(f"{self.folder / INDEX} ends early")
-        self.index = data
+        if len(self.index) != len(data):
+            self.index = data
+            return
+        new = np.flatnonzero((data != 0) & (self.index == 0))  # never overwritten with nothing: a thread may be writing
+        self.index[new] = data[new]
 
     def write(self, number: int, activation: npt.NDArray[np.uint8], shape: tuple[int, ...], fields: bytes) -> int:
         """Write one entry; returns its bytes, or 0 if it is larger than a slot.
