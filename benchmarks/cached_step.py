@@ -1,12 +1,12 @@
 """Are the frozen layers really left out? Time of a step from the cache, over that of a network cut off by hand.
 
 Two equal models take training steps in turn: one under the callback and the cache, all of whose entries are there, on
-disk in the page cache; the other is cut by hand at the same place and is given the activations from memory. A step of
-the first is all that the training thread does from one batch to the next: the wait for the batch, the reading, the
-hooks. Printed are, for each depth, both medians, the median of the ratio of neighbours, and what is left of a step with
-nothing frozen.
+disk in the page cache; the other is cut by hand at the same place and is given the activations from memory. Printed
+are, for each depth, both medians and the median of the ratio of neighbours; the same ratio with the fetch, all that the
+training thread does between two steps to get its batch in one process, where the other has nothing to do; and what is
+left, fetch included, of a step with nothing frozen.
 
-    python benchmarks/cached_step.py [--model resnet56|vit] [--batch-size 32] [--pairs 15] [--every 1] [--host-bytes 0]
+    python benchmarks/cached_step.py [--model resnet56|vit] [--batch-size 32] [--pairs 15] [--every 1] [--host-bytes N]
 """
 
 import argparse
@@ -102,14 +102,15 @@ class Loop:
         self.callback.on_train_start(self.trainer, self.model)
         self.batches = iter(())
 
-    def step(self) -> float:
-        """Seconds of one step. What begins an epoch is not counted."""
+    def step(self) -> tuple[float, float]:
+        """Seconds of one step without the fetch of its batch, and with it. What begins an epoch is not counted."""
         started = time.perf_counter()
         batch = next(self.batches, None)
         if batch is None:
             self.batches = iter(self.loader)
             started = time.perf_counter()
             batch = next(self.batches)
+        fetched = time.perf_counter()
         hooks, trainer, model = self.callback, self.trainer, self.model
         hooks.on_train_batch_start(trainer, model, batch, trainer.global_step)
         images, labels = batch
@@ -121,7 +122,8 @@ class Loop:
         self.optimizer.step()
         trainer.global_step += 1
         hooks.on_train_batch_end(trainer, model, None, batch, trainer.global_step - 1)
-        return time.perf_counter() - started
+        ended = time.perf_counter()
+        return ended - fetched, ended - started
 
     def close(self) -> None:
         self.batches = iter(())
@@ -163,7 +165,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--every", type=int, default=1, help="measure every n-th depth")
-    parser.add_argument("--host-bytes", type=int, default=0)
+    parser.add_argument("--host-bytes", type=int, default=10**9)
     options = parser.parse_args()
     stats.COMPARED_STEPS = sys.maxsize  # or it would stop where it does not pay
     images = torch.randn(BATCHES * options.batch_size, 3, 32, 32)
@@ -175,9 +177,8 @@ def main() -> None:
     net = new_model(options.model).net
     parts, _ = parts_of(net)
     is_vit = isinstance(net, VisionTransformer)
-    print("frozen     cached    by hand   cached/by hand   of a full step")
+    print("frozen     cached    by hand   cached/by hand   with the fetch   of a full step")
     uncut = CutByHand(options.model, 0, data, options.batch_size)
-    full = statistics.median([uncut.step() for _ in range(options.pairs)][3:])
     ratios_of_depths = []
     # Depth 1 of the transformer is the embedding, which is no part.
     for frozen in range(1, len(parts) + is_vit, options.every):
@@ -187,25 +188,26 @@ def main() -> None:
             for _ in range(EPOCHS_BEFORE * BATCHES):
                 loop.step()
                 by_hand.step()
-            pairs = []
+            triples, fulls = [], []
             before = loop.cache.stats.misses
             for index in range(options.pairs):
                 if index % 2:  # who goes first changes, or a drift of the machine would favour one
                     hand = by_hand.step()
-                    pairs.append((loop.step(), hand))
+                    triples.append((*loop.step(), hand))
                 else:
-                    pairs.append((loop.step(), by_hand.step()))
+                    triples.append((*loop.step(), by_hand.step()))
+                fulls.append(uncut.step())
             misses = loop.cache.stats.misses - before
             assert loop.callback.frozen_depth == loop.cache.stats.cut == frozen, loop.cache.stats
             loop.close()
-        ours, hand = (statistics.median(column) for column in zip(*pairs, strict=True))
-        ratio = statistics.median(a / b for a, b in pairs)
+        ours, with_fetch, hand = (statistics.median(column) for column in zip(*triples, strict=True))
+        ratio, fetch_ratio = (statistics.median(triple[i] / triple[2] for triple in triples) for i in (0, 1))
         ratios_of_depths.append(ratio)
+        full = statistics.median(fulls)
         # A spot check takes a whole step, and reads the input.
         note = f"  {misses} samples ran the frozen layers, for a spot check" if misses else ""
-        print(
-            f"{frozen:6d} {ours * 1e3:7.2f} ms {hand * 1e3:7.2f} ms {ratio:16.3f} {ours / full:16.3f}{note}", flush=True
-        )
+        times = f"{ours * 1e3:7.2f} ms {hand * 1e3:7.2f} ms"
+        print(f"{frozen:6d} {times} {ratio:16.3f} {fetch_ratio:16.3f} {with_fetch / full:16.3f}{note}", flush=True)
     print(f"cached/by hand: median {statistics.median(ratios_of_depths):.3f}, largest {max(ratios_of_depths):.3f}")
 
 

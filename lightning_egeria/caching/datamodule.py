@@ -19,7 +19,7 @@ from lightning_egeria.caching.planned import PlannedLoader, why_not
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.errors import ArgumentError, CacheError
-from lightning_egeria.layers import PrefixOwner
+from lightning_egeria.layers import FrozenPrefix, PrefixOwner
 
 # A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
 _log = logging.getLogger("lightning.pytorch.lightning_egeria")
@@ -96,7 +96,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self.augmentation_views = augmentation_views
         self.seed = seed
         self.prepare_data_per_node = datamodule.prepare_data_per_node
-        self._cache: PrefixCache | None = None
+        self._listener = _Listener()
         self._owner: PrefixOwner | None = None
         self._stats = CacheStats(off="fit has not begun")
         for name in (*_BATCH_HOOKS, *_LOADERS):
@@ -124,12 +124,15 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self.datamodule.setup(stage)
         if stage == "fit":
             self._close()
+            self._listener = _Listener()
             self._owner = next((c for c in self._callbacks() if isinstance(c, PrefixOwner)), None)
+            if self._owner is not None:
+                self._owner.step_listeners.append(self._listener)
 
     def train_dataloader(self) -> Any:
         """The user's, with a plan behind each batch if it can have one."""
         loader = self.datamodule.train_dataloader()
-        self._close()
+        self._close_cache()
         reason = self._reason_against() or why_not(loader)
         directory = None
         try:
@@ -145,10 +148,9 @@ class FrozenPrefixCache(pl.LightningDataModule):
         limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes)
         dataset = PlannedDataset(loader.dataset, loader.collate_fn, self.host_bytes // FIELDS_SHARE)
         views = self.augmentation_views
-        self._cache = _TellingCache(dataset, directory, limits, views, self.seed, self._owner.observes)
-        self._stats = self._cache.stats
-        self._owner.step_listeners.append(self._cache)
-        cache = self._cache
+        cache = PrefixCache(dataset, directory, limits, views, self.seed, self._owner.observes)
+        self._stats = cache.stats
+        self._listener.follow(cache)
         return PlannedLoader(loader, dataset, cache.plan, cache.receive, self._begin_epoch, cache.is_on)
 
     def teardown(self, stage: str) -> None:
@@ -172,9 +174,9 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self.datamodule.load_state_dict(dict(state_dict["datamodule"]))
 
     def _begin_epoch(self) -> None:
-        if self._cache is not None and self.trainer is not None:
-            self._cache.epoch = self.trainer.current_epoch
-            self._cache.forget_plans()
+        if self._listener.cache is not None and self.trainer is not None:
+            self._listener.cache.epoch = self.trainer.current_epoch
+            self._listener.cache.forget_plans()
 
     def _reason_against(self) -> str | None:
         if self._owner is None:
@@ -202,20 +204,51 @@ class FrozenPrefixCache(pl.LightningDataModule):
             )
 
     def _close(self) -> None:
-        if self._cache is not None:
-            self._cache.close()
-            if self._owner is not None and self._cache in self._owner.step_listeners:
-                self._owner.step_listeners.remove(self._cache)
-            self._cache = None
+        self._close_cache()
+        if self._owner is not None and self._listener in self._owner.step_listeners:
+            self._owner.step_listeners.remove(self._listener)
+
+    def _close_cache(self) -> None:
+        if self._listener.cache is not None:
+            self._listener.cache.close()
+            self._listener.cache = None
 
 
-class _TellingCache(PrefixCache):
-    """Says what it has to say at the end of each step."""
+class _Listener:
+    """What the callback tells goes to the cache of the current DataLoader; what that has to say goes to the user."""
+
+    def __init__(self) -> None:
+        self.cache: PrefixCache | None = None
+        self._prefix: FrozenPrefix | None = None
+
+    def follow(self, cache: PrefixCache) -> None:
+        """There is a new DataLoader."""
+        self.cache = cache
+        if self._prefix is not None and self._prefix.depth:
+            cache.prefix_changed(self._prefix)
+
+    def prefix_changed(self, prefix: FrozenPrefix) -> None:
+        """Something froze, or nothing is frozen any longer."""
+        self._prefix = prefix
+        if self.cache is not None:
+            self.cache.prefix_changed(prefix)
+
+    def step_begins(self, batch: Any) -> bool:
+        """A training step is about to run on ``batch``; returns whether the network will be given its real input."""
+        return self.cache is None or self.cache.step_begins(batch)
+
+    def forward_ended(self) -> None:
+        """Its forward is over."""
+        if self.cache is not None:
+            self.cache.forward_ended()
 
     def step_ended(self) -> None:
-        super().step_ended()
-        while self.messages:
-            level, text = self.messages.pop(0)
+        """The batch is done."""
+        if self.cache is None:
+            return
+        self.cache.step_ended()
+        while self.cache.messages:
+            level, text = self.cache.messages.pop(0)
             if level >= logging.WARNING:
                 rank_zero_warn(f"cache: {text}")
             else:

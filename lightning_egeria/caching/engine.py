@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,7 @@ class PrefixCache:
         self._prefix: FrozenPrefix | None = None
         self._cut: _Cut | None = None
         self._levels: list[Level] = []
+        self._dropped: list[Path] = []
         self._changes = 0
         self._next = 0
         self._largest = 0
@@ -165,6 +167,8 @@ class PrefixCache:
         self._planned.clear()
         if self._cut is not None:
             self._cut.planned = False
+        if self._dropped:
+            self._remove_dropped()
         for level in self._levels:
             with contextlib.suppress(StoreError, OSError):  # then its entries are found to be missing one by one
                 level.store.refresh()
@@ -357,7 +361,7 @@ class PrefixCache:
             level.store.close()
         self._levels = []
         self._planned.clear()
-        self._dataset.close()
+        self._remove_dropped()
 
     def _end_step(self) -> None:
         self.forward_ended()
@@ -551,12 +555,17 @@ class PrefixCache:
             return
         self._reader.cancel()
         self._recording.finish()
-        self._dataset.forget()
         for level in self._levels:
             level.store.close()
-            self._directory.remove(level.store.folder)
+            self._dropped.append(level.store.folder)
         self._levels = []
         self.stats.cut = 0
+        self._remove_dropped()
+
+    def _remove_dropped(self) -> None:
+        """Delete stores that are of no use; a worker process may have one open for some more batches."""
+        self._dataset.close()
+        self._dropped = [folder for folder in self._dropped if folder.exists() and not self._directory.remove(folder)]
 
     def _device(self) -> torch.device:
         if self._prefix is None:

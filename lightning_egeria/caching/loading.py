@@ -193,10 +193,6 @@ class PlannedDataset:
             if store is not None:
                 store.close()
         self._stores = {}
-        self.forget()
-
-    def forget(self) -> None:
-        """What was in the stores so far is of no use any longer."""
         self._known.clear()
         self._known_bytes = 0
 
@@ -227,6 +223,8 @@ class PlannedDataset:
         stored: dict[int, bytes] = {}
         leaves: dict[int, list[Any]] = {}
         count = len(list(leaves_of(plan.structure)))
+        if self._stores.keys() - set(plan.stores):  # dropped since
+            self.close()
         for place, number in enumerate(plan.stored) if plan.input_field is not None else ():
             if number < 0:
                 continue

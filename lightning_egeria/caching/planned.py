@@ -95,7 +95,10 @@ class PlannedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._begin()
-        iterator = iter(self._planned)
+        # At once, as the user's does: it draws a random number and starts the workers.
+        return self._batches(iter(self._planned))
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         while True:
             started = time.perf_counter()
             try:

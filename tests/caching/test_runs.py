@@ -1,0 +1,141 @@
+"""The cache in the life of runs: resumed, repeated, side by side, with other data from some epoch on."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from cached_runs import Classifier, fit, images, loader_of
+from test_same_training import assert_same_training, pair
+
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+
+
+class OtherDataLater(L.LightningDataModule):
+    """Gives larger images from the third epoch on."""
+
+    def train_dataloader(self):
+        return loader_of(images(size=8 if self.trainer.current_epoch < 3 else 12))
+
+
+def test_a_dataloader_that_is_made_anew(tmp_path):
+    plain, cached = pair(Classifier)
+    options = {"epochs": 8, "trainer_options": {"reload_dataloaders_every_n_epochs": 3}}
+    fit(plain, OtherDataLater(), {5: 2}, **options)
+    wrapped = fit(cached, OtherDataLater(), {5: 2}, {"cache_dir": tmp_path / "cache"}, **options)
+    assert_same_training(plain, cached)
+    assert wrapped.stats.off is None
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # of each kind of data
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_unfrozen_is_removed_from_the_disk(tmp_path, workers):
+    module, _ = pair(Classifier)
+    wrapped = fit(module, loader_of(images(), num_workers=workers), {5: 2, 22: 0}, {"cache_dir": tmp_path}, epochs=6)
+    assert wrapped.stats.hits > 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_copies_of_the_model_are_models_of_their_own(tmp_path):
+    """Nothing that stands in the way of the network gets into them."""
+    copies = []
+
+    class Copying(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            copies.append((trainer.global_step, copy.deepcopy(pl_module)))
+
+    module, _ = pair(Classifier)
+    fit(module, loader_of(images()), {5: 2}, {"cache_dir": tmp_path}, 6, [Copying()])
+    x = images()[:8][0]
+    for step, copied in copies[20:]:
+        before = [parameter.clone() for parameter in module.parameters()]
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+            assert copied.net.eval()(x).count_nonzero() == 0, step
+        assert all(a.equal(b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def trainer_of(epochs, folder, callbacks):
+    return L.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    def run(module, epochs, path=None, cache=True):
+        L.seed_everything(0, verbose=False)
+        freezing = KnowledgeGuidedFreezing(ScriptedPolicy({7: 2, 21: 3}), workers=0, deterministic=True)
+        trainer = trainer_of(epochs, tmp_path, [freezing])
+        data = InOrder()
+        if cache:
+            data = FrozenPrefixCache(data, cache_dir=tmp_path / "cache", min_free_bytes=0)
+        trainer.fit(module, datamodule=data, ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return data
+
+    plain, first = pair(NoDropout)
+    second = copy.deepcopy(first)
+    run(plain, 8, cache=False)
+    run(first, 4)
+    data = run(second, 8, tmp_path / "4.ckpt")
+    assert plain.losses[20:] == second.losses
+    for (name, a), b in zip(plain.state_dict().items(), second.state_dict().values(), strict=True):
+        assert a.equal(b), name
+    assert data.stats.hits > 40
+
+
+class NoDropout(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net.c[2] = torch.nn.Identity()
+
+
+class InOrder(L.LightningDataModule):
+    """Has something in the checkpoint."""
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(images(), 8)
+
+    def state_dict(self):
+        return {"epochs": 4}
+
+    def load_state_dict(self, state_dict):
+        assert state_dict == {"epochs": 4}
+
+
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from cached_runs import Classifier, fit, images, loader_of
+from test_same_training import pair
+module, _ = pair(Classifier)
+cached = fit(module, loader_of(images()), {1: 2}, {"cache_dir": sys.argv[2]}, epochs=12)
+print("loss", [round(float(loss), 6) for loss in module.losses][-5:], "wrong", cached.stats.wrong)
+"""
+
+
+def test_runs_side_by_side_share_a_directory(tmp_path):
+    module, _ = pair(Classifier)
+    fit(module, loader_of(images()), {1: 2}, epochs=12)
+    command = [sys.executable, "-c", RUN, str(Path(__file__).parent), str(tmp_path / "cache")]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    expected = f"loss {[round(float(loss), 6) for loss in module.losses][-5:]} wrong 0"
+    for run in runs:
+        output, _ = run.communicate(timeout=120)
+        assert expected in output
+    assert len(list((tmp_path / "cache").iterdir())) == 1
