@@ -31,6 +31,14 @@ class _PlannedSampler:
         self._plan = plan
         self._look_ahead = look_ahead
 
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batch_sampler":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._batch_sampler, name)
+
     def __iter__(self) -> Iterator[Plan]:
         ahead: deque[Plan] = deque()
         batches = iter(self._batch_sampler)
@@ -47,7 +55,7 @@ class _PlannedSampler:
             yield ahead.popleft()
 
 
-class PlannedLoader:
+class PlannedLoader(DataLoader[Any]):
     """Iterates over the same batches as the user's DataLoader. Reads of other attributes go to that one.
 
     Args:
@@ -68,16 +76,12 @@ class PlannedLoader:
         begin: Callable[[], None],
         active: Callable[[], bool],
     ) -> None:
-        self.loader = loader
-        self._receive = receive
-        self._begin = begin
         plain = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in _KNOWN_SAMPLERS
         depth = LOOK_AHEAD_BATCHES if plain and loader.num_workers == 0 else 0
-        sampler = _PlannedSampler(loader.batch_sampler or (), plan, lambda: depth if active() else 0)
         options: dict[str, Any] = {"in_order": loader.in_order} if hasattr(loader, "in_order") else {}
-        self._planned: DataLoader[Any] = DataLoader(
+        super().__init__(
             dataset,  # type: ignore[arg-type]  # it only ever is asked for planned batches
-            batch_sampler=sampler,  # type: ignore[arg-type]
+            batch_sampler=_PlannedSampler(loader.batch_sampler, plan, lambda: depth if active() else 0),  # type: ignore[arg-type]
             collate_fn=as_it_is,  # type: ignore[arg-type]
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -89,14 +93,19 @@ class PlannedLoader:
             persistent_workers=loader.persistent_workers,
             **options,
         )
+        # What somebody may want to know is what the user has said; DataLoader lets nobody set it.
+        vars(self).update(sampler=loader.sampler, batch_size=loader.batch_size, drop_last=loader.drop_last)
+        self.loader = loader
+        self._receive = receive
+        self._begin = begin
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         self._begin()
         # At once, as the user's does: it draws a random number and starts the workers.
-        return self._batches(iter(self._planned))
+        return self._batches(super().__iter__())
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -107,17 +116,8 @@ class PlannedLoader:
                 return
             yield self._receive(loaded, time.perf_counter() - started)
 
-    @property
-    def _iterator(self) -> Any:
-        """Lightning ends the workers by it."""
-        return self._planned._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._planned._iterator = iterator
-
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_planned"):  # while it is being unpickled
+        if name == "loader":  # while it is being made or unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
 
