@@ -185,6 +185,11 @@ class MemoryTier:
         """How many pieces fit."""
         return self._capacity
 
+    @property
+    def index_bytes(self) -> int:
+        """Memory for knowing where the rows are."""
+        return self._place.nbytes + (self._length.nbytes if self._length is not None else 0)
+
 
 @dataclasses.dataclass
 class Level:

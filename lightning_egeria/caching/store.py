@@ -157,7 +157,9 @@ class ActivationStore:
                     os.close(file)
             if not (folder / MANIFEST).exists():
                 draft = folder / f"{MANIFEST}.{os.getpid()}"
-                draft.write_text(manifest.to_json())
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as stream:
+                    stream.write(manifest.to_json())
                 draft.replace(folder / MANIFEST)
         except OSError as error:
             raise StoreError(f"{folder}: {error.strerror or error}") from error
