@@ -249,7 +249,8 @@ class FrozenPrefix:
     def assert_modes(self) -> None:
         """Put the prefix back into evaluation mode, if something that did not call ``train()`` took it out."""
         for module, _ in self._training_before:
-            module.training = False
+            if module.training:  # which is read much faster than it is set
+                module.training = False
 
     def learning_parameter(self) -> str | None:
         """Name of a frozen parameter that has a gradient, because something switched ``requires_grad`` on again."""

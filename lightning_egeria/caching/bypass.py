@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -121,6 +122,7 @@ class PrefixBypass:
         self.chain = chain
         self.units = [unit for layer_module in chain.layer_modules[:depth] for unit in layer_module.units]
         self._short = self._materialise = False
+        self._positions = list(itertools.accumulate(len(one.units) for one in chain.layer_modules))
         self._modules = dict(module.named_modules())
         self._passage: Passage | None = None
         self._known: list[Any] = []
@@ -139,7 +141,7 @@ class PrefixBypass:
 
     def position_of(self, depth: int) -> int:
         """How many unit calls the first ``depth`` layer modules take."""
-        return sum(len(layer_module.units) for layer_module in self.chain.layer_modules[:depth])
+        return self._positions[depth - 1]
 
     @property
     def passage(self) -> Passage | None:
@@ -292,7 +294,7 @@ class PrefixBypass:
         output = self._memo[key]
         if not last:
             return output
-        boundary = next(m for d, m in enumerate(self.chain.layer_modules, 1) if self.position_of(d) == passage.skip)
+        boundary = self.chain.layer_modules[self._positions.index(passage.skip)]
         count = iter(range(sys.maxsize))
         return apply_to_collection(
             output, Tensor, lambda leaf: passage.activation if next(count) == boundary.output_leaf else leaf

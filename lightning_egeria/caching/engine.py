@@ -105,6 +105,7 @@ class PrefixCache:
         self._seed = seed
         self._observes = observes
         self._prefix: FrozenPrefix | None = None
+        self._device = torch.device("cpu")
         self._cut: _Cut | None = None
         self._levels: list[Level] = []
         self._dropped: list[Path] = []
@@ -130,6 +131,7 @@ class PrefixCache:
         deeper = self._prefix is prefix and bool(self._levels) and prefix.depth > self._levels[-1].cut
         self._end_step()
         self._prefix = prefix
+        self._device = next((tensor.device for tensor in prefix.module.parameters()), torch.device("cpu"))
         self._since_check = self._changes = 0
         if not deeper:
             self._drop_levels()
@@ -209,7 +211,7 @@ class PrefixCache:
     def _begin_read(self, number: int, level: Level, places: Rows, entries: Rows) -> Read:
         if level.device.holds(entries).all():
             return Read(level, places, entries, None)
-        pin = self._device().type == "cuda"
+        pin = self._device.type == "cuda"
         return Read(level, places, entries, self._reader.submit(number, lambda: level.read(entries, pin)))
 
     def _is_spot_check(self) -> bool:
@@ -243,7 +245,7 @@ class PrefixCache:
         length = self._length(loaded, cut.terms)
         rows, missing = self._rows(planned, len(loaded.loaded), length)
         waited += seconds_between(began, mark(torch.device("cpu")))
-        step = Step(planned, loaded, rows, missing, waited, self._device())
+        step = Step(planned, loaded, rows, missing, waited, self._device)
         step.length = length
         absent = np.flatnonzero(~np.asarray(loaded.loaded))
         mixed = len(rows) + bool(len(missing)) > 1
@@ -424,7 +426,7 @@ class PrefixCache:
         except StoreError as error:
             self._stop(str(error))
             return
-        device = self._device()
+        device = self._device
         device_bytes = self._limits.device_bytes if device.type != "cpu" else 0
         host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
         level = Level(cut.depth, form, store, host, MemoryTier(device_bytes, form, entries, device))
@@ -510,7 +512,7 @@ class PrefixCache:
         """Names everything that the entries depend on."""
         if self._prefix is None or cut.findings is None:
             raise RuntimeError("there is nothing to cache")
-        device = self._device()
+        device = self._device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
         modules = dict(self._prefix.module.named_modules())
         parts = [
@@ -566,11 +568,6 @@ class PrefixCache:
         """Delete stores that are of no use; a worker process may have one open for some more batches."""
         self._dataset.close()
         self._dropped = [folder for folder in self._dropped if folder.exists() and not self._directory.remove(folder)]
-
-    def _device(self) -> torch.device:
-        if self._prefix is None:
-            raise RuntimeError("nothing is frozen")
-        return next((tensor.device for tensor in self._prefix.module.parameters()), torch.device("cpu"))
 
     def _say(self, text: str) -> None:
         self.messages.append((logging.INFO, text))

@@ -59,7 +59,7 @@ class PrefixWeights:
             digest.update(bytes_of(tensor))
         return digest.digest()
 
-    def _current_marks(self) -> tuple[int, int, bytes]:
-        versions = sum(tensor._version for tensor in self._tensors)  # rises with each change in place
-        places = sum(tensor.data_ptr() for tensor in self._tensors)
-        return versions, places, b"".join([values.tobytes() for values in self._samples])
+    def _current_marks(self) -> tuple[list[int], list[int], list[bytes]]:
+        versions = [tensor._version for tensor in self._tensors]  # which rise with each change in place
+        places = [tensor.data_ptr() for tensor in self._tensors]
+        return versions, places, [values.tobytes() for values in self._samples]
