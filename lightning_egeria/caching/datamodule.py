@@ -175,8 +175,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     def _begin_epoch(self) -> None:
         if self._listener.cache is not None and self.trainer is not None:
-            self._listener.cache.epoch = self.trainer.current_epoch
-            self._listener.cache.forget_plans()
+            self._listener.cache.begin_epoch(self.trainer.current_epoch)
 
     def _reason_against(self) -> str | None:
         if self._owner is None:

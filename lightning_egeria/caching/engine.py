@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_egeria.caching.background import ReadAhead
 from lightning_egeria.caching.bypass import PrefixBypass
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.examination import Examination, Verdict
+from lightning_egeria.caching.findings import Findings
 from lightning_egeria.caching.levels import Level, MemoryTier, Pieces, RowForm, Rows, pieces_of
-from lightning_egeria.caching.loading import Findings, Loaded, Plan, PlannedDataset, replace_leaf
+from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, replace_leaf
+from lightning_egeria.caching.planning import Planner
 from lightning_egeria.caching.proof import rows_alike
 from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
@@ -32,8 +33,6 @@ from lightning_egeria.compilation import is_compiled
 from lightning_egeria.layers import FrozenPrefix
 from lightning_egeria.tracing import tensor_leaves
 
-SPOT_CHECK_EVERY_N_BATCHES = 200
-FIRST_SPOT_CHECK = 20
 CHANGES_TO_STOP = 3  # of weights or data under one frozen prefix
 EXAMINATIONS_TO_STOP = 10  # of batches that show nothing
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest that was seen first
@@ -50,7 +49,6 @@ class _Cut:
         weights: of that.
         compiled: whether the network is.
         examinations: how many batches have shown nothing.
-        planned: a batch is on its way to be examined.
         findings: of the batch that was examined.
         terms: on which activations stand for the prefix; None: not examined yet.
         autocast: that they were computed in.
@@ -61,7 +59,6 @@ class _Cut:
     weights: PrefixWeights
     compiled: bool
     examinations: int = 0
-    planned: bool = False
     findings: Findings | None = None
     terms: Terms | None = None
     autocast: tuple[str, torch.dtype] | None = None
@@ -83,7 +80,6 @@ class PrefixCache:
     Attributes:
         stats: what was done so far.
         messages: what the user should be told, as logging levels and texts; whoever tells it removes it.
-        epoch: of training; it chooses the view.
     """
 
     def __init__(
@@ -97,27 +93,20 @@ class PrefixCache:
     ) -> None:
         self.stats = CacheStats()
         self.messages: list[tuple[int, str]] = []
-        self.epoch = 0
         self._dataset = dataset
         self._directory = directory
         self._limits = limits
         self._views = views
         self._seed = seed
-        self._observes = observes
+        self._planner = Planner(views, seed, observes)
         self._prefix: FrozenPrefix | None = None
         self._device = torch.device("cpu")
         self._cut: _Cut | None = None
         self._levels: list[Level] = []
         self._dropped: list[Path] = []
         self._changes = 0
-        self._next = 0
-        self._largest = 0
-        self._planned: dict[int, PlannedBatch] = {}
-        self._received = -1
-        self._since_check = 0
         self._step: Step | None = None
         self._examination: Examination | None = None
-        self._reader = ReadAhead()
         self._recording = Recording(limits, self.stats, self._warn)
         self._accounts = Accounts(self.stats)
         self._closed = False
@@ -132,7 +121,8 @@ class PrefixCache:
         self._end_step()
         self._prefix = prefix
         self._device = next((tensor.device for tensor in prefix.module.parameters()), torch.device("cpu"))
-        self._since_check = self._changes = 0
+        self._planner.restart(self._device)
+        self._changes = 0
         if not deeper:
             self._drop_levels()
         if prefix.depth:
@@ -152,74 +142,26 @@ class PrefixCache:
 
     def plan(self, ids: Sequence[int]) -> Plan:
         """What to load for the next batch."""
-        number, self._next = self._next, self._next + 1
-        self._largest = max(self._largest, len(ids))
-        plan = Plan(number, tuple(ids), self._prefix.version if self._prefix is not None else 0)
-        planned = PlannedBatch(plan) if self._cut is None else self._plan_cached(plan, self._cut)
-        self._planned[number] = planned
-        return planned.plan
+        cut = self._cut
+        terms = cut.terms if cut is not None else None
+        return self._planner.plan(ids, self._version, cut is not None, terms, self._levels, self._recording.active)
 
     def is_on(self) -> bool:
         """Whether plans are more than ids."""
         return self._cut is not None
 
-    def forget_plans(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """The loader begins anew: batches that were planned and did not come will not."""
-        self._reader.cancel()
-        self._planned.clear()
-        if self._cut is not None:
-            self._cut.planned = False
+        self._planner.begin_epoch(epoch)
         if self._dropped:
             self._remove_dropped()
         for level in self._levels:
             with contextlib.suppress(StoreError, OSError):  # then its entries are found to be missing one by one
                 level.store.refresh()
 
-    def _plan_cached(self, plan: Plan, cut: _Cut) -> PlannedBatch:
-        ids = np.asarray(plan.ids, np.int64)
-        view = self.epoch % self._views if self._views else 0
-        entries = ids * max(1, self._views) + view
-        seeds = tuple(seed_of(self._seed, int(i), view) for i in ids) if self._views else None
-        plan = dataclasses.replace(plan, entries=tuple(entries.tolist()), seeds=seeds)
-        if cut.terms is None:
-            if cut.planned or len(ids) < self._largest:
-                return PlannedBatch(plan)
-            cut.planned = True
-            return PlannedBatch(dataclasses.replace(plan, examine=True))
-        checks = self._is_spot_check()
-        stored = np.full(len(ids), -1)
-        reads: list[Read] = []
-        for number in reversed(range(len(self._levels))):
-            level = self._levels[number]
-            places = np.flatnonzero((stored < 0) & level.present(entries))
-            if len(places):
-                stored[places] = number
-                reads.append(self._begin_read(plan.number, level, places, entries[places]))
-        whole = checks or self._observes(plan.number - self._received) or not cut.terms.is_proven(len(ids))
-        newest = len(self._levels) - 1
-        plan = dataclasses.replace(
-            plan,
-            stores=tuple(level.store.folder for level in self._levels),
-            stored=tuple((np.full(len(ids), -1) if whole else stored).tolist()),
-            input_field=cut.terms.input_field,
-            structure=cut.terms.structure,
-            length_leaf=cut.terms.length_leaf,
-            keep=(self._recording.active and bool((stored != newest).any())) or checks,
-        )
-        return PlannedBatch(plan, reads, checks)
-
-    def _begin_read(self, number: int, level: Level, places: Rows, entries: Rows) -> Read:
-        if level.device.holds(entries).all():
-            return Read(level, places, entries, None)
-        pin = self._device.type == "cuda"
-        return Read(level, places, entries, self._reader.submit(number, lambda: level.read(entries, pin)))
-
-    def _is_spot_check(self) -> bool:
-        self._since_check += 1
-        if self._since_check in (FIRST_SPOT_CHECK, SPOT_CHECK_EVERY_N_BATCHES):
-            self._since_check %= SPOT_CHECK_EVERY_N_BATCHES
-            return True
-        return False
+    @property
+    def _version(self) -> int:
+        return self._prefix.version if self._prefix is not None else 0
 
     # --- receiving: what the loader asks for each batch that it hands on --------------------------------------------
 
@@ -230,16 +172,12 @@ class PrefixCache:
             loaded: from the user's DataLoader.
             waited: seconds that training waited for it.
         """
-        planned = self._planned.pop(loaded.number)
-        self._received = loaded.number
-        self._reader.used(loaded.number)
+        planned = self._planner.take(loaded.number)
         self._step = None
-        if planned.plan.examine and self._cut is not None:
-            self._cut.planned = False
         if self._levels and self._weights_changed():
             return self._whole(planned, loaded)
-        cut, current = self._cut, self._prefix.version if self._prefix is not None else 0
-        if cut is None or planned.plan.version != current or (cut.terms is None) != planned.plan.examine:
+        cut = self._cut
+        if cut is None or planned.plan.version != self._version or (cut.terms is None) != planned.plan.examine:
             return self._whole(planned, loaded)
         began = mark(torch.device("cpu"))
         length = self._length(loaded, cut.terms)
@@ -355,14 +293,13 @@ class PrefixCache:
         """Leave the model as it was, and what was cached on disk. Safe to call twice."""
         self._closed = True
         self._end_step()
-        self._reader.close()
+        self._planner.close()
         self._recording.close()
         if self._levels:
             self.stats.bytes_on_disk = bytes_on_disk(self._levels)
         for level in self._levels:
             level.store.close()
         self._levels = []
-        self._planned.clear()
         self._remove_dropped()
 
     def _end_step(self) -> None:
@@ -555,7 +492,7 @@ class PrefixCache:
     def _drop_levels(self) -> None:
         if not self._levels:
             return
-        self._reader.cancel()
+        self._planner.forget_reads()
         self._recording.finish()
         for level in self._levels:
             level.store.close()
@@ -574,16 +511,6 @@ class PrefixCache:
 
     def _warn(self, text: str) -> None:
         self.messages.append((logging.WARNING, text))
-
-
-def seed_of(seed: int, sample_id: int, view: int) -> int:
-    """Seed of one view of one sample's randomness: a hash, so that neighbours have nothing in common.
-
-    >>> seed_of(0, 1, 0) != seed_of(0, 0, 1)
-    True
-    """
-    digest = hashlib.blake2b(f"{seed} {sample_id} {view}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _narrowed(flags: np.ndarray[Any, np.dtype[np.bool_]], kept: np.ndarray[Any, np.dtype[np.bool_]]) -> Any:

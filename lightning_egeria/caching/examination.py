@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_egeria.caching.bypass import Passage, PrefixBypass
-from lightning_egeria.caching.loading import Findings, InputField
+from lightning_egeria.caching.findings import Findings, InputField, VaryingField
 from lightning_egeria.caching.proof import Proof, Prover
 from lightning_egeria.caching.steps import GivenInput, Step, Terms, is_given, shares_memory
 from lightning_egeria.caching.watch import StepWatch
@@ -147,7 +147,7 @@ class Examination:
         )
         return Verdict(terms=terms, reason_to_load=None if absent else reason)
 
-    def _varies(self) -> Any:
+    def _varies(self) -> VaryingField | None:
         """The input whose samples differ in length, if one does."""
         given = {one.leaf for one in self._inputs}
         return next((field for field in self._findings.varying if field.batch_leaf in given), None)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
+from lightning_egeria.caching.findings import InputField
 from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
-from lightning_egeria.caching.loading import InputField, Loaded, Plan
+from lightning_egeria.caching.loading import Loaded, Plan
 from lightning_egeria.caching.samples import same_leaf
 from lightning_egeria.clock import mark
 from lightning_egeria.errors import CacheError

@@ -1,0 +1,267 @@
+"""A look at some samples: is loading them random, what can be left out of them, and in what do they differ?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_egeria.caching.samples import StandIn, encode, is_numbers, leaves_of, same_leaf, with_leaves
+from lightning_egeria.tracing import tensor_leaves
+
+EXAMINED_SAMPLES = 4
+Fetch = Callable[[list[int], list[int] | None], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class InputField:
+    """A field of the samples that can be left out without changing the rest of the batch.
+
+    Attributes:
+        sample_leaf: its number among the leaves of a sample.
+        batch_leaf: number among the tensors of the batch.
+        other_bytes: of all other fields, encoded, of the largest sample seen.
+        batch_shape: of the batch leaf without its first dimension, where the collate function also takes fields without
+            a single value in its place; None: it does not.
+    """
+
+    sample_leaf: int
+    batch_leaf: int
+    other_bytes: int
+    batch_shape: tuple[int, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class VaryingField:
+    """A field whose first dimension differs from sample to sample, and that the collate function pads.
+
+    Attributes:
+        sample_leaf: its number among the leaves of a sample.
+        batch_leaf: number among the tensors of the batch, ``[samples, positions, ...]``.
+        lengths: positions of each sample of the batch.
+    """
+
+    sample_leaf: int
+    batch_leaf: int
+    lengths: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What a look at some samples has shown.
+
+    Attributes:
+        problem: why nothing can be cached; None if it can.
+        inputs: the fields that need not be loaded if only the prefix reads them.
+        varying: the fields that differ in length.
+        must_load: why all fields have to be loaded; None if those of ``inputs`` need not.
+        fingerprint: of the data, in hexadecimal.
+        structure: a sample with None for its leaves.
+    """
+
+    problem: str | None
+    inputs: tuple[InputField, ...] = ()
+    varying: tuple[VaryingField, ...] = ()
+    must_load: str | None = None
+    fingerprint: str = ""
+    structure: Any = None
+
+
+class Inspector:
+    """Looks at samples.
+
+    Args:
+        dataset: of the user.
+        fetch: loads samples from it, by their ids, with seeds or without.
+        collate: of the user's DataLoader.
+    """
+
+    def __init__(self, dataset: Any, fetch: Fetch, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._fetch = fetch
+        self._collate = collate
+
+    def examine(self, ids: Sequence[int], seeds: Sequence[int] | None, loaded: list[Any]) -> Findings:
+        """Load some samples twice, and put their fields through the collate function one by one.
+
+        Args:
+            ids: of the samples of a batch.
+            seeds: of their randomness; None leaves it as it comes.
+            loaded: the samples of that batch.
+        """
+        with kept_random_state():
+            try:
+                some = list(seeds[:EXAMINED_SAMPLES]) if seeds is not None else None
+                return self._findings(list(ids[:EXAMINED_SAMPLES]), some, loaded)
+            except TypeError as error:
+                return Findings(f"the samples cannot be compared with one another: {error}")
+
+    def _findings(self, ids: list[int], seeds: list[int] | None, loaded: list[Any]) -> Findings:
+        seed_all(1)
+        before = random_state()
+        samples = self._fetch(ids, seeds)
+        drawn = not same_random_state(before, random_state())
+        seed_all(2)
+        again = self._fetch(ids, seeds)
+        if not all(_same(a, b) for a, b in zip(samples, again, strict=True)):
+            if seeds is None:
+                return Findings(
+                    "loading a sample twice gives two results (random augmentation?); FrozenPrefixCache("
+                    "augmentation_views=4) keeps a few variants of each sample instead of ever new ones"
+                )
+            return Findings(
+                "a sample differs although torch, numpy and random were seeded alike: the dataset has a random "
+                "generator of its own, or changes"
+            )
+        if drawn and seeds is None:
+            return Findings(
+                "loading a sample draws random numbers (random augmentation?); FrozenPrefixCache(augmentation_views=4) "
+                "keeps a few variants of each sample instead of ever new ones"
+            )
+        return self._look_at_fields(samples, loaded)
+
+    def _look_at_fields(self, samples: list[Any], loaded: list[Any]) -> Findings:
+        """What each field of some samples does to the batch; lengths are those of all that were ``loaded``."""
+        fingerprint = self._fingerprint()
+        structure = with_leaves(samples[0], iter(lambda: None, 0))
+        if any(repr(with_leaves(sample, iter(lambda: None, 0))) != repr(structure) for sample in loaded):
+            return Findings(None, must_load="the samples differ in structure", fingerprint=fingerprint)
+        problem = None
+        for leaf in (leaf for sample in samples for leaf in leaves_of(sample)):
+            try:
+                encode([leaf])
+            except TypeError as error:
+                problem = str(error)
+        batch = list(tensor_leaves(self._collate(samples)))
+        inputs, varying = [], []
+        for number, leaf in enumerate(leaves_of(samples[0])):
+            if not (is_numbers(leaf) or (isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim)):
+                continue
+            try:
+                found = list(tensor_leaves(self._collate([_with_leaf(sample, number, absent) for sample in samples])))
+            except Exception:  # the user's function may raise anything
+                continue
+            if [t.shape for t in found] != [t.shape for t in batch]:
+                continue
+            changed = [i for i, (a, b) in enumerate(zip(batch, found, strict=True)) if not same_leaf(a, b)]
+            if len(changed) == 1 and problem is None:
+                other_bytes = max(len(encoded_fields(sample, number) or b"") for sample in samples)
+                batch_shape = tuple(batch[changed[0]].shape[1:]) if self._takes_empty(samples, number, batch) else None
+                inputs.append(InputField(number, changed[0], other_bytes, batch_shape))
+            lengths = tuple(map(length_of, leaf_of_each(loaded, number)))
+            if len(set(lengths)) > 1:
+                varying += [VaryingField(number, batch_leaf, lengths) for batch_leaf in changed]
+        reason = problem or (None if inputs else "the collate function needs all fields of the samples")
+        return Findings(None, tuple(inputs), tuple(varying), reason, fingerprint, structure)
+
+    def _takes_empty(self, samples: list[Any], number: int, batch: list[Tensor]) -> bool:
+        """Whether the batch has all its other leaves, and as many samples, where a leaf of the samples is empty."""
+        try:
+            found = list(tensor_leaves(self._collate([_with_leaf(sample, number, empty) for sample in samples])))
+        except Exception:  # the user's function may raise anything
+            return False
+        differing = [i for i, (a, b) in enumerate(zip(batch, found, strict=False)) if not same_leaf(a, b)]
+        if (
+            len(found) != len(batch)
+            or len(differing) != 1
+            or len({leaf.shape for leaf in leaf_of_each(samples, number)}) > 1
+        ):
+            return False
+        one, other = batch[differing[0]], found[differing[0]]
+        return one.shape[:1] == other.shape[:1] == (len(samples),) and one.dtype == other.dtype
+
+    def _fingerprint(self) -> str:
+        """Of length, classes and three samples; the same in every process."""
+        digest = hashlib.blake2b(digest_size=16)
+        layer = self._dataset
+        while layer is not None:
+            digest.update(f"{type(layer).__module__}.{type(layer).__qualname__};".encode())
+            layer = getattr(layer, "dataset", None)
+        count = len(self._dataset)
+        digest.update(str(count).encode())
+        for sample_id in dict.fromkeys((0, count // 2, count - 1)):
+            for leaf in leaves_of(self._fetch([sample_id], [0])[0]):
+                try:
+                    digest.update(encode([leaf]))
+                except TypeError:
+                    digest.update(type(leaf).__name__.encode())
+        return digest.hexdigest()
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that datasets draw from: of torch (on the CPU), numpy and `random`."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what datasets draw from
+    random.seed(seed)
+
+
+def random_state() -> tuple[Any, ...]:
+    """Of torch (on the CPU), numpy and `random`."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+
+
+def same_random_state(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Whether nothing was drawn in between."""
+    arrays = np.array_equal(first[1][1], second[1][1]) and first[1][2:] == second[1][2:]
+    return bool(torch.equal(first[0], second[0]) and arrays and first[2] == second[2])
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Random numbers that are drawn inside are not missing afterwards."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        random.setstate(before[2])
+
+
+def encoded_fields(sample: Any, input_leaf: int | None) -> bytes | None:
+    """The encoded fields of a sample, with a stand-in for its input."""
+    leaves: list[Any] = list(leaves_of(sample))
+    if input_leaf is not None:
+        leaves[input_leaf] = StandIn.of(leaves[input_leaf])
+    try:
+        return encode(leaves)
+    except TypeError:
+        return None
+
+
+def _with_leaf(sample: Any, number: int, change: Callable[[Any], Any]) -> Any:
+    leaves = list(leaves_of(sample))
+    leaves[number] = change(leaves[number])
+    return with_leaves(sample, iter(leaves))
+
+
+def absent(leaf: Any) -> Any:
+    """A stand-in for it."""
+    return StandIn.of(leaf).leaf()
+
+
+def empty(leaf: Any) -> Any:
+    """One of the same type without a value."""
+    return leaf.new_empty(0) if isinstance(leaf, Tensor) else np.empty(0, leaf.dtype)
+
+
+def leaf_of_each(samples: list[Any], number: int) -> list[Any]:
+    """One of the leaves of each sample."""
+    return [list(leaves_of(sample))[number] for sample in samples]
+
+
+def _same(first: Any, second: Any) -> bool:
+    a, b = list(leaves_of(first)), list(leaves_of(second))
+    return len(a) == len(b) and all(same_leaf(x, y) for x, y in zip(a, b, strict=True))
+
+
+def length_of(leaf: Any) -> int:
+    """How many positions a tensor, an array or a list has."""
+    return len(leaf) if isinstance(leaf, list) else int(leaf.shape[0])
