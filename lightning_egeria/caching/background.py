@@ -19,6 +19,7 @@ class ReadAhead:
     def __init__(self) -> None:
         self._jobs: collections.deque[tuple[int, Callable[[], Any], Future[Any]]] = collections.deque()
         self._used = -1
+        self._busy = False
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -41,10 +42,11 @@ class ReadAhead:
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """Forget the jobs that were not begun."""
+        """Forget the jobs that were not begun, and wait for the one that was."""
         with self._changed:
             while self._jobs:
                 self._jobs.popleft()[2].cancel()
+            self._changed.wait_for(lambda: not self._busy)
 
     def close(self) -> None:
         """End the thread. Safe to call twice."""
@@ -64,10 +66,15 @@ class ReadAhead:
                 _, job, future = self._jobs.popleft()
                 if not future.set_running_or_notify_cancel():
                     continue
+                self._busy = True
             try:
                 future.set_result(job())
             except BaseException as error:  # told where the batch is used
                 future.set_exception(error)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
 
     def _ready(self) -> bool:
         return self._closed or (bool(self._jobs) and self._jobs[0][0] <= self._used + READ_AHEAD_BATCHES)

@@ -153,11 +153,15 @@ class PrefixCache:
     def begin_epoch(self, epoch: int) -> None:
         """The loader begins anew: batches that were planned and did not come will not."""
         self._planner.begin_epoch(epoch)
-        if self._dropped:
-            self._remove_dropped()
         for level in self._levels:
             with contextlib.suppress(StoreError, OSError):  # then its entries are found to be missing one by one
                 level.store.refresh()
+        for level in self._levels[:-1]:
+            if not (level.store.index.astype(bool) & (self._levels[-1].store.index == 0)).any():
+                self._levels.remove(level)  # all of it has been advanced
+                self._drop(level)
+        if self._dropped:
+            self._remove_dropped()
 
     @property
     def _version(self) -> int:
@@ -213,6 +217,8 @@ class PrefixCache:
         found: list[tuple[Read, Pieces]] = []
         missing = np.ones(count, bool)
         for read in planned.reads:
+            if read.future is None and not read.level.device.holds(read.entries).all():
+                continue  # released since
             if read.future is None:
                 rows, sound = read.level.device.take(read.entries), np.ones(len(read.entries), bool)
             else:
@@ -363,6 +369,8 @@ class PrefixCache:
         except StoreError as error:
             self._stop(str(error))
             return
+        for level in self._levels:  # the new one gets all the memory
+            level.release_memory()
         device = self._device
         device_bytes = self._limits.device_bytes if device.type != "cpu" else 0
         host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
@@ -495,11 +503,14 @@ class PrefixCache:
         self._planner.forget_reads()
         self._recording.finish()
         for level in self._levels:
-            level.store.close()
-            self._dropped.append(level.store.folder)
+            self._drop(level)
         self._levels = []
         self.stats.cut = 0
         self._remove_dropped()
+
+    def _drop(self, level: Level) -> None:
+        level.store.close()
+        self._dropped.append(level.store.folder)
 
     def _remove_dropped(self) -> None:
         """Delete stores that are of no use; a worker process may have one open for some more batches."""

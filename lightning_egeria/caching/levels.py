@@ -214,16 +214,23 @@ class Level:
         found: Flags = self.store.index[entries] != 0
         return found
 
+    def release_memory(self) -> None:
+        """Keep rows on disk only."""
+        cpu = torch.device("cpu")
+        self.host = MemoryTier(0, self.form, 0, cpu)
+        self.device = MemoryTier(0, self.form, 0, cpu)
+
     def read(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
         """The sound ones of some rows, and which those are, ``[entries]``."""
         return self._read_ragged(entries, pin) if self.form.ragged else self._read_fixed(entries, pin)
 
     def _read_fixed(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
+        host = self.host  # which may be released meanwhile
         data = torch.empty((len(entries), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
         sound = np.ones(len(entries), bool)
-        held = self.host.holds(entries)
+        held = host.holds(entries)
         if held.any():
-            data[torch.from_numpy(held)] = self.host.take(entries[held]).data
+            data[torch.from_numpy(held)] = host.take(entries[held]).data
         raw = _as_bytes(data)
         for place in np.flatnonzero(~held):
             number = int(entries[place])
@@ -233,14 +240,15 @@ class Level:
         rows = Pieces(data, None)
         new = ~held & sound
         if new.any():
-            self.host.put(entries[new], rows.select(new))
+            host.put(entries[new], rows.select(new))
         return rows if sound.all() else rows.select(sound), sound
 
     def _read_ragged(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
+        host = self.host  # which may be released meanwhile
         parts: list[Tensor] = []
         sound = np.ones(len(entries), bool)
-        held = self.host.holds(entries)
-        known = iter(self.host.take(entries[held]).rows() if held.any() else ())
+        held = host.holds(entries)
+        known = iter(host.take(entries[held]).rows() if held.any() else ())
         buffer = np.empty(self.store.manifest.activation_bytes, np.uint8)
         for place, number in enumerate(entries.tolist()):
             if held[place]:
@@ -259,7 +267,7 @@ class Level:
         rows = Pieces(data, np.array([len(part) for part in parts], np.int64))
         new = ~held & sound
         if new.any():
-            self.host.put(entries[new], rows.select(new[sound]))
+            host.put(entries[new], rows.select(new[sound]))
         return rows, sound
 
     def write(self, entries: Rows, rows: Pieces, fields: tuple[bytes, ...]) -> int:

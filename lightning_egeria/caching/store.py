@@ -275,6 +275,7 @@ class ActivationStore:
 
     def close(self) -> None:
         """Close the files. Safe to call twice."""
+        self._entries = self._index = -1  # so that a late caller reaches no other file
         while self._files:
             os.close(self._files.pop())
 

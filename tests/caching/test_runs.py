@@ -12,6 +12,7 @@ from cached_runs import Classifier, fit, images, loader_of
 from test_same_training import assert_same_training, pair
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.caching.store import read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
 
@@ -139,3 +140,11 @@ def test_runs_side_by_side_share_a_directory(tmp_path):
         output, _ = run.communicate(timeout=120)
         assert expected in output
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_shallower_boundary_leaves_the_disk_when_all_is_advanced(tmp_path):
+    module, _ = pair(Classifier)
+    wrapped = fit(module, loader_of(images()), {5: 2, 16: 3}, {"cache_dir": tmp_path}, epochs=10)
+    assert wrapped.stats.advanced > 20
+    (folder,) = tmp_path.iterdir()
+    assert read_manifest(folder).about["boundary"] == "net.b.2"
