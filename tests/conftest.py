@@ -1,5 +1,6 @@
 """What every test must leave as it found it, and one seed for all."""
 
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -30,6 +31,12 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     L.seed_everything(0, verbose=False)
+
+
+@pytest.fixture(autouse=True)
+def _logs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's logger hands nothing on if there was no handler when it was imported; pytest catches at the root."""
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -275,8 +275,9 @@ def test_nothing_frozen_changes_nothing(tmp_path):
 
 # Of the compiler itself, where it goes on behind a call that it does not compile.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_network(tmp_path):
+def test_a_compiled_network(tmp_path, monkeypatch):
     """With this backend, compiled code gives the bits of eager code, which runs where the step is examined."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that outlive the test
     torch.compiler.reset()
     plain, cached = pair(Classifier)
     for module in (plain, cached):
@@ -288,7 +289,8 @@ def test_a_compiled_network(tmp_path):
     assert wrapped.stats.hits > 100
 
 
-def test_a_network_compiled_as_one_graph_is_left_alone(tmp_path):
+def test_a_network_compiled_as_one_graph_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch.compiler.reset()
     plain, cached = pair(Classifier)
     for module in (plain, cached):
