@@ -59,11 +59,20 @@ def loader_of(dataset, batch_size=8, **options):
 
 
 def fit(
-    module, data, schedule, cache=None, epochs=4, callbacks=(), trainer_options=None, judged=False, **callback_options
+    module,
+    data,
+    schedule,
+    cache=None,
+    epochs=4,
+    callbacks=(),
+    trainer_options=None,
+    compared_steps=sys.maxsize,
+    **callback_options,
 ):
     """Train with a scripted freeze, or another policy; ``cache``: arguments of FrozenPrefixCache, or None.
 
-    Networks in tests are so small that no cache pays for them: whether it does is judged only if ``judged`` says so.
+    Networks in tests are so small that no cache pays for them: whether it does is judged
+    only where ``compared_steps`` says after how many.
     """
     L.seed_everything(0, verbose=False)
     policy = schedule if isinstance(schedule, ScriptedPolicy) else ScriptedPolicy(schedule)
@@ -81,8 +90,7 @@ def fit(
         **(trainer_options or {}),
     )
     wrapped = FrozenPrefixCache(data, **cache) if cache is not None else None
-    steps = stats.COMPARED_STEPS if judged else sys.maxsize
-    with mock.patch.object(stats, "COMPARED_STEPS", steps):
+    with mock.patch.object(stats, "COMPARED_STEPS", compared_steps):
         if wrapped is not None:
             trainer.fit(module, datamodule=wrapped)
         elif isinstance(data, L.LightningDataModule):

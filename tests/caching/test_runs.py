@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning as L
@@ -10,9 +11,10 @@ import pytest
 import torch
 from cached_runs import Classifier, fit, images, loader_of
 from test_same_training import assert_same_training, pair
+from torch.utils.data import Dataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.caching.store import read_manifest
+from lightning_egeria.caching.store import ActivationStore, read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
 
@@ -148,3 +150,44 @@ def test_a_shallower_boundary_leaves_the_disk_when_all_is_advanced(tmp_path):
     assert wrapped.stats.advanced > 20
     (folder,) = tmp_path.iterdir()
     assert read_manifest(folder).about["boundary"] == "net.b.2"
+
+
+class Slow(Dataset):
+    """Takes its time for each image."""
+
+    def __init__(self):
+        self.data = images()
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return self.data[index]
+
+
+def test_it_says_that_it_pays(tmp_path, caplog):
+    module, _ = pair(Classifier)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        wrapped = fit(module, loader_of(Slow()), {5: 2}, {"cache_dir": tmp_path}, 8, compared_steps=4)
+    assert caplog.text.count("cache: it pays: a sample takes") == 1
+    assert wrapped.stats.off is None
+    assert wrapped.stats.seconds_saved > 0
+
+
+def test_it_stops_where_it_does_not_pay(tmp_path, monkeypatch):
+    read = ActivationStore.read
+
+    def slowly(*arguments):
+        time.sleep(0.005)
+        return read(*arguments)
+
+    monkeypatch.setattr(ActivationStore, "read", slowly)
+    plain, cached = pair(Classifier)
+    fit(plain, loader_of(images()), {5: 2}, epochs=8)
+    cache = {"cache_dir": tmp_path, "host_bytes": 0}
+    with pytest.warns(UserWarning, match="off: it does not pay: a sample takes .* ms from the cache and .* ms without"):
+        wrapped = fit(cached, loader_of(images()), {5: 2}, cache, 8, compared_steps=4)
+    assert_same_training(plain, cached)
+    assert wrapped.stats.off.startswith("it does not pay")
+    assert list(tmp_path.iterdir()) == []
