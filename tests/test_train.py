@@ -57,17 +57,16 @@ def test_trains_and_leaves_its_figures(egeria_train, capsys):
     assert (run_dir / "log" / "metrics.csv").is_file()
 
 
-def test_trains_from_the_cache(egeria_train, tmp_path, caplog):
+def test_trains_from_the_cache(egeria_train, tmp_path):
     policy = "{_target_: lightning_egeria.ScriptedPolicy, schedule: {2: 1}}"
     freeze = ["~callbacks.freezing.policy", f"+callbacks.freezing.policy={policy}"]
     cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
     overrides = ["trainer.max_epochs=8", "data.num_workers=0", "callbacks.freezing.workers=0"]
-    with caplog.at_level("INFO", "lightning.pytorch"):
-        run_dir = egeria_train(*freeze, *cache, *overrides)
+    run_dir = egeria_train(*freeze, *cache, *overrides)
     found = results(run_dir)["cache"]
     assert found["off"] is None
     assert found["written"] > 40
-    assert "samples came from the cache" in caplog.text
+    assert found["hits"] > 0
 
 
 def test_trains_without_the_callback(egeria_train):

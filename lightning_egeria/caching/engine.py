@@ -17,7 +17,7 @@ import torch
 from lightning_egeria.caching.bypass import PrefixBypass
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.examination import Examination, Verdict
-from lightning_egeria.caching.findings import Findings
+from lightning_egeria.caching.findings import Findings, layers_of
 from lightning_egeria.caching.levels import Level, MemoryTier, Pieces, RowForm, Rows, pieces_of
 from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, replace_leaf
 from lightning_egeria.caching.planning import Planner
@@ -350,7 +350,7 @@ class PrefixCache:
         about = {
             "model": type(prefix.module).__name__,
             "boundary": boundary,
-            "data": type(self._dataset.dataset).__name__,
+            "data": " of ".join(type(layer).__name__ for layer in layers_of(self._dataset.dataset)),
             "samples": str(samples),
             "augmentation_views": str(self._views),
             "row": f"{'x'.join(['positions'] * form.ragged + list(map(str, form.piece)))} {form.dtype}",

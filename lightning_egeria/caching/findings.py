@@ -180,10 +180,8 @@ class Inspector:
     def _fingerprint(self) -> str:
         """Of length, classes and three samples; the same in every process."""
         digest = hashlib.blake2b(digest_size=16)
-        layer = self._dataset
-        while layer is not None:
+        for layer in layers_of(self._dataset):
             digest.update(f"{type(layer).__module__}.{type(layer).__qualname__};".encode())
-            layer = getattr(layer, "dataset", None)
         count = len(self._dataset)
         digest.update(str(count).encode())
         for sample_id in dict.fromkeys((0, count // 2, count - 1)):
@@ -193,6 +191,13 @@ class Inspector:
                 except TypeError:
                     digest.update(type(leaf).__name__.encode())
         return digest.hexdigest()
+
+
+def layers_of(dataset: Any) -> Iterator[Any]:
+    """The dataset, the one that it is a part of, and so on."""
+    while dataset is not None:
+        yield dataset
+        dataset = getattr(dataset, "dataset", None)
 
 
 def seed_all(seed: int) -> None:

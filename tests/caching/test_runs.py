@@ -171,6 +171,7 @@ def test_it_says_that_it_pays(tmp_path, caplog):
     with caplog.at_level("INFO", "lightning.pytorch"):
         wrapped = fit(module, loader_of(Slow()), {5: 2}, {"cache_dir": tmp_path}, 8, compared_steps=4)
     assert caplog.text.count("cache: it pays: a sample takes") == 1
+    assert caplog.text.count("samples came from the cache since the first freeze") == 1
     assert wrapped.stats.off is None
     assert wrapped.stats.seconds_saved > 0
 

@@ -1,6 +1,7 @@
 """A run from the cache is the run without it, bit for bit."""
 
 import copy
+import sys
 
 import lightning as L
 import pytest
@@ -273,12 +274,20 @@ def test_nothing_frozen_changes_nothing(tmp_path):
     assert wrapped.stats.off == "nothing is frozen"
 
 
+@pytest.fixture
+def compiler():
+    """Knows nothing of earlier tests, and leaves no processes behind."""
+    torch.compiler.reset()
+    yield
+    workers = sys.modules.get("torch._inductor.async_compile")
+    if workers is not None:
+        workers.shutdown_compile_workers()
+
+
 # Of the compiler itself, where it goes on behind a call that it does not compile.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_network(tmp_path, monkeypatch):
+def test_a_compiled_network(tmp_path, compiler):
     """With this backend, compiled code gives the bits of eager code, which runs where the step is examined."""
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that outlive the test
-    torch.compiler.reset()
     plain, cached = pair(Classifier)
     for module in (plain, cached):
         module.net.compile(backend="aot_eager")
@@ -289,9 +298,7 @@ def test_a_compiled_network(tmp_path, monkeypatch):
     assert wrapped.stats.hits > 100
 
 
-def test_a_network_compiled_as_one_graph_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    torch.compiler.reset()
+def test_a_network_compiled_as_one_graph_is_left_alone(tmp_path, compiler):
     plain, cached = pair(Classifier)
     for module in (plain, cached):
         module.net.compile(backend="aot_eager", fullgraph=True)
