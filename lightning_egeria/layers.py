@@ -169,8 +169,11 @@ class PrefixListener(Protocol):
 class StepListener(PrefixListener, Protocol):
     """What must also hear of every training step: a cache of the prefix's outputs."""
 
-    def step_begins(self, batch: Any) -> bool:
-        """A training step is about to run on ``batch``; returns whether the network will be given its real input."""
+    def batch_begins(self, batch: Any) -> None:
+        """A batch is there for the next training step. The prefix may still change before that begins."""
+
+    def step_begins(self) -> bool:
+        """The training step is about to run; returns whether the network will be given its real input."""
 
     def forward_ended(self) -> None:
         """Its forward is over."""

@@ -232,9 +232,14 @@ class _Listener:
         if self.cache is not None:
             self.cache.prefix_changed(prefix)
 
-    def step_begins(self, batch: Any) -> bool:
-        """A training step is about to run on ``batch``; returns whether the network will be given its real input."""
-        return self.cache is None or self.cache.step_begins(batch)
+    def batch_begins(self, batch: Any) -> None:
+        """A batch is there for the next training step."""
+        if self.cache is not None:
+            self.cache.batch_begins(batch)
+
+    def step_begins(self) -> bool:
+        """The training step is about to run; returns whether the network will be given its real input."""
+        return self.cache is None or self.cache.step_begins()
 
     def forward_ended(self) -> None:
         """Its forward is over."""

@@ -117,6 +117,7 @@ class PrefixCache:
         """Drop what is of no use any longer; what was cached of a shallower prefix goes on being of use."""
         if self._closed:
             return  # the callback leaves the model unfrozen at the end of fit
+        self._load_after_all()
         deeper = self._prefix is prefix and bool(self._levels) and prefix.depth > self._levels[-1].cut
         self._end_step()
         self._prefix = prefix
@@ -244,13 +245,17 @@ class PrefixCache:
 
     # --- the training step ------------------------------------------------------------------------------------------
 
-    def step_begins(self, batch: Any) -> bool:
-        """Arm the bypass for a batch that is on its device; returns whether the network is given its real input."""
+    def batch_begins(self, batch: Any) -> None:
+        """The batch is on its device."""
+        if self._step is not None:
+            self._step.source = list(tensor_leaves(batch))
+
+    def step_begins(self) -> bool:
+        """Arm the bypass; returns whether the network is given its real input."""
         step, cut, prefix = self._step, self._cut, self._prefix
         if step is None or cut is None or prefix is None:
             return True
-        findings = step.loaded.findings
-        step.source = list(tensor_leaves(batch))
+        findings, step.armed = step.loaded.findings, True
         if findings is not None:
             self._examination = Examination(prefix, cut.bypass, step, findings, cut.compiled)
             self._examination.begin()
@@ -311,6 +316,15 @@ class PrefixCache:
     def _end_step(self) -> None:
         self.forward_ended()
         self._step = self._examination = None
+
+    def _load_after_all(self) -> None:
+        """The prefix changes between the coming of a batch and its step: put the real input in its place."""
+        step, terms = self._step, self._cut.terms if self._cut is not None else None
+        if step is None or step.armed or step.all_loaded or terms is None or terms.input_field is None:
+            return
+        leaf = terms.input_field.batch_leaf
+        real = list(tensor_leaves(self._whole(step.planned, step.loaded)))[leaf]
+        step.source[leaf].data = real.to(step.source[leaf].device, step.source[leaf].dtype)
 
     def _write(self, step: Step, terms: Terms) -> None:
         self._recording.write(step, self._levels, terms.input_field is not None)

@@ -117,6 +117,7 @@ class Step:
         ended: the boundary was passed.
         computed: boundary activation that was computed in this step, all of the batch.
         full: the whole prefix ran for all samples.
+        armed: its forward is about to run, or has.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Step:
         self.ended: float | torch.cuda.Event | None = None
         self.computed: Tensor | None = None
         self.full = False
+        self.armed = False
 
     @property
     def samples(self) -> int:

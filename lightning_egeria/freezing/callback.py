@@ -216,6 +216,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Observe the first step to find the layer chain, and every evaluation step to compare it."""
+        for listener in self.step_listeners:
+            listener.batch_begins(batch)
         if self._active and getattr(trainer.fit_loop, "_skip_backward", False):
             # Stochastic weight averaging is done with training and measures all statistics of normalisation anew, which
             # a frozen module would not do.
@@ -230,7 +232,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if self._engine is not None:
             real = True
             for listener in self.step_listeners:
-                real = listener.step_begins(batch) and real
+                real = listener.step_begins() and real
             self._accumulation = trainer.accumulate_grad_batches
             self._engine.begin_step(trainer.global_step, real)
         else:

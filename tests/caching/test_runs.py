@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from cached_runs import Classifier, fit, images, loader_of
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from test_same_training import assert_same_training, pair
 from torch.utils.data import Dataset
 
@@ -125,6 +126,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from cached_runs import Classifier, fit, images, loader_of
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from test_same_training import pair
 module, _ = pair(Classifier)
 cached = fit(module, loader_of(images()), {1: 2}, {"cache_dir": sys.argv[2]}, epochs=12)
@@ -192,3 +194,43 @@ def test_it_stops_where_it_does_not_pay(tmp_path, monkeypatch):
     assert_same_training(plain, cached)
     assert wrapped.stats.off.startswith("it does not pay")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:cache. the weights of frozen layers have changed")  # it copies the averages back
+def test_weights_that_are_averaged_at_the_end(tmp_path):
+    """The callback unfreezes between the coming of a batch, whose input is not loaded, and its training step."""
+    plain, cached = pair(Classifier)
+    options = {"epochs": 8, "callbacks": ()}
+    for module, cache in ((plain, None), (cached, {"cache_dir": tmp_path})):
+        options["callbacks"] = [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=6)]
+        wrapped = fit(module, loader_of(images()), {5: 2}, cache, **options)
+    assert_same_training(plain, cached)
+    assert wrapped.stats.hits > 40
+
+
+class LaterMore(BaseFinetuning):
+    """Lets the front learn from the fifth epoch on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net.stem)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 5:
+            self.unfreeze_and_add_param_group(pl_module.net.stem, optimizer)
+
+
+class Learning(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.05, momentum=0.9)
+
+
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")  # those of normalisation
+@pytest.mark.filterwarnings("ignore:.*have begun to learn since the layer modules were found")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_other_code_that_lets_more_learn(tmp_path, precision):
+    plain, cached = pair(Learning)
+    for module, cache in ((plain, None), (cached, {"cache_dir": tmp_path})):
+        options = {"callbacks": [LaterMore()], "trainer_options": {"precision": precision}}
+        wrapped = fit(module, loader_of(images()), {5: 1}, cache, 8, **options)
+    assert_same_training(plain, cached)
+    assert wrapped.stats.hits > 20
