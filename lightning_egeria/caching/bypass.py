@@ -143,11 +143,6 @@ class PrefixBypass:
         """How many unit calls the first ``depth`` layer modules take."""
         return self._positions[depth - 1]
 
-    @property
-    def passage(self) -> Passage | None:
-        """That of the forward under way."""
-        return self._passage
-
     def begin(self, passage: Passage) -> None:
         """The network takes this passage from here on, until `end`."""
         self._passage = passage
