@@ -44,6 +44,7 @@ def test_there_is_something_to_run():
 @pytest.mark.parametrize("block", BLOCKS)
 def test_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     monkeypatch.setattr(L, "Trainer", functools.partial(L.Trainer, max_epochs=2, enable_model_summary=False, **quiet))
     exec(compile(block, "block", "exec"), {"model": Module(), "datamodule": Data()})
