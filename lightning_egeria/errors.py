@@ -25,6 +25,10 @@ class UnsupportedError(EgeriaError):
     """The Trainer is set up in a way that freezing was not made for; the message says what to use instead."""
 
 
+class DisagreementError(EgeriaError):
+    """The processes of one job no longer train the same model."""
+
+
 class WorkerError(EgeriaError):
     """A call in a worker process failed: what it ran raised, or the process ended."""
 

@@ -262,6 +262,21 @@ class FrozenPrefix:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return next(names[parameter] for parameter in self._frozen_parameters if parameter.grad is not None)
 
+    def gradient_bytes(self, depth: int) -> int:
+        """Size of the gradients of all parameters that learn when the first ``depth`` layer modules are frozen."""
+        frozen = set(self._frozen_parameters)
+        prefix = set(self.chain.prefix_parameters(depth))
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for name, parameter in self.module.named_parameters()
+            if (parameter.requires_grad or parameter in frozen) and name not in prefix
+        )
+
+    def drop_gradients(self) -> None:
+        """Take away the gradients that frozen parameters were given, so that they stay as they are."""
+        for parameter in self._frozen_parameters:
+            parameter.grad = None
+
     def _thaw(self) -> None:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)

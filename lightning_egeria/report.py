@@ -42,6 +42,9 @@ class Savings:
         reference_precision: that the reference ran in last; None if it never answered.
         bytes_per_evaluation: what the last one sent to the reference; 0 if there was none.
         bytes_per_snapshot: size of the last snapshot of the weights.
+        gradient_bytes_before: size of the gradients that a step exchanges with other processes, with nothing frozen;
+            None if there is just one.
+        gradient_bytes_after: the same at the final depth.
     """
 
     layer_modules: tuple[LayerModuleSavings, ...]
@@ -56,6 +59,8 @@ class Savings:
     reference_precision: str | None
     bytes_per_evaluation: int
     bytes_per_snapshot: int
+    gradient_bytes_before: int | None = None
+    gradient_bytes_after: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, for a JSON file."""
@@ -99,10 +104,15 @@ def _sums(savings: Savings) -> list[tuple[str, str]]:
         verdict = f"nothing gained ({saved:.1f} s)"
     else:
         verdict = f"{saved:.1f} s"
+    exchanged = []
+    if savings.gradient_bytes_before is not None and savings.gradient_bytes_after is not None:
+        sizes = _size(savings.gradient_bytes_before), _size(savings.gradient_bytes_after)
+        exchanged = [("gradients exchanged in a step", f"{sizes[0]} -> {sizes[1]}")]
     return [
         ("frozen", f"{savings.frozen_depth}/{len(savings.layer_modules)}"),
         ("step before the first freeze", _milliseconds(savings.step_seconds_before)),
         ("step after the last freeze", _milliseconds(savings.step_seconds_after)),
+        *exchanged,
         ("evaluations", f"{savings.evaluations_done} ({savings.evaluation_seconds:.1f} s)"),
         ("evaluations late, dropped", f"{savings.evaluations_late}, {savings.evaluations_dropped}"),
         ("reference", savings.reference_precision or "-"),
@@ -110,6 +120,10 @@ def _sums(savings: Savings) -> list[tuple[str, str]]:
         ("sent for a new reference", f"{savings.bytes_per_snapshot / 1e6:.1f} MB each"),
         ("estimated time saved", verdict),
     ]
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import lightning as L
@@ -84,8 +84,11 @@ def _settle(leftovers):
 
 
 def _child_processes() -> set[int]:
-    # Python keeps its resource tracker until the interpreter ends.
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
+    # Python keeps its resource tracker, and the server that forks for it, until the interpreter ends.
+    kept = {
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+    }
     children = {process.pid for process in multiprocessing.active_children()}
     # Linux also tells of the children that multiprocessing did not start.
     for task in Path("/proc/self/task").glob("*/children"):
@@ -93,7 +96,7 @@ def _child_processes() -> set[int]:
             children.update(map(int, task.read_text().split()))
         except OSError:  # that thread has just ended
             continue
-    return children - {tracker}
+    return children - kept
 
 
 def _files(folder: Path, tmp_paths: Path) -> set[str]:
@@ -104,6 +107,7 @@ def _files(folder: Path, tmp_paths: Path) -> set[str]:
             name
             for name in folders
             if name not in _TOOL_FOLDERS
+            and not name.startswith("pymp-")  # where multiprocessing's server listens
             and Path(parent, name) != tmp_paths
             and not Path(parent, name, "pyvenv.cfg").is_file()
         ]

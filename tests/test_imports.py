@@ -22,6 +22,8 @@ ORDER = [
         "freezing.parcels",
         "freezing.int8",
         "freezing.metric",
+        "freezing.ranks",
+        "freezing.strategies",
     ],
     ["freezing.costs", "freezing.precision", "freezing.workers"],
     ["freezing.reference"],
@@ -42,7 +44,15 @@ ORDER = [
     ["train"],
 ]
 PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
-ADAPTERS = {"freezing.callback", "freezing.display", "demos.classifier", "demos.data", "caching.datamodule", "train"}
+ADAPTERS = {
+    "freezing.callback",
+    "freezing.display",
+    "freezing.strategies",
+    "demos.classifier",
+    "demos.data",
+    "caching.datamodule",
+    "train",
+}
 
 
 def name_of(path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -17,13 +16,21 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_egeria.compilation import eager
-from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError, UnsupportedError
+from lightning_egeria.errors import (
+    ArgumentError,
+    CheckpointError,
+    LayerChainError,
+    TrainingDataError,
+    UnsupportedError,
+)
 from lightning_egeria.freezing.display import ProgressBarEntry, log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
-from lightning_egeria.freezing.limits import depth_limit, one_optimizer
+from lightning_egeria.freezing.limits import find_chain
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing.ranks import Ranks
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
+from lightning_egeria.freezing.strategies import check_strategy, prefix_changed
 from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
@@ -58,6 +65,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
         max_frozen_fraction: share of the layer modules that may be frozen at most; in (0, 1].
         freeze_until: path of the last module that may freeze; None leaves it to the policy.
         never_freeze: paths of modules that never freeze, nor anything behind them.
+        check_ranks: after every freeze and unfreeze, see that all processes of the job have the same prefix and the
+            same parameters, and end training if they do not. Reads all weights; for the search for an error.
+        allow_untested: train under a strategy that freezing was not tried with.
 
     Attributes:
         events: every freeze and unfreeze so far.
@@ -83,6 +93,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         max_frozen_fraction: float = 1.0,
         freeze_until: str | None = None,
         never_freeze: Sequence[str] = (),
+        check_ranks: bool = False,
+        allow_untested: bool = False,
     ) -> None:
         for name, value, least in (
             ("evaluate_every_n_steps", 1 if evaluate_every_n_steps is None else evaluate_every_n_steps, 1),
@@ -116,6 +128,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self.max_frozen_fraction = max_frozen_fraction
         self.freeze_until = freeze_until
         self.never_freeze = list(never_freeze)
+        self.check_ranks = check_ranks
+        self.allow_untested = allow_untested
         self.events: list[FreezingEvent] = []
         self._named_layer_modules = None if layer_modules is None else list(layer_modules)
         self._chain: LayerChain | None = None
@@ -123,6 +137,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._trace: StepTrace | None = None
         self._uncompiled = contextlib.ExitStack()
         self._bar_entry: ProgressBarEntry | None = None
+        self._ranks = Ranks()
         self._every = 0
         self._active = False
         self._waits = False
@@ -163,18 +178,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if stage == "fit" and self._engine is not None:
             # The tuner has loaded what an earlier fit had come to; a checkpoint to resume from is read after this.
             self._restored = None
-        if stage == "fit" and trainer.world_size > 1:
-            raise UnsupportedError(
-                f"freezing was made for one process, and this Trainer has {trainer.world_size} "
-                f"({type(trainer.strategy).__name__}): the other processes would wait for gradients that never come. "
-                "Use devices=1 or leave the callback out"
-            )
-        if stage == "fit" and hasattr(trainer.strategy, "parallel_devices"):
-            raise UnsupportedError(
-                f"freezing was made for one process, and {type(trainer.strategy).__name__} wraps the model for several "
-                "even where there is just one: it would wait for gradients that never come. Use strategy='auto' with "
-                "devices=1 or leave the callback out"
-            )
+        if stage == "fit":
+            check_strategy(trainer, self.allow_untested)
+            self._ranks = Ranks(trainer.strategy.root_device)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start anew; see that there is something to train on."""
@@ -210,7 +216,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if not self._active or restored is None or restored["chain"] is None:
             return
         self._trainable = _trainable_names(pl_module)
-        self._start_engine(trainer, pl_module, LayerChain.from_state(restored["chain"]), restored)
+        self._engine = self._start_engine(trainer, pl_module, LayerChain.from_state(restored["chain"]), restored)
+        if self.frozen_depth:
+            self._prefix_changed(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -235,9 +243,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 real = listener.step_begins() and real
             self._accumulation = trainer.accumulate_grad_batches
             self._engine.begin_step(trainer.global_step, real)
-        else:
+            return
+        self._trainable = _trainable_names(pl_module)
+        if self._ranks.leads:
             self._uncompiled.enter_context(eager())
-            self._trainable = _trainable_names(pl_module)
             self._trace = StepTrace(pl_module)
             self._trace.start()
 
@@ -245,17 +254,12 @@ class KnowledgeGuidedFreezing(pl.Callback):
         """The forward is over: nothing is observed any longer."""
         if not self._active:
             return
-        trace = self._stop_trace()
-        if trace is not None:
-            chain = LayerChain.from_trace(trace, loss, self._named_layer_modules)
-            limit = depth_limit(chain, self.max_frozen_fraction, self.freeze_until, self.never_freeze)
-            chain, notes = one_optimizer(chain, pl_module, trainer.optimizers)
-            chain = dataclasses.replace(chain, max_depth=min(limit, chain.max_depth))
-            self._start_engine(trainer, pl_module, chain, None)
-            for note in (*chain.notes, *notes):
+        if self._engine is None:
+            chain = self._shared_chain(trainer, loss)
+            self._engine = self._start_engine(trainer, pl_module, chain, None)
+            for note in chain.notes:
                 rank_zero_warn(f"freezing: {note}")
-        if self._engine is not None:
-            self._engine.end_forward(loss)
+        self._engine.end_forward(loss)
         for listener in self.step_listeners:  # in the reverse order of their beginning: both replace forwards
             listener.forward_ended()
 
@@ -290,6 +294,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             due = trainer.global_step >= self._engine.next_evaluation
             event = self._engine.end_step(trainer.global_step, self._learning_rate)
             if event is not None:
+                self._prefix_changed(trainer)
                 self.events.append(event)
                 tell_event(event, self._engine)
             if due or event is not None:
@@ -360,6 +365,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self.events.append(FreezingEvent(trainer.global_step, "unfreeze", 0, "other parameters began to learn"))
         self._close()
         self._engine = self._chain = None
+        prefix_changed(trainer.strategy)
 
     def _front_learning_rate(self, trainer: pl.Trainer) -> float:
         """Of the parameter group that holds the front of the network; of the first one until the chain is known."""
@@ -367,9 +373,35 @@ class KnowledgeGuidedFreezing(pl.Callback):
         optimizers = trainer.optimizers
         return float(optimizers[number].param_groups[group]["lr"]) if number < len(optimizers) else math.nan
 
+    def _shared_chain(self, trainer: pl.Trainer, loss: Tensor) -> LayerChain:
+        """As the first rank has found it in this step; all others take its word."""
+        trace, found, error = self._stop_trace(), None, None
+        if trace is not None:
+            try:
+                found = find_chain(
+                    trace,
+                    loss,
+                    trainer.optimizers,
+                    self._named_layer_modules,
+                    self.max_frozen_fraction,
+                    self.freeze_until,
+                    self.never_freeze,
+                )
+            except LayerChainError as failure:
+                error = failure
+        told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error)})
+        if error is not None or told["error"] is not None:
+            raise error or LayerChainError(f"on rank 0: {told['error']}")
+        return found or LayerChain.from_state(told["chain"])
+
+    def _prefix_changed(self, trainer: pl.Trainer) -> None:
+        prefix_changed(trainer.strategy)
+        if self.check_ranks and self._engine is not None:
+            self._ranks.compare(self._engine.prefix)
+
     def _start_engine(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, restored: dict[str, Any] | None
-    ) -> None:
+    ) -> FreezingEngine:
         prefix = FrozenPrefix(pl_module, chain)
         prefix.listeners.extend(self.step_listeners)
         prefix.check_fits()
@@ -387,7 +419,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         make = functools.partial(ReferenceModel, chain, self.evaluation_samples, precision, before["crops"] or None)
         self._chain = chain
         self._front_group = _group_of(trainer, pl_module.get_parameter(chain.prefix_parameters(len(chain))[0]))
-        self._engine = FreezingEngine(
+        engine = FreezingEngine(
             prefix,
             policy,
             ReferencePool(make, chain.entries, self.workers, self.threads_per_worker, self.timeout_s),
@@ -398,15 +430,17 @@ class KnowledgeGuidedFreezing(pl.Callback):
             wait_s=self.timeout_s if self._waits else 0.0,
             adapt=self.evaluate_every_n_steps is None,
             step=trainer.global_step,
+            ranks=self._ranks,
         )
-        self._bar_entry = ProgressBarEntry(trainer, self._engine)
+        self._bar_entry = ProgressBarEntry(trainer, engine)
         if restored is not None:
             policy.load_state_dict(restored["policy"])
             self.events = [FreezingEvent(**event) for event in restored["events"]]
             prefix.set_depth(restored["depth"])
-            self._engine.load_state_dict(restored["engine"])
-        if not self._engine.pool.has_snapshot:
-            self._engine.refresh_reference()
+            engine.load_state_dict(restored["engine"])
+        if not engine.pool.has_snapshot:
+            engine.refresh_reference()
+        return engine
 
     def _stop_trace(self) -> StepTrace | None:
         trace, self._trace = self._trace, None

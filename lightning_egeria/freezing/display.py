@@ -24,6 +24,8 @@ def tell_event(event: FreezingEvent, engine: FreezingEngine) -> None:
     verb = "froze" if event.kind == "freeze" else "unfroze"
     last = f", up to {names[event.depth - 1]!r}" if event.depth else ""
     frozen = f"now {event.depth}/{len(names)} layer modules are frozen{last}"
+    if not engine.ranks.leads:
+        return
     _log.info(f"step {event.step}: {verb}, {frozen}: {event.reason}{saves}")
 
 
@@ -51,6 +53,10 @@ def log_metrics(trainer: pl.Trainer, engine: FreezingEngine) -> None:
         "egeria/evaluations_dropped": counts.dropped,
         "egeria/reference_age": engine.reference_age,
     }
+    if engine.ranks.several:
+        active = engine.prefix.gradient_bytes(depth)
+        metrics["egeria/gradient_bytes"] = active
+        metrics["egeria/gradient_bytes_saved"] = engine.prefix.gradient_bytes(0) - active
     frozen_time = _known_sum(engine.costs.layer_shares(len(chain))[:depth])
     if frozen_time is not None:
         metrics["egeria/frozen_step_time"] = frozen_time

@@ -18,8 +18,9 @@ from lightning_egeria.compilation import forget_compiled
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.capture import StepCapture
 from lightning_egeria.freezing.costs import StepCosts
-from lightning_egeria.freezing.policy import Policy
+from lightning_egeria.freezing.policy import Decision, Policy
 from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing.ranks import Ranks, Word
 from lightning_egeria.freezing.reference import Comparison
 from lightning_egeria.layers import FrozenPrefix
 
@@ -68,6 +69,9 @@ class FreezingEngine:
     evaluation steps later. An answer that is not there by then, or that was asked at another prefix version, is dropped
     and counted.
 
+    Of several processes, the first evaluates and decides. It says so to the others at the next evaluation step, and all
+    apply it there.
+
     Args:
         prefix: the frozen prefix of the model in training.
         policy: decides; `Policy.start` must have been called.
@@ -79,6 +83,7 @@ class FreezingEngine:
         wait_s: seconds to wait for an answer that is due; 0 leaves it at that.
         adapt: evaluate half as often whenever two answers in a row are late.
         step: optimizer steps done before.
+        ranks: the processes that train the model; by default all there are.
 
     Attributes:
         messages: what the user should be told, as logging levels and texts; whoever tells it removes it.
@@ -96,7 +101,9 @@ class FreezingEngine:
         wait_s: float = 0.0,
         adapt: bool = False,
         step: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks if ranks is not None else Ranks()
         self.prefix = prefix
         self.policy = policy
         self.pool = pool
@@ -125,6 +132,8 @@ class FreezingEngine:
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._gave_up = False
+        self._learning: str | None = None  # a frozen parameter that was given a gradient
+        self._wanted: Decision | None = None  # of the first of several ranks, until it tells the others
         self._began = 0.0
         self._step_before = step - 1
         self._steps_per_batch = 1
@@ -193,6 +202,10 @@ class FreezingEngine:
         """The backward is done."""
         if self._capture is not None:
             self._capture.backward_ended(device)
+        if self.ranks.several and (name := self.prefix.learning_parameter()) is not None:
+            # Nobody exchanges this gradient: with it, each rank would go its own way.
+            self._learning = name
+            self.prefix.drop_gradients()
 
     def end_batch(self) -> None:
         """A batch is done, whether or not an optimizer step came with it."""
@@ -212,29 +225,55 @@ class FreezingEngine:
         Args:
             step: optimizer steps done so far.
             learning_rate: that this step was done with.
+
+        Returns:
+            What changed. With several ranks, all must then tell their strategy.
         """
-        if self._gave_up:
-            return None
-        if (name := self.prefix.learning_parameter()) is not None:
-            return self._give_up(step, name)
         self._steps_per_batch = step - self._step_before  # more than one with several optimizers
         due = step >= self.next_evaluation
-        self.plasticity = self._collect() if due else None
-        loss = self._mean_loss() if due else None
-        decision = self.policy.observe(step, self.plasticity, learning_rate, loss)
+        decision = self._decide(step, learning_rate, due) if self.ranks.leads else None
         capture, self._capture = self._capture, None
-        event = None
-        if decision is not None and decision.depth != self.prefix.depth:
-            kind = "freeze" if decision.depth > self.prefix.depth else "unfreeze"
-            self.prefix.set_depth(decision.depth)
-            event = FreezingEvent(step, kind, decision.depth, decision.reason)
+        if self.ranks.several:
+            decision = self._agreed(decision, due)
+        event = self._apply(step, decision)
         if due:
-            started = time.perf_counter()
             self.next_evaluation = step + self.evaluate_every_n_steps
+        if due and self.ranks.leads:
+            started = time.perf_counter()
             self._dispatch(capture)
             self.refresh_reference()
             self.costs.evaluation_seconds += time.perf_counter() - started
         return event
+
+    def _decide(self, step: int, learning_rate: float, due: bool) -> Decision | None:
+        self.plasticity = None
+        if self._gave_up:
+            return None
+        if (name := self._learning or self.prefix.learning_parameter()) is not None:
+            return self._give_up(name)
+        self.plasticity = self._collect() if due else None
+        loss = self._mean_loss() if due else None
+        return self.policy.observe(step, self.plasticity, learning_rate, loss)
+
+    def _agreed(self, decision: Decision | None, due: bool) -> Decision | None:
+        """What the first rank decides, at the next evaluation step, or the depth as it is."""
+        self._wanted = decision if decision is not None else self._wanted
+        if not due:
+            return None
+        decision, self._wanted = self._wanted, None
+        depth, reason = (decision.depth, decision.reason) if decision is not None else (self.prefix.depth, "")
+        word = self.ranks.agree(Word(depth, self.evaluate_every_n_steps, reason))
+        self.evaluate_every_n_steps = word.evaluate_every_n_steps
+        return Decision(word.depth, word.reason)
+
+    def _apply(self, step: int, decision: Decision | None) -> FreezingEvent | None:
+        if decision is None or decision.depth == self.prefix.depth:
+            return None
+        kind = "freeze" if decision.depth > self.prefix.depth else "unfreeze"
+        if kind == "freeze":
+            self.ranks.share_buffers(self.prefix, decision.depth)
+        self.prefix.set_depth(decision.depth)
+        return FreezingEvent(step, kind, decision.depth, decision.reason)
 
     def close(self) -> None:
         """Leave the model as the user made it, with nothing frozen, and end the workers. Safe to call twice."""
@@ -280,6 +319,8 @@ class FreezingEngine:
         self._loss_sum = None if state["loss_sum"] is None else torch.tensor(state["loss_sum"])
         self._loss_count = state["loss_count"]
         self.counts = EvaluationCounts(**state["counts"])
+        if not self.ranks.leads:
+            return
         if state["reference"] is not None:
             self.pool.restore_snapshot(self.prefix.module, state["reference"])
         for answer in state["pending"]:
@@ -291,7 +332,7 @@ class FreezingEngine:
             self._pending.append(capture)
 
     def _wants_reference(self) -> bool:
-        return self.policy.wants_reference and not self.stopped
+        return self.ranks.leads and self.policy.wants_reference and not self.stopped
 
     def _dispatch(self, capture: StepCapture | None) -> None:
         sent = None
@@ -369,16 +410,15 @@ class FreezingEngine:
         if shares is not None:
             self.costs.add_layer_seconds(shares)
 
-    def _give_up(self, step: int, name: str) -> FreezingEvent:
+    def _give_up(self, name: str) -> Decision:
         """Something else decides what learns here: leave it to it."""
         self._gave_up = self.stopped = True
         self.forget_batch()
         self._pending.clear()
         self.pool.drop_snapshot()
-        self.prefix.set_depth(0)
         reason = f"the frozen parameter {name!r} was given a gradient: other code switches requires_grad on and off"
         self.messages.append((logging.WARNING, f"{reason}. All is unfrozen, and nothing will freeze any longer"))
-        return FreezingEvent(step, "unfreeze", 0, reason)
+        return Decision(0, reason)
 
     def _late(self) -> None:
         self.counts.late += 1

@@ -6,11 +6,32 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_egeria.errors import LayerChainError
 from lightning_egeria.layers import LayerChain
+from lightning_egeria.tracing import StepTrace
+
+
+def find_chain(
+    trace: StepTrace,
+    loss: Tensor,
+    optimizers: Sequence[Optimizer],
+    layer_modules: Sequence[str] | None,
+    max_frozen_fraction: float,
+    freeze_until: str | None,
+    never_freeze: Sequence[str],
+) -> LayerChain:
+    """The chain of the step that ``trace`` has seen, only as deep as everything allows; arguments as for the callback.
+
+    Raises:
+        LayerChainError: as `LayerChain.from_trace` and `depth_limit`.
+    """
+    chain = LayerChain.from_trace(trace, loss, layer_modules)
+    limit = depth_limit(chain, max_frozen_fraction, freeze_until, never_freeze)
+    chain = one_optimizer(chain, trace.module, optimizers)
+    return dataclasses.replace(chain, max_depth=min(limit, chain.max_depth))
 
 
 def depth_limit(
@@ -48,10 +69,8 @@ def depth_limit(
     return limit
 
 
-def one_optimizer(
-    chain: LayerChain, module: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[LayerChain, tuple[str, ...]]:
-    """The chain, only as deep as its prefix belongs to one optimizer, and what the user should know of that.
+def one_optimizer(chain: LayerChain, module: nn.Module, optimizers: Sequence[Optimizer]) -> LayerChain:
+    """The chain, only as deep as its prefix belongs to one optimizer; a note says so.
 
     Args:
         chain: of the model.
@@ -76,8 +95,9 @@ def one_optimizer(
                     f"{layer_module.name!r} belongs to another optimizer than the layer modules before it, so at most "
                     f"{index} of {len(chain)} layer modules will freeze; layer_modules=[...] chooses others"
                 )
-                return dataclasses.replace(chain, max_depth=min(chain.max_depth, index)), (note,)
-    return chain, ()
+                depth = min(chain.max_depth, index)
+                return dataclasses.replace(chain, max_depth=depth, notes=(*chain.notes, note))
+    return chain
 
 
 def _places(chain: LayerChain, path: str, argument: str) -> list[int]:

@@ -33,4 +33,6 @@ def summarize(engine: FreezingEngine, events: Sequence[FreezingEvent]) -> Saving
         reference_precision=engine.precision,
         bytes_per_evaluation=engine.pool.evaluation_bytes,
         bytes_per_snapshot=engine.pool.snapshot_bytes,
+        gradient_bytes_before=engine.prefix.gradient_bytes(0) if engine.ranks.several else None,
+        gradient_bytes_after=engine.prefix.gradient_bytes(depth) if engine.ranks.several else None,
     )

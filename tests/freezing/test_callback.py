@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import types
 
 import lightning as L
 import pytest
@@ -17,7 +16,6 @@ from lightning_egeria.errors import (
     CheckpointError,
     LayerChainError,
     TrainingDataError,
-    UnsupportedError,
 )
 
 
@@ -457,12 +455,6 @@ def test_the_user_may_know_better():
         fit(module(), freezing(ScriptedPolicy({2: 2}), freeze_until="some_name.stem"))
     with pytest.raises(LayerChainError, match="freeze_until: no layer module has to do with 'stem'"):
         fit(module(), freezing(freeze_until="stem"))
-
-
-def test_several_processes_are_refused():
-    trainer = types.SimpleNamespace(world_size=2, strategy=None)
-    with pytest.raises(UnsupportedError, match="one process, and this Trainer has 2"):
-        freezing().setup(trainer, module(), "fit")
 
 
 @pytest.mark.parametrize(

@@ -635,12 +635,6 @@ def test_lbfgs_is_refused_because_it_does_not():
         fit(new(Optimized), freezing(Watching()))
 
 
-def test_strategies_for_several_processes_are_refused_with_one():
-    trainer = trainer_of(strategy="ddp", devices=1)
-    with pytest.raises(UnsupportedError, match=r"DDPStrategy wraps the model.*Use strategy='auto'"):
-        freezing(Watching()).setup(trainer, new(), "fit")
-
-
 @pytest.mark.skipif(not hasattr(pl_callbacks, "WeightAveraging"), reason="this Lightning has no WeightAveraging")
 def test_ema_weights_are_swapped_in_for_validation_only():
     def ema():
