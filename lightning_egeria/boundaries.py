@@ -126,7 +126,7 @@ def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> li
 
 
 def separate_shared_weights(
-    module: nn.Module, graph: set[Node], boundaries: list[Boundary]
+    trace: StepTrace, graph: set[Node], boundaries: list[Boundary]
 ) -> tuple[list[Boundary], int, list[str]]:
     """Drop boundaries that cut a shared weight in two; returns those left, the deepest allowed depth and notes.
 
@@ -154,7 +154,7 @@ def separate_shared_weights(
     limit = beyond
     notes: list[str] = []
     for (first, last), leaves in sorted(shared.items(), key=lambda item: item[0]):
-        names = [name for name, parameter in module.named_parameters() if parameter in leaves]
+        names = [name for parameter, name in trace.parameter_names.items() if parameter in leaves]
         label = (repr(names[0]) if names else "a weight") + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         if last < beyond:
             notes.append(f"{boundaries[first][0]!r} to {boundaries[last][0]!r} share {label} and freeze together")

@@ -121,7 +121,7 @@ class LayerChain:
             boundaries = find_boundaries(trace, graph)
         else:
             boundaries = named_boundaries(trace, graph, list(layer_modules))
-        boundaries, max_depth, notes = separate_shared_weights(trace.module, graph, boundaries)
+        boundaries, max_depth, notes = separate_shared_weights(trace, graph, boundaries)
         if len(boundaries) < 2:
             found = ", ".join(repr(name) for name, _ in boundaries) or "none"
             raise LayerChainError(
@@ -321,7 +321,7 @@ class _StayInEvaluation:
 
 def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) -> tuple[LayerModule, ...]:
     """Parameters and members of each layer module."""
-    names = {parameter: name for name, parameter in trace.module.named_parameters()}
+    names = trace.parameter_names
     last_end: dict[str, int] = {}
     for root in trace.roots:
         if root.nodes_in(graph):

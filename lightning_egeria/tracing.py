@@ -45,6 +45,11 @@ class ForwardReplacements:
                 vars(module)["forward"] = before
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers weights of the module for each call: its own, and of others inside it."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
 def tensor_leaves(value: Any) -> Iterator[Tensor]:
     """Tensors inside nested mappings, sequences and dataclasses, in order.
 
@@ -91,6 +96,11 @@ class ModuleCall:
 class StepTrace:
     """Records the module calls of one forward between `start` and `stop`.
 
+    Attributes:
+        calls: in completion order.
+        parameters: the parameters by name, as the optimizer knows them.
+        parameter_names: name of each parameter; also of those that FSDP2 puts in their place during a call.
+
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> trace = StepTrace(net)
     >>> trace.start()
@@ -105,6 +115,8 @@ class StepTrace:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.calls: list[ModuleCall] = []
+        self.parameters = dict(module.named_parameters())
+        self.parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         self._stack: list[ModuleCall] = []
         self._replacements = ForwardReplacements()
 
@@ -126,6 +138,9 @@ class StepTrace:
     def _observe(self, path: str, module: nn.Module, original: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = ModuleCall(path, module, self._stack[-1] if self._stack else None)
+            if is_sharded(module):
+                for name, parameter in module.named_parameters(path):
+                    self.parameter_names.setdefault(parameter, name)
             self._stack.append(call)
             try:
                 output = original(*args, **kwargs)

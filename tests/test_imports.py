@@ -13,7 +13,7 @@ PACKAGE = Path(lightning_egeria.__file__).parent
 # Each file may import files of earlier lines only.
 ORDER = [
     ["errors", "tracing", "compilation", "clock", "freezing", "caching"],
-    ["boundaries", "calls", "caching.samples", "caching.store"],
+    ["boundaries", "calls", "freezing.sharded", "caching.samples", "caching.store"],
     ["layers", "report", "freezing.similarity", "freezing.plasticity"],
     [
         "freezing.policy",

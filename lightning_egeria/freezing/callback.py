@@ -30,13 +30,14 @@ from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pool import ReferencePool
 from lightning_egeria.freezing.ranks import Ranks
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
+from lightning_egeria.freezing.sharded import PassingWeights, holds_shards
 from lightning_egeria.freezing.strategies import check_strategy, prefix_changed
 from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
 from lightning_egeria.tracing import StepTrace
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 EVALUATIONS_PER_RUN = 200  # bounds the evaluations' cost by that many forwards, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
 
@@ -135,6 +136,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._chain: LayerChain | None = None
         self._engine: FreezingEngine | None = None
         self._trace: StepTrace | None = None
+        self._passing: PassingWeights | None = None
         self._uncompiled = contextlib.ExitStack()
         self._bar_entry: ProgressBarEntry | None = None
         self._ranks = Ranks()
@@ -145,6 +147,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._learning_rate = math.nan
         self.step_listeners: list[StepListener] = []
         self._accumulation = 1
+        self._parameters: dict[str, nn.Parameter] = {}  # as the optimizers know them
         self._trainable: set[str] = set()
         self._front_group = (0, 0)  # numbers of the optimizer and of its group
         self._restored: dict[str, Any] | None = None
@@ -215,7 +218,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self.events = []
         if not self._active or restored is None or restored["chain"] is None:
             return
-        self._trainable = _trainable_names(pl_module)
+        self._note_parameters(pl_module)
         self._engine = self._start_engine(trainer, pl_module, LayerChain.from_state(restored["chain"]), restored)
         if self.frozen_depth:
             self._prefix_changed(trainer)
@@ -244,11 +247,14 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._accumulation = trainer.accumulate_grad_batches
             self._engine.begin_step(trainer.global_step, real)
             return
-        self._trainable = _trainable_names(pl_module)
+        self._note_parameters(pl_module)
         if self._ranks.leads:
             self._uncompiled.enter_context(eager())
             self._trace = StepTrace(pl_module)
             self._trace.start()
+            if holds_shards(pl_module):
+                self._passing = PassingWeights(pl_module)
+                self._passing.start()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """The forward is over: nothing is observed any longer."""
@@ -367,6 +373,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._engine = self._chain = None
         prefix_changed(trainer.strategy)
 
+    def _note_parameters(self, pl_module: pl.LightningModule) -> None:
+        self._parameters = dict(pl_module.named_parameters())
+        self._trainable = _trainable_names(pl_module)
+
     def _front_learning_rate(self, trainer: pl.Trainer) -> float:
         """Of the parameter group that holds the front of the network; of the first one until the chain is known."""
         number, group = self._front_group
@@ -418,7 +428,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             precision = "float32"  # what is fastest may differ from run to run
         make = functools.partial(ReferenceModel, chain, self.evaluation_samples, precision, before["crops"] or None)
         self._chain = chain
-        self._front_group = _group_of(trainer, pl_module.get_parameter(chain.prefix_parameters(len(chain))[0]))
+        self._front_group = _group_of(trainer, self._parameters[chain.prefix_parameters(len(chain))[0]])
         engine = FreezingEngine(
             prefix,
             policy,
@@ -439,11 +449,14 @@ class KnowledgeGuidedFreezing(pl.Callback):
             prefix.set_depth(restored["depth"])
             engine.load_state_dict(restored["engine"])
         if not engine.pool.has_snapshot:
-            engine.refresh_reference()
+            engine.refresh_reference(self._passing)
+        self._passing = None
         return engine
 
     def _stop_trace(self) -> StepTrace | None:
         trace, self._trace = self._trace, None
+        if self._passing is not None:
+            self._passing.stop()
         if trace is not None:
             trace.stop()
         self._uncompiled.close()

@@ -22,6 +22,7 @@ from lightning_egeria.freezing.policy import Decision, Policy
 from lightning_egeria.freezing.pool import ReferencePool
 from lightning_egeria.freezing.ranks import Ranks, Word
 from lightning_egeria.freezing.reference import Comparison
+from lightning_egeria.freezing.sharded import PassingWeights, holds_shards
 from lightning_egeria.layers import FrozenPrefix
 
 FAILURES_TO_STOP = 3  # in a row
@@ -129,6 +130,8 @@ class FreezingEngine:
         # One entry per evaluation step; None where there was nothing to evaluate.
         self._pending: collections.deque[StepCapture | None] = collections.deque()
         self._overdue: list[Future[Comparison]] = []
+        self._passing: PassingWeights | None = None
+        self._snapshot_due = False
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._gave_up = False
@@ -167,6 +170,9 @@ class FreezingEngine:
         self._step_before = step
         self._began = time.perf_counter()
         self.prefix.assert_modes()
+        if self._snapshot_due and self._passing is None:
+            self._passing = PassingWeights(self.prefix.module)
+            self._passing.start()
         due = step + self._steps_per_batch >= self.next_evaluation
         if due and real_input and self._capture is None and self.pool.has_snapshot and self._wants_reference():
             if not self._wait_s and not self.pool.ready():
@@ -174,19 +180,33 @@ class FreezingEngine:
             self._capture = StepCapture(self.prefix, self._samples, self._crops)
             self._capture.start()
 
-    def refresh_reference(self) -> None:
-        """Take a snapshot if it is time; the first, before the first step, is of the weights that were given."""
+    def refresh_reference(self, passing: PassingWeights | None = None) -> None:
+        """Take a snapshot if it is time; the first, before the first step, is of the weights that were given.
+
+        If weights are divided among ranks it is taken in the next forward, when they pass by.
+
+        Args:
+            passing: those that have just passed by.
+        """
         if not self._wants_reference():
             self._pending.clear()
             self._overdue.clear()
+            self._snapshot_due = False
             self.pool.drop_snapshot()
             return
         self.reference_age += 1
         if self.pool.has_snapshot and self.reference_age < self._refresh_every:
             return
         self.reference_age = 0
+        if passing is None and holds_shards(self.prefix.module):
+            self._snapshot_due = True
+        else:
+            self._take_snapshot(passing)
+
+    def _take_snapshot(self, passing: PassingWeights | None) -> None:
+        self._snapshot_due = False
         try:
-            self.pool.take_snapshot(self.prefix.module)
+            self.pool.take_snapshot(self.prefix.module, passing.weights if passing is not None else None)
         except Exception as error:  # packing runs the user's own code, which may raise anything
             self._failed(f"{type(error).__name__}: {error}")
 
@@ -197,6 +217,11 @@ class FreezingEngine:
         self._loss_count += 1
         if self._capture is not None:
             self._capture.stop()
+        passing, self._passing = self._passing, None
+        if passing is not None:
+            passing.stop()
+            if self._wants_reference():
+                self._take_snapshot(passing)
 
     def end_backward(self, device: torch.device) -> None:
         """The backward is done."""
@@ -217,7 +242,9 @@ class FreezingEngine:
         """The batch that was begun last had no end; nothing happens if it had."""
         if self._capture is not None:
             self._capture.stop()
-        self._capture = None
+        if self._passing is not None:
+            self._passing.stop()
+        self._capture = self._passing = None
 
     def end_step(self, step: int, learning_rate: float) -> FreezingEvent | None:
         """Optimizer step ``step`` is done; freezes or unfreezes if the policy says so.
@@ -299,6 +326,7 @@ class FreezingEngine:
             "loss_sum": None if self._loss_sum is None else float(self._loss_sum),
             "loss_count": self._loss_count,
             "counts": vars(self.counts).copy(),
+            "snapshot_due": self._snapshot_due,
             "pending": [None if answer is None else vars(answer) for answer in pending],
             "reference": self.pool.snapshot_tensors() if with_reference else None,
         }
@@ -321,6 +349,7 @@ class FreezingEngine:
         self.counts = EvaluationCounts(**state["counts"])
         if not self.ranks.leads:
             return
+        self._snapshot_due = state["snapshot_due"]
         if state["reference"] is not None:
             self.pool.restore_snapshot(self.prefix.module, state["reference"])
         for answer in state["pending"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,7 +30,7 @@ def find_chain(
     """
     chain = LayerChain.from_trace(trace, loss, layer_modules)
     limit = depth_limit(chain, max_frozen_fraction, freeze_until, never_freeze)
-    chain = one_optimizer(chain, trace.module, optimizers)
+    chain = one_optimizer(chain, trace.parameters, optimizers)
     return dataclasses.replace(chain, max_depth=min(limit, chain.max_depth))
 
 
@@ -69,15 +69,17 @@ def depth_limit(
     return limit
 
 
-def one_optimizer(chain: LayerChain, module: nn.Module, optimizers: Sequence[Optimizer]) -> LayerChain:
+def one_optimizer(
+    chain: LayerChain, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> LayerChain:
     """The chain, only as deep as its prefix belongs to one optimizer; a note says so.
 
     Args:
         chain: of the model.
-        module: the model.
+        parameters: of the model by name.
         optimizers: all of the run. A parameter that none of them has may be anywhere.
     """
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names = {parameter: name for name, parameter in parameters.items()}
     owners = {
         names[parameter]: number
         for number, optimizer in enumerate(optimizers)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_egeria.errors import WorkerError
+from lightning_egeria.freezing.sharded import is_distributed, undivided
+from lightning_egeria.tracing import is_sharded
 
 
 @dataclasses.dataclass
@@ -137,7 +139,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotatio
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> tuple[int, bool] | None:
-        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+        if isinstance(value, Tensor) and is_distributed(value):
+            pass  # whoever packs it puts the whole in its place
+        elif type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             return None
         if value.is_quantized or value.device.type not in ("cpu", "cuda"):
             return None
@@ -153,10 +157,18 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotatio
             if parametrize.is_parametrized(value):
                 # Its class was made at run time and refuses to be pickled by name; this sends the class itself.
                 return copyreg.__newobj__, (type(value),), vars(value)  # type: ignore[attr-defined]
+            if is_sharded(value):
+                kind, state = undivided(value)
+                sent = {name: _sendable(name, part) if self._leave_out else part for name, part in state.items()}
+                return _empty, (kind,), sent
             if self._leave_out:
                 function, args, state = tuple(value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))[:3]
                 return function, args, {name: _sendable(name, part) for name, part in dict(state).items()}
         return super().reducer_override(value)
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
 def _same(value: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_egeria.errors import CheckpointError
 from lightning_egeria.freezing.parcels import Parcel, pack, unpack
 from lightning_egeria.freezing.reference import Comparison, Evaluation, ReferenceModel
+from lightning_egeria.freezing.sharded import fill
 from lightning_egeria.freezing.workers import Worker
 
 
@@ -109,15 +110,23 @@ class ReferencePool:
         """The processes."""
         return [place.worker for place in self._places if place.worker is not None]
 
-    def take_snapshot(self, module: nn.Module) -> None:
+    def take_snapshot(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         """The reference is the network with the weights of this moment, from the next evaluation on.
 
         The calling thread copies the weights and buffers; everything else is done where the reference is.
 
+        Args:
+            module: the model.
+            weights: those that are divided among ranks, gathered, by name.
+
         Raises:
             Exception: whatever pickling raises for a part that cannot be sent.
         """
-        self._keep(self._packed(module).to_host())
+        parcel = self._packed(module)
+        if weights is not None:
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            parcel.tensors = fill(parcel.tensors, names, weights)
+        self._keep(parcel.to_host())
 
     def snapshot_tensors(self) -> list[Tensor] | None:
         """Weights, buffers and other tensors of the snapshot, for a checkpoint."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_egeria.errors import DisagreementError
+from lightning_egeria.freezing.sharded import is_distributed
 from lightning_egeria.layers import FrozenPrefix
 
 WORD_BYTES = 512  # of the one broadcast of an evaluation step
@@ -169,7 +170,7 @@ def fingerprint(tensors: dict[str, Tensor]) -> bytes:
     state = hashlib.sha256()
     for name, tensor in tensors.items():
         state.update(name.encode())
-        if not hasattr(tensor, "full_tensor"):
+        if not is_distributed(tensor):
             state.update(_bytes_of(tensor).cpu().numpy().data)
     return state.digest()
 

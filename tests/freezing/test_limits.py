@@ -64,10 +64,11 @@ def test_the_prefix_ends_where_another_optimizer_begins(chain, net):
     def optimizers(*parts):
         return [torch.optim.SGD([p for part in group for p in part.parameters()], lr=0.1) for group in parts]
 
-    shorter = one_optimizer(chain, net, optimizers([net.stem, net.stages[0]], [net.stages[1], net.stages[2]]))
+    named = dict(net.named_parameters())
+    shorter = one_optimizer(chain, named, optimizers([net.stem, net.stages[0]], [net.stages[1], net.stages[2]]))
     assert shorter.max_depth == 3
     assert "'stages.1.0' belongs to another optimizer" in shorter.notes[0]
-    assert one_optimizer(chain, net, optimizers([net.stem, net.stages], [net.head])) == chain
+    assert one_optimizer(chain, named, optimizers([net.stem, net.stages], [net.head])) == chain
     # A part that no optimizer has does not matter.
-    assert one_optimizer(chain, net, optimizers([net.stages], [net.head])) == chain
-    assert one_optimizer(chain, net, []) == chain
+    assert one_optimizer(chain, named, optimizers([net.stages], [net.head])) == chain
+    assert one_optimizer(chain, named, []) == chain
