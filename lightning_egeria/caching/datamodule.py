@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
@@ -20,6 +21,7 @@ from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.errors import ArgumentError, CacheError
 from lightning_egeria.layers import FrozenPrefix, PrefixOwner
+from lightning_egeria.tracing import is_sharded
 
 # A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
 _log = logging.getLogger("lightning.pytorch.lightning_egeria")
@@ -134,6 +136,8 @@ class FrozenPrefixCache(pl.LightningDataModule):
         loader = self.datamodule.train_dataloader()
         self._close_cache()
         reason = self._reason_against() or why_not(loader)
+        if reason is None:
+            loader = self._divided(loader)
         directory = None
         try:
             directory = CacheDirectory(self.cache_dir) if reason is None else None
@@ -177,6 +181,11 @@ class FrozenPrefixCache(pl.LightningDataModule):
         if self._listener.cache is not None and self.trainer is not None:
             self._listener.cache.begin_epoch(self.trainer.current_epoch)
 
+    def _divided(self, loader: Any) -> Any:
+        """With several processes, the loader of this one, as Lightning would make it of the user's."""
+        connector = self.trainer._data_connector if self.trainer is not None else None
+        return loader if connector is None else connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+
     def _reason_against(self) -> str | None:
         if self._owner is None:
             others = ", ".join(type(c).__name__ for c in self._callbacks() if "inetuning" in type(c).__name__)
@@ -185,6 +194,12 @@ class FrozenPrefixCache(pl.LightningDataModule):
             )
         if getattr(self.trainer, "overfit_batches", 0):
             return "overfit_batches replaces the sampler"
+        model = getattr(self.trainer, "lightning_module", None)
+        if model is not None and any(map(is_sharded, model.modules())):
+            return (
+                "FSDP2 gathers the weights of a layer on all ranks together, and a rank that has the layer's outputs "
+                "would not take part"
+            )
         if getattr(self.trainer, "fast_dev_run", False):
             return "fast_dev_run"
         return None
@@ -195,7 +210,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
     def _tell_the_end(self) -> None:
         stats = self._stats
         total = stats.hits + stats.advanced + stats.misses
-        if total:
+        if total and not getattr(rank_zero_only, "rank", 0):
             _log.info(
                 f"cache: {stats.hits + stats.advanced} of {total} samples came from the cache since the first freeze, "
                 f"{stats.not_loaded} were not even loaded; about {stats.seconds_saved:.1f} s saved; "
@@ -253,7 +268,10 @@ class _Listener:
         self.cache.step_ended()
         while self.cache.messages:
             level, text = self.cache.messages.pop(0)
-            if level >= logging.WARNING:
+            if rank := getattr(rank_zero_only, "rank", 0):  # which may be alone with what its cache meets
+                if level >= logging.WARNING:
+                    _log.warning(f"cache of rank {rank}: {text}")
+            elif level >= logging.WARNING:
                 rank_zero_warn(f"cache: {text}")
             else:
                 _log.info(f"cache: {text}")

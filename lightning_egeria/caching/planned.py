@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import (
     BatchSampler,
     RandomSampler,
@@ -19,7 +20,7 @@ from torch.utils.data.sampler import (
 from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, as_it_is
 
 # These draw random numbers before the first batch and behind the last: asking them ahead in between changes nothing.
-_KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 LOOK_AHEAD_BATCHES = 3
 
 

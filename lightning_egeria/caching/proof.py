@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,13 +13,15 @@ import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
 from lightning_egeria.caching.levels import RowForm, pieces_of
 from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
 from lightning_egeria.calls import EarlierOutput, NetworkCall
 from lightning_egeria.compilation import eager
-from lightning_egeria.tracing import tensor_leaves
+from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
 
 # Rows of a batch are computed alike up to rounding: of the largest value, in units of the dtype's resolution.
 ROUNDING = 64
@@ -89,13 +92,13 @@ class Prover:
 
     def prove(self) -> Proof:
         """Try it."""
-        with self._undone(), self._in_autocast():
+        with self._undone(), self._in_autocast(), self._alone():  # which ends after the bypass: both replace forwards
             try:
-                with torch.no_grad(), eager():
+                with torch.no_grad(), eager(), _NoTalk():  # type: ignore[no-untyped-call]
                     proof = self._prove()
                 if proof.problem is None and self._compiled:
                     self._run_compiled()
-            except _NotCompiledError as error:
+            except (_NotCompiledError, _TalksError) as error:
                 return Proof(str(error))
             except Exception as error:  # the user's modules may raise anything
                 return Proof(f"the network cannot be run a second time ({type(error).__name__}: {_first_line(error)})")
@@ -291,6 +294,18 @@ class Prover:
                 if not same_leaf(buffer.detach(), value):
                     buffer.copy_(value)
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Other ranks do not run this: statistics over all of them are taken over this one."""
+        replacements = ForwardReplacements()
+        for module in self._modules.values():
+            if isinstance(module, nn.SyncBatchNorm):
+                replacements.replace(module, functools.partial(_statistics_of_this_rank, module))
+        try:
+            yield
+        finally:
+            replacements.restore()
+
     def _in_autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
             return contextlib.nullcontext()
@@ -299,6 +314,25 @@ class Prover:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
+
+
+def _statistics_of_this_rank(module: nn.SyncBatchNorm, original: Forward) -> Forward:
+    return functools.partial(_BatchNorm.forward, module)
+
+
+class _NoTalk(TorchDispatchMode):
+    """Raises where something is sent to other ranks."""
+
+    def __torch_dispatch__(
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _TalksError("the network itself exchanges tensors with other processes when it runs")
+        return func(*args, **(kwargs or {}))
+
+
+class _TalksError(Exception):
+    """Ends a proof."""
 
 
 class _RowsDifferError(Exception):

@@ -28,7 +28,7 @@ from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
 from lightning_egeria.freezing.limits import find_chain
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pool import ReferencePool
-from lightning_egeria.freezing.ranks import Ranks
+from lightning_egeria.freezing.ranks import Ranks, prefix_buffers
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
 from lightning_egeria.freezing.sharded import PassingWeights, holds_shards
 from lightning_egeria.freezing.strategies import check_strategy, prefix_changed
@@ -371,7 +371,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self.events.append(FreezingEvent(trainer.global_step, "unfreeze", 0, "other parameters began to learn"))
         self._close()
         self._engine = self._chain = None
-        prefix_changed(trainer.strategy)
+        self._prefix_changed(trainer)
 
     def _note_parameters(self, pl_module: pl.LightningModule) -> None:
         self._parameters = dict(pl_module.named_parameters())
@@ -405,9 +405,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
         return found or LayerChain.from_state(told["chain"])
 
     def _prefix_changed(self, trainer: pl.Trainer) -> None:
-        prefix_changed(trainer.strategy)
-        if self.check_ranks and self._engine is not None:
-            self._ranks.compare(self._engine.prefix)
+        prefix = self._engine.prefix if self._engine is not None else None
+        prefix_changed(trainer.strategy, prefix_buffers(prefix, prefix.depth) if prefix is not None else ())
+        if self.check_ranks and prefix is not None:
+            self._ranks.compare(prefix)
 
     def _start_engine(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, restored: dict[str, Any] | None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_egeria.errors import UnsupportedError
@@ -53,11 +56,15 @@ def _reason_against(strategy: Any) -> str | None:
     return None
 
 
-def prefix_changed(strategy: Any) -> None:
+def prefix_changed(strategy: Any, frozen_buffers: Collection[str]) -> None:
     """Have the strategy notice which parameters need gradients now. Every rank must call it after the same step.
 
     DDP exchanges the gradients of those parameters that needed one when it wrapped the model, so the model is wrapped
     anew, as `DDPStrategy` itself did it, with the communication hooks of before. FSDP2 notices by itself.
+
+    Args:
+        strategy: of the Trainer.
+        frozen_buffers: names of buffers that no longer change; DDP need not send them before each forward.
     """
     before = strategy.model
     if not isinstance(before, DistributedDataParallel):
@@ -68,7 +75,8 @@ def prefix_changed(strategy: Any) -> None:
     kwargs = strategy._ddp_kwargs
     strategy._ddp_kwargs = {**kwargs, "init_sync": False}  # the ranks are equal, and no weight is to be written to
     try:
-        wrapped = strategy._setup_model(strategy.lightning_module)
+        with _ignored(strategy.lightning_module, frozen_buffers):
+            wrapped = strategy._setup_model(strategy.lightning_module)
     finally:
         strategy._ddp_kwargs = kwargs
     for hook, state in hooks:
@@ -77,6 +85,20 @@ def prefix_changed(strategy: Any) -> None:
     if builtin is not None:
         wrapped._register_builtin_comm_hook(builtin)
     strategy.model = wrapped
+
+
+@contextlib.contextmanager
+def _ignored(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """DDP reads of the module what it is to leave alone."""
+    attribute = "_ddp_params_and_buffers_to_ignore"
+    before = vars(module).get(attribute)
+    vars(module)[attribute] = {*(before or ()), *names}
+    try:
+        yield
+    finally:
+        del vars(module)[attribute]
+        if before is not None:
+            vars(module)[attribute] = before
 
 
 def _builtin_hook(wrapped: DistributedDataParallel) -> Any:
