@@ -94,6 +94,7 @@ class Loop:
             progress_bar_callback=None,
             loggers=[],
             fit_loop=types.SimpleNamespace(),
+            strategy=types.SimpleNamespace(model=None),
         )
         self.cache.trainer = self.trainer
         self.cache.setup("fit")
