@@ -48,3 +48,11 @@ def test_runs(block, monkeypatch, tmp_path):
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     monkeypatch.setattr(L, "Trainer", functools.partial(L.Trainer, max_epochs=2, enable_model_summary=False, **quiet))
     exec(compile(block, "block", "exec"), {"model": Module(), "datamodule": Data()})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_tests_that_are_named_exist(document):
+    named = set(re.findall(r"`(test_\w+)`", document.read_text()))
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    missing = {name for name in named if f"def {name}(" not in sources}
+    assert not missing

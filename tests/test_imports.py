@@ -25,7 +25,7 @@ ORDER = [
         "freezing.ranks",
         "freezing.strategies",
     ],
-    ["freezing.costs", "freezing.precision", "freezing.workers"],
+    ["freezing.first_step", "freezing.costs", "freezing.precision", "freezing.workers"],
     ["freezing.reference"],
     ["freezing.capture", "freezing.pool"],
     ["freezing.engine"],

@@ -183,7 +183,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     def _divided(self, loader: Any) -> Any:
         """With several processes, the loader of this one, as Lightning would make it of the user's."""
-        connector = self.trainer._data_connector if self.trainer is not None else None
+        connector = getattr(self.trainer, "_data_connector", None)
         return loader if connector is None else connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
 
     def _reason_against(self) -> str | None:

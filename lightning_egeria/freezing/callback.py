@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
@@ -15,27 +14,24 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_egeria.compilation import eager
 from lightning_egeria.errors import (
     ArgumentError,
     CheckpointError,
-    LayerChainError,
     TrainingDataError,
     UnsupportedError,
 )
 from lightning_egeria.freezing.display import ProgressBarEntry, log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
+from lightning_egeria.freezing.first_step import FirstStep
 from lightning_egeria.freezing.limits import find_chain
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pool import ReferencePool
 from lightning_egeria.freezing.ranks import Ranks, prefix_buffers
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
-from lightning_egeria.freezing.sharded import PassingWeights, holds_shards
 from lightning_egeria.freezing.strategies import check_strategy, prefix_changed
 from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
-from lightning_egeria.tracing import StepTrace
 
 STATE_VERSION = 4
 EVALUATIONS_PER_RUN = 200  # bounds the evaluations' cost by that many forwards, however long the run
@@ -135,9 +131,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._named_layer_modules = None if layer_modules is None else list(layer_modules)
         self._chain: LayerChain | None = None
         self._engine: FreezingEngine | None = None
-        self._trace: StepTrace | None = None
-        self._passing: PassingWeights | None = None
-        self._uncompiled = contextlib.ExitStack()
+        self._first_step: FirstStep | None = None
         self._bar_entry: ProgressBarEntry | None = None
         self._ranks = Ranks()
         self._every = 0
@@ -248,24 +242,29 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._engine.begin_step(trainer.global_step, real)
             return
         self._note_parameters(pl_module)
-        if self._ranks.leads:
-            self._uncompiled.enter_context(eager())
-            self._trace = StepTrace(pl_module)
-            self._trace.start()
-            if holds_shards(pl_module):
-                self._passing = PassingWeights(pl_module)
-                self._passing.start()
+        self._first_step = FirstStep(pl_module, self._ranks)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """The forward is over: nothing is observed any longer."""
         if not self._active:
             return
-        if self._engine is None:
-            chain = self._shared_chain(trainer, loss)
+        if self._first_step is not None:
+            find = functools.partial(
+                find_chain,
+                loss=loss,
+                optimizers=trainer.optimizers,
+                layer_modules=self._named_layer_modules,
+                max_frozen_fraction=self.max_frozen_fraction,
+                freeze_until=self.freeze_until,
+                never_freeze=self.never_freeze,
+            )
+            chain = self._first_step.chain(find)
             self._engine = self._start_engine(trainer, pl_module, chain, None)
+            self._first_step = None
             for note in chain.notes:
                 rank_zero_warn(f"freezing: {note}")
-        self._engine.end_forward(loss)
+        if self._engine is not None:
+            self._engine.end_forward(loss)
         for listener in self.step_listeners:  # in the reverse order of their beginning: both replace forwards
             listener.forward_ended()
 
@@ -282,11 +281,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
             return
         if batch is None:
             return  # the data loader gave nothing; Lightning left the step out, and `on_train_batch_start` with it
-        trace = self._stop_trace()
+        first = self._stop_first_step()
         if self._engine is None:
             # A step that was skipped has no backward; the next one is observed instead.
             stepped = trainer.global_step > self._step_before and not pl_module.automatic_optimization
-            if trace is not None and stepped:
+            if first is not None and stepped:
                 self._active = False
                 rank_zero_warn(
                     "freezing: an optimizer step was done and no backward was seen before it, so nothing will freeze. "
@@ -309,7 +308,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Observe no longer if the last batch had no end: the module's own ``on_train_batch_start`` may return -1."""
-        self._stop_trace()
+        self._stop_first_step()
         for listener in self.step_listeners:
             listener.step_ended()
         if self._engine is not None:
@@ -383,27 +382,6 @@ class KnowledgeGuidedFreezing(pl.Callback):
         optimizers = trainer.optimizers
         return float(optimizers[number].param_groups[group]["lr"]) if number < len(optimizers) else math.nan
 
-    def _shared_chain(self, trainer: pl.Trainer, loss: Tensor) -> LayerChain:
-        """As the first rank has found it in this step; all others take its word."""
-        trace, found, error = self._stop_trace(), None, None
-        if trace is not None:
-            try:
-                found = find_chain(
-                    trace,
-                    loss,
-                    trainer.optimizers,
-                    self._named_layer_modules,
-                    self.max_frozen_fraction,
-                    self.freeze_until,
-                    self.never_freeze,
-                )
-            except LayerChainError as failure:
-                error = failure
-        told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error)})
-        if error is not None or told["error"] is not None:
-            raise error or LayerChainError(f"on rank 0: {told['error']}")
-        return found or LayerChain.from_state(told["chain"])
-
     def _prefix_changed(self, trainer: pl.Trainer) -> None:
         prefix = self._engine.prefix if self._engine is not None else None
         prefix_changed(trainer.strategy, prefix_buffers(prefix, prefix.depth) if prefix is not None else ())
@@ -450,21 +428,17 @@ class KnowledgeGuidedFreezing(pl.Callback):
             prefix.set_depth(restored["depth"])
             engine.load_state_dict(restored["engine"])
         if not engine.pool.has_snapshot:
-            engine.refresh_reference(self._passing)
-        self._passing = None
+            engine.refresh_reference(self._first_step.weights if self._first_step is not None else None)
         return engine
 
-    def _stop_trace(self) -> StepTrace | None:
-        trace, self._trace = self._trace, None
-        if self._passing is not None:
-            self._passing.stop()
-        if trace is not None:
-            trace.stop()
-        self._uncompiled.close()
-        return trace
+    def _stop_first_step(self) -> FirstStep | None:
+        first, self._first_step = self._first_step, None
+        if first is not None:
+            first.stop()
+        return first
 
     def _close(self) -> None:
-        self._stop_trace()
+        self._stop_first_step()
         if self._engine is not None:
             self._engine.close()
         if self._bar_entry is not None:

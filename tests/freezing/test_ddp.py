@@ -599,3 +599,14 @@ def test_what_was_not_tried_is_refused_with_its_reason(strategy, reason):
         KnowledgeGuidedFreezing().setup(trainer, Module(), "fit")
     with pytest.warns(UserWarning, match="allow_untested=True: training goes on"):
         KnowledgeGuidedFreezing(allow_untested=True).setup(trainer, Module(), "fit")
+
+
+def run_alone():
+    module, watch, freezing = Module(), Watch(), scripted({3: 1, 6: 0})
+    fit(module, watch, freezing, ranks=1, steps=8)
+    return digest(module), [(event.step, event.depth) for event in freezing.events]
+
+
+def test_ddp_with_one_process():
+    (alone,) = all_well(in_ranks(1, run_alone))
+    assert alone[1] == [(3, 1), (6, 0)]

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import all_well, in_ranks
 from test_ddp import Deciding, Module, Net, data, fit, scripted
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -187,6 +187,34 @@ def run_guided():
 
 class Whole(Sharded):
     configure_model = L.LightningModule.configure_model
+
+
+class Halved(Sharded):
+    """Gathers its weights in half the bytes."""
+
+    def configure_model(self):
+        if isinstance(self.net, FSDPModule):
+            return
+        for part in (self.net.stem, self.net.middle, self.net.deep):
+            part[1] = nn.GroupNorm(2, part[1].num_features)  # running statistics stay in float32
+        mesh, precision = self.device_mesh["data_parallel"], MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for part in (self.net.stem, self.net.middle, self.net.deep):
+            fully_shard(part, mesh=mesh, mp_policy=precision)
+        fully_shard(self.net, mesh=mesh, mp_policy=precision)
+
+
+def run_halved():
+    module, freezing = Halved(), guided()
+    sharded(module, freezing, steps=20)
+    return whole(module), [vars(event) for event in freezing.events], freezing.savings().evaluations_done
+
+
+def test_mixed_precision_of_fsdp():
+    first, second = all_well(in_ranks(2, run_halved))
+    assert first[1] == second[1]
+    assert first[1], "nothing froze"
+    assert first[2] > 0
+    assert all((a == b).all() for a, b in zip(first[0], second[0], strict=True))
 
 
 def run_guided_under_ddp():

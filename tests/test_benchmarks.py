@@ -1,0 +1,34 @@
+"""The benchmarks still run; what they measure is not looked at."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["step_time.py", "--depth", "8", "--pairs", "1"],
+        ["cached_step.py", "--pairs", "1", "--every", "30"],
+        ["communication.py", "--rate", "0", "--runs", "1", "--steps", "6", "--depths", "2"],
+        ["overhead.py", "--threads", "1", "--every", "20", "--pairs", "1"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_benchmark_runs(arguments, tmp_path):
+    script, *options = arguments
+    run = subprocess.run(
+        [sys.executable, REPOSITORY / "benchmarks" / script, *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert len(run.stdout.splitlines()) > 2
