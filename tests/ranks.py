@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 
@@ -76,6 +77,8 @@ class Failure:
 
 def _run(end, place, port, function, arguments):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK=str(place[0]), LOCAL_RANK=str(place[1]))
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo asks what the host's name stands for, which may be nothing
     torch.set_num_threads(1)
     try:
         result = function(*arguments)

@@ -384,9 +384,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def _prefix_changed(self, trainer: pl.Trainer) -> None:
         prefix = self._engine.prefix if self._engine is not None else None
-        prefix_changed(trainer.strategy, prefix_buffers(prefix, prefix.depth) if prefix is not None else ())
         if self.check_ranks and prefix is not None:
-            self._ranks.compare(prefix)
+            self._ranks.compare(prefix)  # before a strategy makes equal what was not
+        prefix_changed(trainer.strategy, prefix_buffers(prefix, prefix.depth) if prefix is not None else ())
 
     def _start_engine(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, restored: dict[str, Any] | None

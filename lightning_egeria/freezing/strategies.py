@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -73,7 +74,9 @@ def prefix_changed(strategy: Any, frozen_buffers: Collection[str]) -> None:
     before._remove_autograd_hooks()  # whoever still holds the old wrapper must not exchange gradients twice
     strategy.model = strategy.lightning_module
     kwargs = strategy._ddp_kwargs
-    strategy._ddp_kwargs = {**kwargs, "init_sync": False}  # the ranks are equal, and no weight is to be written to
+    if "init_sync" in inspect.signature(DistributedDataParallel).parameters:
+        # The ranks are equal. Older torch sends all weights once more, and writes them where they are already.
+        strategy._ddp_kwargs = {**kwargs, "init_sync": False}
     try:
         with _ignored(strategy.lightning_module, frozen_buffers):
             wrapped = strategy._setup_model(strategy.lightning_module)

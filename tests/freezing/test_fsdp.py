@@ -20,7 +20,10 @@ from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing.parcels import pack, unpack
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
+    pytest.mark.skipif(not hasattr(torch.cpu.Stream(), "record_event"), reason="this torch has no FSDP2 on the CPU"),
+]
 
 
 class Sharded(Module):

@@ -11,6 +11,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("launched.py")
 TIMEOUT_S = 120
+LOCAL = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
 
 
 def free_port():
@@ -25,7 +26,7 @@ def run(*commands):
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
-            env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2]), **variables},
+            env={**inherited, **LOCAL, "PYTHONPATH": str(SCRIPT.parents[2]), **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
