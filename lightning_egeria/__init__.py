@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from lightning_egeria.freezing.policy import FreezingPolicy, ScriptedPolicy
     from lightning_egeria.freezing.similarity import similarity_preserving_loss
     from lightning_egeria.layers import LayerChain
+    from lightning_egeria.report.recorder import RunRecorder
 
 __all__ = [
     "FreezingPolicy",
     "FrozenPrefixCache",
     "KnowledgeGuidedFreezing",
     "LayerChain",
+    "RunRecorder",
     "ScriptedPolicy",
     "SimilarityPreservingLoss",
     "similarity_preserving_loss",
@@ -26,6 +28,7 @@ _HOMES = {
     "FrozenPrefixCache": "caching.datamodule",
     "KnowledgeGuidedFreezing": "freezing.callback",
     "LayerChain": "layers",
+    "RunRecorder": "report.recorder",
     "ScriptedPolicy": "freezing.policy",
     "SimilarityPreservingLoss": "freezing.metric",
     "similarity_preserving_loss": "freezing.similarity",

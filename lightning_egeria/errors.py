@@ -29,6 +29,10 @@ class DisagreementError(EgeriaError):
     """The processes of one job no longer train the same model."""
 
 
+class RecordError(EgeriaError):
+    """The record of a run cannot be read, or does not hold what is asked for."""
+
+
 class WorkerError(EgeriaError):
     """A call in a worker process failed: what it ran raised, or the process ended."""
 

@@ -14,7 +14,8 @@ PACKAGE = Path(lightning_egeria.__file__).parent
 ORDER = [
     ["errors", "tracing", "compilation", "clock", "freezing", "caching"],
     ["boundaries", "calls", "freezing.sharded", "caching.samples", "caching.store"],
-    ["layers", "report", "freezing.similarity", "freezing.plasticity"],
+    ["layers", "report.savings", "report.record", "freezing.similarity", "freezing.plasticity"],
+    ["report", "report.drawing"],
     [
         "freezing.policy",
         "freezing.recording",
@@ -38,6 +39,8 @@ ORDER = [
     ["caching.recording"],
     ["caching.engine"],
     ["caching.datamodule"],
+    ["report.recorder", "report.page"],
+    ["report.command"],
     [""],
     ["demos", "demos.images", "demos.resnet", "demos.classifier"],
     ["demos.data"],
@@ -51,6 +54,7 @@ ADAPTERS = {
     "demos.classifier",
     "demos.data",
     "caching.datamodule",
+    "report.recorder",
     "train",
 }
 
@@ -104,6 +108,7 @@ def test_the_public_names():
         "FrozenPrefixCache",
         "KnowledgeGuidedFreezing",
         "LayerChain",
+        "RunRecorder",
         "ScriptedPolicy",
         "SimilarityPreservingLoss",
         "similarity_preserving_loss",

@@ -109,6 +109,8 @@ class FrozenPrefixCache(pl.LightningDataModule):
     @property
     def stats(self) -> CacheStats:
         """What the cache has done in the last fit, so far."""
+        if self._listener.cache is not None:
+            self._listener.cache.measure_disk()
         return self._stats
 
     def __getattr__(self, name: str) -> Any:

@@ -300,14 +300,18 @@ class PrefixCache:
             self._write(step, cut.terms)
         self._judge(cut)
 
+    def measure_disk(self) -> None:
+        """Bring ``stats.bytes_on_disk`` up to date."""
+        if self._levels:
+            self.stats.bytes_on_disk = bytes_on_disk(self._levels)
+
     def close(self) -> None:
         """Leave the model as it was, and what was cached on disk. Safe to call twice."""
         self._closed = True
         self._end_step()
         self._planner.close()
         self._recording.close()
-        if self._levels:
-            self.stats.bytes_on_disk = bytes_on_disk(self._levels)
+        self.measure_disk()
         for level in self._levels:
             level.store.close()
         self._levels = []

@@ -21,7 +21,7 @@ from lightning_egeria.errors import (
     UnsupportedError,
 )
 from lightning_egeria.freezing.display import ProgressBarEntry, log_metrics, tell_event, tell_messages
-from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
+from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent, LastEvaluation
 from lightning_egeria.freezing.first_step import FirstStep
 from lightning_egeria.freezing.limits import find_chain
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
@@ -155,6 +155,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
     def frozen_depth(self) -> int:
         """How many layer modules are frozen, or were when `fit` ended."""
         return self.events[-1].depth if self.events else 0
+
+    @property
+    def last_evaluation(self) -> LastEvaluation | None:
+        """The newest comparison with the reference; None before the first, and on all ranks but the first."""
+        return self._engine.last_evaluation if self._engine is not None else None
 
     def savings(self) -> Savings:
         """What freezing did to the last `fit`, so far.

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
-from lightning_egeria.freezing.policy import FreezingPolicy
 
 # A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
 _log = logging.getLogger("lightning.pytorch.lightning_egeria")
@@ -60,7 +59,7 @@ def log_metrics(trainer: pl.Trainer, engine: FreezingEngine) -> None:
     frozen_time = _known_sum(engine.costs.layer_shares(len(chain))[:depth])
     if frozen_time is not None:
         metrics["egeria/frozen_step_time"] = frozen_time
-    slopes = engine.policy.slopes if isinstance(engine.policy, FreezingPolicy) else ()
+    slopes = engine.last_evaluation.slopes if engine.last_evaluation is not None else ()
     for kind, values in (("plasticity", engine.plasticity or ()), ("slope", slopes)):
         for name, value in list(zip(chain.names, values, strict=False))[depth:]:
             if math.isfinite(value):

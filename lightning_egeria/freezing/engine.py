@@ -45,6 +45,21 @@ class FreezingEvent:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class LastEvaluation:
+    """What the newest comparison with the reference has shown.
+
+    Attributes:
+        step: optimizer steps done when the policy saw it.
+        plasticity: of each layer module; NaN where it was not measured.
+        slopes: of the smoothed plasticity of each, as the policy sees them; NaN where it sees none.
+    """
+
+    step: int
+    plasticity: tuple[float, ...]
+    slopes: tuple[float, ...]
+
+
 @dataclasses.dataclass
 class EvaluationCounts:
     """What became of the evaluations.
@@ -114,6 +129,7 @@ class FreezingEngine:
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.next_evaluation = step + evaluate_every_n_steps
         self.plasticity: tuple[float, ...] | None = None
+        self.last_evaluation: LastEvaluation | None = None
         self.reference_age = 0
         self.precision: str | None = None
         self.stopped = False
@@ -280,7 +296,11 @@ class FreezingEngine:
             return self._give_up(name)
         self.plasticity = self._collect() if due else None
         loss = self._mean_loss() if due else None
-        return self.policy.observe(step, self.plasticity, learning_rate, loss)
+        decision = self.policy.observe(step, self.plasticity, learning_rate, loss)
+        if self.plasticity is not None:
+            slopes = [math.nan] * self.prefix.depth + list(getattr(self.policy, "slopes", ()))[self.prefix.depth :]
+            self.last_evaluation = LastEvaluation(step, self.plasticity, tuple(slopes))
+        return decision
 
     def _agreed(self, decision: Decision | None, due: bool) -> Decision | None:
         """What the first rank decides, at the next evaluation step, or the depth as it is."""

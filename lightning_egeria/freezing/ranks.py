@@ -159,7 +159,7 @@ def prefix_tensors(prefix: FrozenPrefix) -> dict[str, Tensor]:
 def fingerprint(tensors: dict[str, Tensor]) -> bytes:
     """Of names and values; 32 bytes. Tensors that are sharded over the ranks count by name only.
 
-    >>> layer = nn.Linear(2, 2)
+    >>> layer = torch.nn.Linear(2, 2)
     >>> before = fingerprint(dict(layer.named_parameters()))
     >>> before == fingerprint(dict(layer.named_parameters()))
     True
