@@ -15,7 +15,8 @@ ORDER = [
     ["errors", "tracing", "compilation", "clock", "freezing", "caching"],
     ["boundaries", "calls", "freezing.sharded", "caching.samples", "caching.store"],
     ["layers", "report.savings", "report.record", "freezing.similarity", "freezing.plasticity"],
-    ["report", "report.drawing"],
+    ["report.drawing"],
+    ["report"],
     [
         "freezing.policy",
         "freezing.recording",

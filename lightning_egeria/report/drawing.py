@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import matplotlib as mpl
@@ -139,16 +140,11 @@ def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
     metric = metric or common_metric(records)
     figure, (axes,) = _new(1)
     target = _last(records[0], metric)
-    rows = times_to_target(records, metric)
-    for record, (_, seconds, ratio) in zip(records, rows, strict=True):
+    for record, reached in zip(records, times_to_target(records, metric), strict=True):
         points = [(p.seconds, p.values[metric]) for p in record.metrics if metric in p.values]
-        (line,) = axes.plot(*_columns(points), marker=".", label=record.name)
-        if seconds is not None:
-            faster = f", {ratio:.2f}x" if ratio and record is not records[0] else ""
-            line.set_label(f"{record.name}: {seconds:.1f} s{faster}")
-            axes.plot([seconds], [target], "o", color=line.get_color(), markersize=8, fillstyle="none")
-        else:
-            line.set_label(f"{record.name}: not reached")
+        (line,) = axes.plot(*_columns(points), marker=".", label=f"{record.name}: {reached.note}")
+        if reached.seconds is not None:
+            axes.plot([reached.seconds], [target], "o", color=line.get_color(), markersize=8, fillstyle="none")
     axes.axhline(target, color="#999999", linewidth=0.8, linestyle=":")
     axes.set_xlabel("seconds of wall time, validation included")
     axes.set_ylabel(metric)
@@ -156,28 +152,48 @@ def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
     return figure
 
 
-def times_to_target(records: Sequence[RunRecord], metric: str) -> list[tuple[str, float | None, float | None]]:
-    """For each run its name, the seconds until it first had what the first run ends with, and how many times faster.
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """When a run first had what another one ends with.
+
+    Attributes:
+        seconds: of wall time; None: never.
+        ratio: how many times sooner than the other had it itself; None if one of them never had it, or if nothing was
+            frozen at that moment, so that the difference is the machine's.
+        note: in words, for a picture.
+    """
+
+    seconds: float | None
+    ratio: float | None
+    note: str
+
+
+def times_to_target(records: Sequence[RunRecord], metric: str) -> list[Reached]:
+    """For each run, when it first had what the first run ends with.
 
     >>> from lightning_egeria.report.record import MetricPoint
     >>> plain = RunRecord("plain", metrics=[MetricPoint(1, 10.0, {"acc": 0.5}), MetricPoint(2, 20.0, {"acc": 0.8})])
     >>> ours = RunRecord("ours", metrics=[MetricPoint(1, 8.0, {"acc": 0.8}), MetricPoint(2, 14.0, {"acc": 0.7})])
-    >>> times_to_target([plain, ours], "acc")
-    [('plain', 20.0, 1.0), ('ours', 8.0, 2.5)]
+    >>> [reached.note for reached in times_to_target([plain, ours], "acc")]
+    ['20.0 s', '8.0 s, 2.50x']
     """
     target = _last(records[0], metric)
     falls = "loss" in metric or "error" in metric
-    rows: list[tuple[str, float | None, float | None]] = []
+    found: list[Reached] = []
     for record in records:
-        reached = (
-            point.seconds
-            for point in record.metrics
-            if metric in point.values and (point.values[metric] <= target if falls else point.values[metric] >= target)
-        )
-        seconds = next(reached, None)
-        first = rows[0][1] if rows else seconds
-        rows.append((record.name, seconds, first / seconds if seconds and first else None))
-    return rows
+        points = (point for point in record.metrics if metric in point.values)
+        good = (p for p in points if (p.values[metric] <= target if falls else p.values[metric] >= target))
+        first = next(good, None)
+        if first is None:
+            found.append(Reached(None, None, "not reached"))
+        elif not found:
+            found.append(Reached(first.seconds, 1.0, f"{first.seconds:.1f} s"))
+        elif record.events and first.step <= record.events[0]["step"]:
+            found.append(Reached(first.seconds, None, f"{first.seconds:.1f} s, before anything froze"))
+        else:
+            ratio = found[0].seconds / first.seconds if found[0].seconds and first.seconds else None
+            found.append(Reached(first.seconds, ratio, f"{first.seconds:.1f} s" + (f", {ratio:.2f}x" if ratio else "")))
+    return found
 
 
 def common_metric(records: Sequence[RunRecord]) -> str:

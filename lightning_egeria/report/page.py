@@ -67,7 +67,7 @@ def page(records: Sequence[RunRecord], figures: Mapping[str, Figure], metric: st
 
 
 def _summary(records: Sequence[RunRecord], metric: str | None) -> str:
-    rows = [["run", "frozen", "ms per batch, first to last", "batches", "saved", *_compared_heads(records, metric)]]
+    rows = [["run", "frozen", "ms per batch", "batches", "saved", *_compared_heads(records, metric)]]
     compared = _compared(records, metric)
     for record, more in zip(records, compared, strict=True):
         savings = record.savings or {}
@@ -92,7 +92,7 @@ def _compared_heads(records: Sequence[RunRecord], metric: str | None) -> list[st
     if len(records) < 2:
         return []
     name = metric or common_metric(records)
-    return [name, f"time to {records[0].name}'s last", "ratio"]
+    return [f"last {name}", f"time to {records[0].name}'s"]
 
 
 def _compared(records: Sequence[RunRecord], metric: str | None) -> list[list[str]]:
@@ -100,15 +100,9 @@ def _compared(records: Sequence[RunRecord], metric: str | None) -> list[list[str
         return [[] for _ in records]
     name = metric or common_metric(records)
     found = []
-    for record, (_, seconds, ratio) in zip(records, times_to_target(records, name), strict=True):
+    for record, reached in zip(records, times_to_target(records, name), strict=True):
         last = [point.values[name] for point in record.metrics if name in point.values][-1]
-        found.append(
-            [
-                f"{last:.4f}",
-                "not reached" if seconds is None else f"{seconds:.1f} s",
-                "-" if ratio is None else f"{ratio:.2f}",
-            ]
-        )
+        found.append([f"{last:.4f}", reached.note])
     return found
 
 
@@ -134,4 +128,4 @@ def _svg(figure: Figure, name: str) -> str:
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
-    return re.sub(r'(id="|#)(?=[A-Za-z])', rf"\g<1>{name}-", text[text.index("<svg") :])
+    return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text[text.index("<svg") :])

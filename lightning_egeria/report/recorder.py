@@ -29,7 +29,6 @@ from lightning_egeria.report.record import (
 )
 
 _Mark = float | torch.cuda.Event
-ASK_DDP_EVERY_N_BATCHES = 50
 
 
 @dataclasses.dataclass
@@ -118,8 +117,7 @@ class RunRecorder(pl.Callback):
         """The batch is done."""
         self._mark(pl_module)
         self._batches += 1
-        if self._batches % ASK_DDP_EVERY_N_BATCHES == 1:
-            self._communication = _exposed_communication(trainer)
+        self._communication = _exposed_communication(trainer)
         if self._batch is not None:
             self._batch.step = trainer.global_step
             self._unread.append(self._batch)
