@@ -36,9 +36,8 @@ bench: $(VENV)/installed-demo ## run the benchmarks (WORKLOAD=name for one of th
 	@scripts=$$(ls benchmarks/$(WORKLOAD).py 2>/dev/null) || { echo "no benchmark benchmarks/$(WORKLOAD).py" >&2; exit 2; }; \
 	for script in $$scripts; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-notebooks: ## execute the notebooks
-	@if ls notebooks/*.ipynb >/dev/null 2>&1; then echo "this target does not run notebooks yet" >&2; exit 2; \
-	else echo "There are no notebooks yet."; fi
+notebooks: $(VENV)/installed-dev ## execute the notebooks
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_notebooks.py
 
 clean: ## remove the environments, builds and caches; keeps runs/
 	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ import lightning_egeria
 PACKAGE = Path(lightning_egeria.__file__).parent
 # Each file may import files of earlier lines only.
 ORDER = [
-    ["errors", "tracing", "compilation", "clock", "freezing", "caching"],
+    ["errors", "bars", "tracing", "compilation", "clock", "freezing", "caching"],
     ["boundaries", "calls", "freezing.sharded", "caching.samples", "caching.store"],
     ["layers", "report.savings", "report.record", "freezing.similarity", "freezing.plasticity"],
     ["report.drawing"],
@@ -49,6 +49,7 @@ ORDER = [
 ]
 PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
 ADAPTERS = {
+    "bars",
     "freezing.callback",
     "freezing.display",
     "freezing.strategies",

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 
+from lightning_egeria.bars import BarEntry
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.loading import PlannedDataset
@@ -100,6 +101,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self.prepare_data_per_node = datamodule.prepare_data_per_node
         self._listener = _Listener()
         self._owner: PrefixOwner | None = None
+        self._bar_entry: BarEntry | None = None
         self._stats = CacheStats(off="fit has not begun")
         for name in (*_BATCH_HOOKS, *_LOADERS):
             # Lightning asks whether a hook is overridden, so there must be none where the user has none.
@@ -157,6 +159,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         cache = PrefixCache(dataset, directory, limits, views, self.seed, self._owner.observes)
         self._stats = cache.stats
         self._listener.follow(cache)
+        self._bar_entry = BarEntry(self.trainer, "cached", cache.progress)
         return PlannedLoader(loader, dataset, cache.plan, cache.receive, self._begin_epoch, cache.is_on)
 
     def teardown(self, stage: str) -> None:
@@ -225,6 +228,8 @@ class FrozenPrefixCache(pl.LightningDataModule):
             self._owner.step_listeners.remove(self._listener)
 
     def _close_cache(self) -> None:
+        if self._bar_entry is not None:
+            self._bar_entry.remove()
         if self._listener.cache is not None:
             self._listener.cache.close()
             self._listener.cache = None

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -34,6 +35,7 @@ from lightning_egeria.layers import FrozenPrefix
 from lightning_egeria.tracing import tensor_leaves
 
 CHANGES_TO_STOP = 3  # of weights or data under one frozen prefix
+COUNT_EVERY_S = 1.0
 EXAMINATIONS_TO_STOP = 10  # of batches that show nothing
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest that was seen first
 LENGTH_SLACK = 4  # samples may be so many times as long as the longest that was seen first
@@ -110,6 +112,7 @@ class PrefixCache:
         self._recording = Recording(limits, self.stats, self._warn)
         self._accounts = Accounts(self.stats)
         self._closed = False
+        self._recorded, self._counted_at = 0.0, 0.0
 
     # --- what the frozen prefix tells -------------------------------------------------------------------------------
 
@@ -299,6 +302,16 @@ class PrefixCache:
         elif step.computed is not None:
             self._write(step, cut.terms)
         self._judge(cut)
+
+    def progress(self) -> str | None:
+        """How much of the newest level is there, in words; None while nothing is cached, and when all of it is."""
+        if not self._levels or self._cut is None or not self._recording.active:
+            return None
+        now = time.monotonic()
+        if now - self._counted_at > COUNT_EVERY_S:  # a bar asks at each step, and there may be millions of entries
+            index = self._levels[-1].store.index
+            self._counted_at, self._recorded = now, np.count_nonzero(index) / max(1, len(index))
+        return f"{self._recorded:.0%}" if self._recorded < 1 else None
 
     def measure_disk(self) -> None:
         """Bring ``stats.bytes_on_disk`` up to date."""

@@ -14,13 +14,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
 
+from lightning_egeria.bars import BarEntry
 from lightning_egeria.errors import (
     ArgumentError,
     CheckpointError,
     TrainingDataError,
     UnsupportedError,
 )
-from lightning_egeria.freezing.display import ProgressBarEntry, log_metrics, tell_event, tell_messages
+from lightning_egeria.freezing.display import log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent, LastEvaluation
 from lightning_egeria.freezing.first_step import FirstStep
 from lightning_egeria.freezing.limits import find_chain
@@ -132,7 +133,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._chain: LayerChain | None = None
         self._engine: FreezingEngine | None = None
         self._first_step: FirstStep | None = None
-        self._bar_entry: ProgressBarEntry | None = None
+        self._bar_entry: BarEntry | None = None
         self._ranks = Ranks()
         self._every = 0
         self._active = False
@@ -426,7 +427,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             step=trainer.global_step,
             ranks=self._ranks,
         )
-        self._bar_entry = ProgressBarEntry(trainer, engine)
+        self._bar_entry = BarEntry(trainer, "frozen", lambda: f"{prefix.depth}/{len(chain)}")
         if restored is not None:
             policy.load_state_dict(restored["policy"])
             self.events = [FreezingEvent(**event) for event in restored["events"]]

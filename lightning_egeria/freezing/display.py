@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -66,28 +65,6 @@ def log_metrics(trainer: pl.Trainer, engine: FreezingEngine) -> None:
                 metrics[f"egeria/{kind}/{name}"] = value
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.global_step)
-
-
-class ProgressBarEntry:
-    """Shows ``frozen 7/28`` in the Trainer's progress bar, from the first training step until `remove`."""
-
-    def __init__(self, trainer: pl.Trainer, engine: FreezingEngine) -> None:
-        self._bar = trainer.progress_bar_callback
-        if self._bar is None:
-            return
-        original = self._bar.get_metrics
-        total = len(engine.prefix.chain)
-
-        def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            return {**original(*args, **kwargs), "frozen": f"{engine.prefix.depth}/{total}"}
-
-        vars(self._bar)["get_metrics"] = get_metrics
-
-    def remove(self) -> None:
-        """Leave the bar as it was. Safe to call twice."""
-        if self._bar is not None:
-            vars(self._bar).pop("get_metrics", None)
-            self._bar = None
 
 
 def _frozen_share_of_parameters(engine: FreezingEngine) -> float:

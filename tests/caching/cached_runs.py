@@ -83,11 +83,10 @@ def fit(
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=[freezing, *callbacks],
-        **(trainer_options or {}),
+        **{"enable_progress_bar": False, **(trainer_options or {})},
     )
     wrapped = FrozenPrefixCache(data, **cache) if cache is not None else None
     with mock.patch.object(stats, "COMPARED_STEPS", compared_steps):

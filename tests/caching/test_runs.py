@@ -10,11 +10,12 @@ import lightning as L
 import pytest
 import torch
 from cached_runs import Classifier, fit, images, loader_of
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar, StochasticWeightAveraging, TQDMProgressBar
 from test_same_training import assert_same_training, pair
 from torch.utils.data import Dataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.caching import engine
 from lightning_egeria.caching.store import ActivationStore, read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
@@ -126,7 +127,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from cached_runs import Classifier, fit, images, loader_of
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar, StochasticWeightAveraging, TQDMProgressBar
 from test_same_training import pair
 module, _ = pair(Classifier)
 cached = fit(module, loader_of(images()), {1: 2}, {"cache_dir": sys.argv[2]}, epochs=12)
@@ -234,3 +235,29 @@ def test_other_code_that_lets_more_learn(tmp_path, precision):
         wrapped = fit(module, loader_of(images()), {5: 1}, cache, 8, **options)
     assert_same_training(plain, cached)
     assert wrapped.stats.hits > 20
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_bar_shows_how_much_is_recorded(tmp_path, monkeypatch, bar):
+    monkeypatch.setattr(engine, "COUNT_EVERY_S", -1.0)
+    seen = {}
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen[trainer.global_step] = trainer.progress_bar_callback.get_metrics(trainer, pl_module).get("cached")
+            self.bar = trainer.progress_bar_callback
+
+    look = Look()
+    shown = {"enable_progress_bar": True}
+    fit(
+        Classifier(),
+        loader_of(images()),
+        {5: 2},
+        {"cache_dir": tmp_path},
+        callbacks=[bar(), look],
+        trainer_options=shown,
+    )
+    assert seen[4] is None
+    assert any(text is not None and text.endswith("%") and text != "0%" for text in seen.values())
+    assert seen[20] is None  # all is there
+    assert "get_metrics" not in vars(look.bar)
