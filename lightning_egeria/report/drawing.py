@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterable, Sequence
 
 import matplotlib as mpl
@@ -244,9 +245,18 @@ def _last(record: RunRecord, metric: str) -> float:
     return values[-1]
 
 
+class _Picture(Figure):
+    """One that a notebook shows, whatever it has set up for matplotlib."""
+
+    def _repr_png_(self) -> bytes:
+        stream = io.BytesIO()
+        self.savefig(stream, format="png", dpi=100)
+        return stream.getvalue()
+
+
 def _new(rows: int, share: bool = False) -> tuple[Figure, Sequence[Axes]]:
     # Not by pyplot, which keeps every figure until it is closed.
-    figure = Figure(figsize=(_WIDTH, _HEIGHT * (1 if rows == 1 else 1.7)), layout="constrained")
+    figure = _Picture(figsize=(_WIDTH, _HEIGHT * (1 if rows == 1 else 1.7)), layout="constrained")
     axes = figure.subplots(rows, 1, sharex=share, squeeze=False)[:, 0]
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
