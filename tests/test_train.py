@@ -121,6 +121,7 @@ def test_debug_fast_runs_one_batch_and_leaves_no_checkpoint(egeria_train):
     assert not list(run_dir.rglob("*.ckpt"))
 
 
+@pytest.mark.filterwarnings("ignore:You requested to overfit")  # Lightning turns shuffling off for it
 def test_debug_overfit_learns_one_batch_by_heart(egeria_train):
     small = [override for override in SMALL if "limit_" not in override and "max_epochs" not in override]
     losses = results(egeria_train("debug=overfit", small=small))["metrics"]
