@@ -1,6 +1,8 @@
 """Both classes are configured by LightningCLI: from YAML, from the command line, and from the file of a run."""
 
 import json
+import re
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -167,3 +169,14 @@ def test_a_mistake_in_the_inner_data_module_is_named(capsys, monkeypatch):
     code, text = said(capsys, monkeypatch, "--data", json.dumps(data))
     assert code == 2
     assert "Dataa" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_the_readme_shows_a_configuration_that_can_be_read(tmp_path):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", readme, flags=re.DOTALL)
+    path = tmp_path / "config.yaml"
+    path.write_text(block.replace("my_project.MyData", f"{__name__}.Data"))
+    cli = LightningCLI(Network, args=["--config", str(path), "--trainer.logger=false"], run=False)
+    assert freezing_of(cli).policy.tolerance == 0.1
+    assert cli.datamodule.datamodule.batch_size == 64

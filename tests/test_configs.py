@@ -148,3 +148,10 @@ def test_an_experiment_may_set_any_key(configure, tmp_path):
     config = configure("experiment=mine", f"hydra.searchpath=['file://{tmp_path}']")
     assert (config.seed, config.trainer.max_epochs) == (5, 2)
     assert configure("experiment=mine", "seed=6", f"hydra.searchpath=['file://{tmp_path}']").seed == 6
+
+
+def test_the_readme_lists_every_option():
+    text = (CONFIG_DIR.parent / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (`\w+`)[^|]* \| (.*) \|$", text, flags=re.MULTILINE))
+    for group, option in OPTIONS:
+        assert f"`{option}`" in rows[f"`{group}`"]
