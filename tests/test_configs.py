@@ -1,12 +1,16 @@
 """Every option of every config group can be instantiated, and none of them says something else than the code."""
 
 import inspect
+import re
+from types import SimpleNamespace
 
 import hydra
 import lightning as L
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_egeria.demos.classifier import ImageClassifier
@@ -14,13 +18,15 @@ from lightning_egeria.demos.data import Cifar10Data, DigitsData
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.train import CONFIG_DIR
 
-GROUPS = ("model", "data", "callbacks", "cache", "trainer", "logger", "experiment")
-OPTIONS = [
-    (group, path.stem)
-    for group in GROUPS
-    for path in sorted((CONFIG_DIR / group).glob("*.yaml"))
-    if not path.stem.startswith("_")
-]
+GROUPS = (
+    *("model", "optimizer", "scheduler", "data", "callbacks", "cache", "trainer", "logger"),
+    *("experiment", "hparams_search", "debug"),
+)
+PACKAGES = {
+    ("logger", "tensorboard"): "tensorboard",
+    ("hparams_search", "tolerance"): "hydra_plugins.hydra_optuna_sweeper",
+}
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIG_DIR / group).glob("*.yaml"))]
 
 
 @pytest.fixture
@@ -39,6 +45,8 @@ def test_every_folder_of_the_configuration_is_a_group_tested_here():
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_instantiates(configure, group, option):
+    if (group, option) in PACKAGES:
+        pytest.importorskip(PACKAGES[group, option])
     config = configure(f"{group}={option}")
 
     model = hydra.utils.instantiate(config.model)
@@ -54,6 +62,11 @@ def test_instantiates(configure, group, option):
     assert isinstance(datamodule, L.LightningDataModule)
     assert isinstance(trainer, L.Trainer)
     assert all(isinstance(callback, L.Callback) for callback in callbacks)
+
+    # The optimizer and the scheduler are built when training begins, with what the Trainer then knows.
+    model.trainer = SimpleNamespace(estimated_stepping_batches=100, max_epochs=10)
+    built = model.configure_optimizers()
+    assert isinstance(built["optimizer"] if isinstance(built, dict) else built, torch.optim.Optimizer)
 
 
 def test_the_defaults_are_digits_on_a_resnet20_with_freezing(configure):
@@ -107,6 +120,38 @@ def test_the_classes_named_here_are_the_ones_configured(configure):
     assert isinstance(hydra.utils.instantiate(configure("data=cifar10").data), Cifar10Data)
 
 
-def test_every_experiment_says_how_to_run_it():
-    for path in (CONFIG_DIR / "experiment").glob("*.yaml"):
-        assert f"# egeria-train experiment={path.stem}" in path.read_text()
+@pytest.mark.parametrize("group", ["experiment", "debug", "hparams_search"])
+def test_what_changes_several_groups_says_how_to_run_it(group):
+    for path in (CONFIG_DIR / group).glob("*.yaml"):
+        assert re.search(f"# egeria-train (-m )?{group}={path.stem}", path.read_text())
+
+
+def test_what_is_searched_exists(configure):
+    for path in (CONFIG_DIR / "hparams_search").glob("*.yaml"):
+        searched = OmegaConf.load(path).hydra.sweeper.params
+        assert searched
+        assert all(OmegaConf.select(configure(), key) is not None for key in searched)
+
+
+def test_an_option_leaves_nothing_of_the_one_before(configure):
+    assert "momentum" not in configure("optimizer=adamw").model.optimizer
+    assert configure("scheduler=onecycle").model.scheduler.max_lr == 0.1
+    assert configure("scheduler=onecycle", "optimizer=adamw").model.scheduler.max_lr == 1e-3
+    assert "milestones" not in configure("scheduler=cosine").model.scheduler
+    assert configure("experiment=cifar10_resnet56").model.scheduler.milestones == [91, 136]
+    assert configure("callbacks=finetuning").callbacks.freezing.policy.bootstrap is False
+
+
+def test_an_experiment_may_set_any_key(configure, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 5\ntrainer: {max_epochs: 2}\n")
+    config = configure("experiment=mine", f"hydra.searchpath=['file://{tmp_path}']")
+    assert (config.seed, config.trainer.max_epochs) == (5, 2)
+    assert configure("experiment=mine", "seed=6", f"hydra.searchpath=['file://{tmp_path}']").seed == 6
+
+
+def test_the_readme_lists_every_option():
+    text = (CONFIG_DIR.parent / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (`\w+`)[^|]* \| (.*) \|$", text, flags=re.MULTILINE))
+    for group, option in OPTIONS:
+        assert f"`{option}`" in rows[f"`{group}`"]

@@ -45,6 +45,7 @@ ORDER = [
     [""],
     ["demos", "demos.images", "demos.resnet", "demos.classifier"],
     ["demos.data"],
+    ["configuration"],
     ["train"],
 ]
 PLACE = {name: place for place, names in enumerate(ORDER) for name in names}
@@ -94,7 +95,7 @@ def test_imports_point_one_way(name):
 def test_frameworks_stay_in_the_adapters(name):
     roots = {module.split(".")[0] for module in imports(FILES[name])}
     assert "lightning" not in roots or name in ADAPTERS
-    assert not roots & {"hydra", "omegaconf"} or name == "train"
+    assert not roots & {"hydra", "omegaconf"} or name in ("configuration", "train")
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

@@ -31,7 +31,7 @@ def test_setup_cfg_lists_every_package(setup_cfg):
 def test_the_oldest_versions_tried_are_the_lower_bounds(setup_cfg):
     requirements = [setup_cfg["options"]["install_requires"], *setup_cfg["options.extras_require"].values()]
     bounds = {
-        line.split(">=")[0].strip(): line.split(">=")[1].split(",")[0].strip()
+        line.split(">=")[0].split("[")[0].strip(): line.split(">=")[1].split(",")[0].strip()
         for requirement in requirements
         for line in requirement.splitlines()
         if ">=" in line

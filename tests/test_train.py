@@ -3,7 +3,11 @@
 import itertools
 import json
 import os
+import shutil
+import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,14 @@ SMALL = (
     "+trainer.enable_progress_bar=false",
     "data.batch_size=8",
 )
+# Freezes the first layer module after the second step.
+SCRIPTED = (
+    "~callbacks.freezing.policy",
+    "+callbacks.freezing.policy={_target_: lightning_egeria.ScriptedPolicy, schedule: {2: 1}}",
+    "callbacks.freezing.workers=0",
+)
+COMMAND = (sys.executable, "-m", "lightning_egeria.train")
+LOCAL = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
 
 
 @pytest.fixture
@@ -27,9 +39,9 @@ def egeria_train(tmp_path, monkeypatch):
     """Run `egeria-train` with overrides from an empty folder; return its run directory, a new one each time."""
     counter = itertools.count()
 
-    def run(*overrides):
+    def run(*overrides, flags=(), small=SMALL):
         run_dir = tmp_path / f"run{next(counter)}"
-        monkeypatch.setattr(sys, "argv", ["egeria-train", *SMALL, f"hydra.run.dir={run_dir}", *overrides])
+        monkeypatch.setattr(sys, "argv", ["egeria-train", *flags, *small, f"hydra.run.dir={run_dir}", *overrides])
         main()
         return run_dir
 
@@ -58,11 +70,8 @@ def test_trains_and_leaves_its_figures(egeria_train, capsys):
 
 
 def test_trains_from_the_cache(egeria_train, tmp_path):
-    policy = "{_target_: lightning_egeria.ScriptedPolicy, schedule: {2: 1}}"
-    freeze = ["~callbacks.freezing.policy", f"+callbacks.freezing.policy={policy}"]
     cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
-    overrides = ["trainer.max_epochs=8", "data.num_workers=0", "callbacks.freezing.workers=0"]
-    run_dir = egeria_train(*freeze, *cache, *overrides)
+    run_dir = egeria_train(*SCRIPTED, *cache, "trainer.max_epochs=8")
     found = results(run_dir)["cache"]
     assert found["off"] is None
     assert found["written"] > 40
@@ -91,6 +100,150 @@ def test_resumes_from_a_checkpoint(egeria_train):
 
     (checkpoint,) = (run_dir / "checkpoints").glob("*.ckpt")
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 8
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_is_resumed_at_its_end_has_nothing_left_to_do(egeria_train):
+    run_dir = egeria_train("logger=none")
+    (checkpoint,) = (run_dir / "checkpoints").glob("*.ckpt")
+    assert results(egeria_train("logger=none", f"ckpt_path='{checkpoint}'"))["savings"] is None
+
+
+def test_the_log_of_a_run_says_what_froze_and_when(egeria_train):
+    run_dir = egeria_train(*SCRIPTED)
+    (line,) = [line for line in (run_dir / "train.log").read_text().splitlines() if "froze" in line]
+    assert line.startswith("step 2: froze")
+
+
+def test_debug_fast_runs_one_batch_and_leaves_no_checkpoint(egeria_train):
+    run_dir = egeria_train("debug=fast")
+    assert results(run_dir)["savings"] is None
+    assert not list(run_dir.rglob("*.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")  # Lightning turns shuffling off for it
+def test_debug_overfit_learns_one_batch_by_heart(egeria_train):
+    small = [override for override in SMALL if "limit_" not in override and "max_epochs" not in override]
+    losses = results(egeria_train("debug=overfit", small=small))["metrics"]
+    assert losses["train/loss"] < 0.1
+
+
+def test_debug_profiler_leaves_the_time_of_each_hook(egeria_train):
+    report = (egeria_train("debug=profiler") / "fit-hooks.txt").read_text()
+    assert "KnowledgeGuidedFreezing.on_train_batch_end" in report
+
+
+def test_a_multirun_shares_one_cache(egeria_train, tmp_path):
+    cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
+    options = ["trainer.max_epochs=8", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    egeria_train("seed=1,1,2", *SCRIPTED, *cache, *options, flags=["-m"])
+
+    first, again, other = (results(tmp_path / "sweep" / str(job))["cache"] for job in range(3))
+    assert first["off"] is again["off"] is other["off"] is None
+    # Trained to the same weights, the second finds what the first has left; the third must not.
+    assert again["hits"] > first["hits"]
+    assert (again["wrong"], other["wrong"]) == (0, 0)
+    assert other["written"] > 40
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+
+
+def test_a_multirun_over_groups(egeria_train, tmp_path):
+    egeria_train("callbacks=none,freezing", "logger=none", f"hydra.sweep.dir={tmp_path / 'sweep'}", flags=["-m"])
+    assert [bool(results(tmp_path / "sweep" / job)["savings"]) for job in "01"] == [False, True]
+
+
+@pytest.mark.slow
+def test_jobs_at_the_same_time_share_one_cache(tmp_path):
+    """As a launcher starts them that does not wait for one before the next."""
+    options = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0", "trainer.max_epochs=8"]
+    jobs = [
+        subprocess.Popen([*COMMAND, *SMALL, *SCRIPTED, *options, f"hydra.run.dir={tmp_path / str(job)}"], cwd=tmp_path)
+        for job in range(2)
+    ]
+    assert [job.wait(timeout=200) for job in jobs] == [0, 0]
+    found = [results(tmp_path / str(job)) for job in range(2)]
+    assert found[0]["metrics"] == found[1]["metrics"]
+    assert [run["cache"]["wrong"] for run in found] == [0, 0]
+    assert all(run["cache"]["hits"] > 0 for run in found)
+
+
+@pytest.mark.slow
+def test_on_two_processes(tmp_path):
+    """Lightning starts the command again for the second one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    done = subprocess.run(
+        [*COMMAND, *SMALL, "trainer=ddp", *SCRIPTED],
+        cwd=tmp_path,
+        env={**os.environ, **LOCAL, "MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = tmp_path.glob("runs/*/*")
+    # The second process knows the directory of the first, and leaves nothing there but its log.
+    assert {path.name for path in run_dir.iterdir()} == {".hydra", "log", "savings.json", "train.log"} | {
+        "train_ddp_process_1.log"
+    }
+    assert done.stdout.count("results in") == 1
+    savings = results(run_dir)["savings"]
+    assert savings["frozen_depth"] == 1
+    assert savings["gradient_bytes_after"] < savings["gradient_bytes_before"]
+
+
+def test_several_processes_are_refused_in_a_multirun(egeria_train, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        egeria_train("trainer=ddp", "seed=1", f"hydra.sweep.dir={tmp_path / 'sweep'}", flags=["-m"])
+    assert exit_.value.code == 2
+    assert "a job cannot have several processes" in capsys.readouterr().err
+
+
+def test_the_metric_of_a_sweeper_must_be_one_that_is_logged(egeria_train, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        egeria_train("callbacks=none", "logger=none", "optimized_metric=val/ac")
+    assert exit_.value.code == 2
+    assert "optimized_metric=val/ac: this was not logged. Did you mean 'val/acc'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [
+        ("mod", {"model=", "model."}),
+        ("model=", {"model=resnet20", "model=resnet56", "model=timm"}),
+        ("callbacks.freezing.policy.tol", {"callbacks.freezing.policy.tolerance="}),
+        ("optimizer=adamw model.optimizer.w", {"model.optimizer.weight_decay="}),
+    ],
+)
+def test_completion(egeria_train, monkeypatch, capsys, line, answers):
+    monkeypatch.setenv("COMP_LINE", f"egeria-train {line}")
+    monkeypatch.setattr(sys, "argv", ["egeria-train", "-sc", "query=bash"])
+    main()
+    assert set(capsys.readouterr().out.split()) == answers
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="for bash")
+def test_completion_in_bash(tmp_path):
+    """As the README says to set it up."""
+    program = tmp_path / "egeria-train"
+    program.write_text(f"#!{sys.executable}\nfrom lightning_egeria.train import main\nmain()\n")
+    program.chmod(0o755)
+    script = """
+        eval "$(egeria-train -sc install=bash)"
+        COMP_LINE="egeria-train sched" COMP_POINT=18 COMP_WORDS=(egeria-train sched) COMP_CWORD=1
+        hydra_bash_completion
+        echo "${COMPREPLY[@]}"
+    """
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": root}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["scheduler="], done.stderr
+
+
+def test_a_press_of_the_tab_key_does_not_wait_for_torch():
+    program = "import sys, lightning_egeria.train; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from torch.utils.data import DataLoader
 
 from lightning_egeria.bars import BarEntry
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
@@ -60,7 +61,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     def __init__(
         self,
-        datamodule: Any,
+        datamodule: pl.LightningDataModule | DataLoader[Any] | None,
         cache_dir: str | os.PathLike[str] | None = None,
         max_bytes: int | None = None,
         min_free_bytes: int = 2 * 10**9,
