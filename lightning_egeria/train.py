@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import lightning as L
 
 _KEYWORDS_FOR_CHECKPOINTS = ("best", "last", "hpc", "registry")  # that Lightning knows
+LONGEST_NAME = 60  # of a run, in pictures
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _TRACEBACKS = os.environ.get(_FULL_ERROR) == "1"  # the user asks for them
 
@@ -82,7 +84,7 @@ def train(config: DictConfig) -> dict[str, Any]:
 def _name_of_run(config: DictConfig) -> str:
     """What was asked for, or where the run is kept."""
     asked = HydraConfig.get().job.override_dirname if HydraConfig.initialized() else ""
-    return asked or Path(config.run_dir).name
+    return textwrap.shorten(asked, LONGEST_NAME, placeholder="...") or Path(config.run_dir).name
 
 
 def _check_checkpoint(path: str | None) -> None:

@@ -1,6 +1,8 @@
 """What is installed is what is in the repository: the packages, the configuration, the command."""
 
 import configparser
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -68,3 +70,40 @@ def test_a_wheel_has_the_configuration_the_types_and_the_command(tmp_path):
     assert "egeria-train = lightning_egeria.train:main" in entry_points
     assert "egeria-cache = lightning_egeria.caching.command:main" in entry_points
     assert not [name for name in files if name.startswith(("tests/", "conf/", "benchmarks/"))]
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_are_sound_and_the_wheel_runs_elsewhere(tmp_path):
+    source, built = tmp_path / "source", tmp_path / "built"
+    ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
+    shutil.copytree(REPOSITORY, source, ignore=ignore)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    checked = [sys.executable, "-m", "twine", "check", "--strict", *map(str, built.iterdir())]
+    subprocess.run(checked, check=True, capture_output=True)
+
+    def run(*command):
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        variables |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    # An environment of its own, that borrows what the package requires from this one.
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    (wheel,) = built.glob("*.whl")
+    python = environment / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    borrowed = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "borrowed.pth").write_text("\n".join(borrowed))
+
+    where = run(python, "-c", "import lightning_egeria; print(lightning_egeria.__file__)")
+    assert where.startswith(str(environment))
+    run(environment / "bin" / "egeria-train", "trainer.max_epochs=1", "run_dir=one", "model.net.depth=8")
+    assert "report.html" in run(environment / "bin" / "egeria-report", "one")
+    notebook = json.loads((REPOSITORY / "notebooks" / "2_frozen_prefix_cache.ipynb").read_text())
+    code = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    (tmp_path / "notebook.py").write_text(code)
+    run(python, "notebook.py")

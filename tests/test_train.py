@@ -13,6 +13,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
+from lightning_egeria.report.command import main as draw
 from lightning_egeria.train import main
 
 SMALL = (
@@ -265,3 +266,12 @@ def test_a_mistake_is_answered_in_one_message_and_exit_code_2(egeria_train, caps
     (message,) = [line for line in error.splitlines() if line.startswith("egeria-train: ")]
     for word in words:
         assert word in message
+
+
+def test_runs_can_be_drawn(egeria_train, capsys):
+    plain, frozen = egeria_train("callbacks=none"), egeria_train(*SCRIPTED)
+    assert draw([str(plain), str(frozen)]) == 0
+    page = (frozen / "report" / "report.html").read_text()
+    assert "callbacks=none" in page  # which is what was asked for
+    assert "freeze to 1" in page
+    assert capsys.readouterr().out.endswith("pictures beside it\n")

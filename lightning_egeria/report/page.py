@@ -117,8 +117,10 @@ def _about(record: RunRecord) -> str:
 
 
 def _table(rows: list[list[str]]) -> str:
-    head, *body = ["".join(f"<{{0}}>{html.escape(cell)}</{{0}}>" for cell in row) for row in rows]
-    lines = [f"<tr>{head.format('th')}</tr>", *(f"<tr>{row.format('td')}</tr>" for row in body)]
+    lines = []
+    for number, row in enumerate(rows):
+        tag = "td" if number else "th"
+        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>")
     return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 

@@ -19,7 +19,7 @@ def run(name, speed=1.0, frozen_at=None, accuracies=(0.5, 0.7, 0.8)):
         record.add_step(StepTimes(step, 1, depth, 0.001, 0.01 * speed, 0.0 if depth else 0.02, 0.004, 0.001))
     record.metrics = [MetricPoint(10 * (i + 1), 10 * speed * (i + 1), {"val/acc": a}) for i, a in enumerate(accuracies)]
     if frozen_at is not None:
-        record.layer_modules = ["net.<stem>", "net.a", "net.b"]
+        record.layer_modules = ["net.<stem>", "net.{a}", "net.b"]
         record.events = [{"step": frozen_at, "kind": "freeze", "depth": 2, "reason": "slope < threshold"}]
         record.evaluations = [
             EvaluationPoint(s, [1e-3 / s, 2e-3 / s, 3e-3], [None, 1e-4, -1e-4]) for s in range(2, 12, 2)
@@ -93,11 +93,13 @@ def test_which_metric_is_compared():
 
 
 def test_the_page_needs_nothing_else_and_escapes_names():
-    records = [run("plain"), run("ours", 0.5, frozen_at=9)]
+    records = [run("plain {x}"), run("<ours>", 0.5, frozen_at=9)]
     text = page(records, report.figures(records))
     assert text.count("<svg") == 6
     assert not re.search(r'(src|href)="(?!#)', text.replace("http://www.w3.org", ""))
     assert "slope &lt; threshold" in text
+    assert "<td>plain {x}</td>" in text
+    assert "<ours>" not in text
     assert "slope < threshold" not in text
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
