@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# The README and the method cards are pages here as well. What they link to has its place in these pages.
+# These are pages here as well, or parts of some. What they link to has its place in these pages.
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
     "lightning_egeria/freezing/README.md": "cards/freezing.md",
     "lightning_egeria/caching/README.md": "cards/caching.md",
 }
@@ -38,8 +39,6 @@ autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
-napoleon_use_admonition_for_examples = True
 
 # Docstrings put names of all kinds in single backticks: those that are documented become links, the others stay code.
 default_role = "py:obj"
