@@ -21,6 +21,8 @@ _metadata.read(HERE.parent / "setup.cfg")
 version = release = _metadata["metadata"]["version"]
 html_title = f"lightning_egeria {release}"
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_show_copyright = False
 html_show_sphinx = False
 html_copy_source = False
