@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PACKAGE_FILES := setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest check bench notebooks clean
+.PHONY: help train test test-slow test-oldest check bench docs notebooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,10 @@ check: $(VENV)/installed-dev ## lint, formatting, types
 bench: $(VENV)/installed-demo ## run the benchmarks (WORKLOAD=name for one of them)
 	@scripts=$$(ls benchmarks/$(WORKLOAD).py 2>/dev/null) || { echo "no benchmark benchmarks/$(WORKLOAD).py" >&2; exit 2; }; \
 	for script in $$scripts; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: $(VENV)/installed-docs ## build the documentation in build/docs, warnings as errors
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs build/docs
+	@echo "open build/docs/index.html"
 
 notebooks: $(VENV)/installed-dev ## execute the notebooks
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_notebooks.py

@@ -69,7 +69,7 @@ def similarity_preserving_loss(activation: Tensor, reference: Tensor) -> Tensor:
         reference: shape ``[B, ...]``; the features may be of another number than those of ``activation``.
 
     Returns:
-        Scalar tensor, float32. Not differentiable: it measures, it does not train.
+        Scalar tensor, float32. Not differentiable; it measures, it does not train.
 
     Raises:
         ValueError: the batch sizes differ.

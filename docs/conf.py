@@ -1,0 +1,84 @@
+"""How Sphinx builds the documentation: `make docs`."""
+
+import configparser
+import re
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# These are pages here as well, or parts of some. What they link to has its place in these pages.
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "lightning_egeria/freezing/README.md": "cards/freezing.md",
+    "lightning_egeria/caching/README.md": "cards/caching.md",
+}
+
+project = "lightning_egeria"
+author = "the lightning_egeria authors"
+_metadata = configparser.ConfigParser()
+_metadata.read(HERE.parent / "setup.cfg")
+version = release = _metadata["metadata"]["version"]
+html_title = f"lightning_egeria {release}"
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_show_copyright = False
+html_show_sphinx = False
+html_copy_source = False
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+suppress_warnings = [
+    "myst.header",  # a part of a method card begins at its own level
+]
+
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+
+# Docstrings put names of all kinds in single backticks: those that are documented become links, the others stay code.
+default_role = "py:obj"
+nitpick_ignore_regex = [
+    ("py:obj", ".*"),
+    # Nothing is downloaded for a build, so other projects have no inventory here.
+    (r"py:.*", r"(torch|pl|lightning|torchmetrics|rich|nn|collections|pathlib|os|enum|typing)\..*"),
+    ("py:class", "Precision"),  # a name for a Literal, whose values the argument's description has
+    (r"py:.*", "(Any|Callable|Iterable|Literal|Mapping|Metric|Sequence|Tensor|optional)"),
+]
+
+
+def _relocate_links(app, path, docname, content):
+    """Have the links of an included document lead to where their target is from here."""
+    source = (HERE / path).resolve()
+    root, folder = HERE.parent, (HERE / app.env.docname).parent
+
+    def relocated(match):
+        target, hash_, anchor = match["target"].partition("#")
+        file = (source.parent / target).resolve()
+        if not target or not file.is_relative_to(root):
+            return match[0]
+        name = file.relative_to(root).as_posix()
+        if file.is_dir() or (not file.exists() and name not in PAGES):
+            return f"`{name}`"  # a folder has no page
+        place = HERE / PAGES[name] if name in PAGES else file
+        return f"{match['text']}({_relative(place, folder)}{hash_}{anchor})"
+
+    content[0] = re.sub(r"(?P<text>!?\[[^\]]*\])\((?!\w+:)(?P<target>[^)\s]+)\)", relocated, content[0])
+
+
+def _relative(path, folder):
+    ups = 0
+    while not path.is_relative_to(folder):
+        folder, ups = folder.parent, ups + 1
+    return "../" * ups + path.relative_to(folder).as_posix()
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("include-read", _relocate_links)
