@@ -32,22 +32,24 @@ _WIDTH, _HEIGHT = 8.0, 3.2  # inches
 
 def plasticity(record: RunRecord) -> Figure:
     """Plasticity and the size of its slope over the steps, a line for each layer module, front dark to back bright."""
-    figure, (top, bottom) = _new(2, share=True)
+    titles = {"plasticity": "plasticity", "slopes": "size of its slope"}
+    # The one decision of fine-tuning is made without a slope.
+    shown = [field for field in titles if any(any(getattr(point, field)) for point in record.evaluations)]
+    figure, panels = _new(max(1, len(shown)), share=True)
     count = len(record.layer_modules)
-    for index, name in enumerate(record.layer_modules):
-        color = mpl.colormaps["viridis"](index / max(1, count - 1))
-        for axes, field in ((top, "plasticity"), (bottom, "slopes")):
+    for axes, field in zip(panels, shown, strict=False):
+        for index, name in enumerate(record.layer_modules):
             points = [(e.step, getattr(e, field)[index]) for e in record.evaluations if index < len(getattr(e, field))]
             drawn = [(step, abs(value)) for step, value in points if value]
+            color = mpl.colormaps["viridis"](index / max(1, count - 1))
             label = name if count <= 8 or index in (0, count - 1) else None
             axes.plot(*_columns(drawn), color=color, linewidth=1, label=label)
-    for axes, title in ((top, "plasticity"), (bottom, "size of its slope")):
         axes.set_yscale("log")
-        axes.set_ylabel(title)
+        axes.set_ylabel(titles[field])
         _draw_events(axes, record)
-    if top.lines:
-        top.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
-    bottom.set_xlabel("optimizer steps")
+    if shown:
+        panels[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    panels[-1].set_xlabel("optimizer steps")
     return figure
 
 

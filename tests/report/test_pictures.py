@@ -145,3 +145,23 @@ def test_errors_are_one_line(tmp_path, capsys, metric):
     assert told.startswith("egeria-report: ")
     assert ("has logged no 'nonsense'" if metric else "there is no egeria.json in") in told
     assert len(told.splitlines()) == 1
+
+
+def test_fine_tuning_has_no_slopes(tmp_path):
+    record = run("ours", frozen_at=9)
+    for point in record.evaluations:
+        point.slopes = [None, None, None]
+    figure = report.figures(record)["plasticity"]
+    assert len(figure.axes) == 1
+    figure.savefig(tmp_path / "one.png")
+
+
+def test_a_run_whose_evaluations_say_nothing_is_drawn(tmp_path):
+    record = run("ours", frozen_at=9)
+    for point in record.evaluations:
+        point.slopes = point.plasticity = [None, 0.0, None]
+    report.figures(record)["plasticity"].savefig(tmp_path / "one.png")
+
+
+def test_pictures_show_themselves_in_a_notebook():
+    assert all(figure._repr_png_().startswith(b"\x89PNG") for figure in report.figures(run("plain")).values())
