@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
     # Nothing is downloaded for a build, so other projects have no inventory here.
     (r"py:.*", r"(torch|pl|lightning|torchmetrics|rich|nn|collections|pathlib|os|enum|typing)\..*"),
     ("py:class", "Precision"),  # a name for a Literal, whose values the argument's description has
-    (r"py:.*", "(Any|Callable|Iterable|Literal|Mapping|Metric|Sequence|Tensor|optional)"),
+    (r"py:.*", "(Any|Callable|DataLoader|Figure|Iterable|Literal|Mapping|Metric|Run|Sequence|Tensor|optional)"),
 ]
 
 

@@ -173,7 +173,7 @@ def test_a_mistake_in_the_inner_data_module_is_named(capsys, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_the_readme_shows_a_configuration_that_can_be_read(tmp_path):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parent.parent / "docs" / "egeria-train.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", readme, flags=re.DOTALL)
     path = tmp_path / "config.yaml"
     path.write_text(block.replace("my_project.MyData", f"{__name__}.Data"))
