@@ -26,7 +26,7 @@ from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent, Last
 from lightning_egeria.freezing.first_step import FirstStep
 from lightning_egeria.freezing.limits import find_chain
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
-from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing.pool import ReferencePool, idle_workers
 from lightning_egeria.freezing.ranks import Ranks, prefix_buffers
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
 from lightning_egeria.freezing.strategies import check_strategy, prefix_changed
@@ -54,8 +54,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
         evaluation_samples: how many samples of a batch are compared at most.
         reference_precision: of the reference model. ``"auto"`` measures which is fastest, or takes float32 in a
             deterministic run; a precision whose noise would show in plasticity gives way to a higher one.
-        workers: processes that run the reference; 0 runs it in the training thread, to the same result. With more
-            than one, an answer has as many evaluation intervals' time.
+        workers: processes that run the reference; 0 runs it in the training thread, to the same result. None starts one
+            where a core is idle beside training: on a GPU, or on fewer threads than there are cores. With more than
+            one, an answer has as many evaluation intervals' time.
         threads_per_worker: cores that each of them may use.
         timeout_s: a worker that has not answered for so many seconds is ended and replaced.
         deterministic: wait for answers that are due instead of going on without them, so that two runs of one seed
@@ -84,7 +85,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         refresh_every_n_evaluations: int = 10,
         evaluation_samples: int = 64,
         reference_precision: Precision = "auto",
-        workers: int = 1,
+        workers: int | None = None,
         threads_per_worker: int = 1,
         timeout_s: float = 120.0,
         deterministic: bool | None = None,
@@ -98,7 +99,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             ("evaluate_every_n_steps", 1 if evaluate_every_n_steps is None else evaluate_every_n_steps, 1),
             ("refresh_every_n_evaluations", refresh_every_n_evaluations, 1),
             ("evaluation_samples", evaluation_samples, 2),
-            ("workers", workers, 0),
+            ("workers", 0 if workers is None else workers, 0),
             ("threads_per_worker", threads_per_worker, 1),
         ):
             if value < least:
@@ -414,14 +415,15 @@ class KnowledgeGuidedFreezing(pl.Callback):
         make = functools.partial(ReferenceModel, chain, self.evaluation_samples, precision, before["crops"] or None)
         self._chain = chain
         self._front_group = _group_of(trainer, self._parameters[chain.prefix_parameters(len(chain))[0]])
+        workers = idle_workers(pl_module.device) if self.workers is None else self.workers
         engine = FreezingEngine(
             prefix,
             policy,
-            ReferencePool(make, chain.entries, self.workers, self.threads_per_worker, self.timeout_s),
+            ReferencePool(make, chain.entries, workers, self.threads_per_worker, self.timeout_s),
             evaluate_every_n_steps=self._every,
             refresh_every_n_evaluations=self.refresh_every_n_evaluations,
             evaluation_samples=self.evaluation_samples,
-            in_flight=max(1, self.workers),
+            in_flight=max(1, workers),
             wait_s=self.timeout_s if self._waits else 0.0,
             adapt=self.evaluate_every_n_steps is None,
             step=trainer.global_step,

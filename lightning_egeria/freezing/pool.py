@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,16 @@ from lightning_egeria.freezing.parcels import Parcel, pack, unpack
 from lightning_egeria.freezing.reference import Comparison, Evaluation, ReferenceModel
 from lightning_egeria.freezing.sharded import fill
 from lightning_egeria.freezing.workers import Worker
+
+
+def idle_workers(device: torch.device) -> int:
+    """How many processes find a core of their own beside training on ``device``: one or none.
+
+    Where training has all cores, a process of low priority answers late or not at all; the training thread does the
+    same work in time.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(device.type != "cpu" or torch.get_num_threads() < cores)
 
 
 class _Place:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_egeria.calls import NetworkCall
 from lightning_egeria.errors import CheckpointError, WorkerError
-from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing.pool import ReferencePool, idle_workers
 from lightning_egeria.freezing.reference import Evaluation, ReferenceModel
 from lightning_egeria.freezing.similarity import gram_matrix
 from lightning_egeria.layers import LayerChain
@@ -122,3 +122,12 @@ def test_a_snapshot_from_a_checkpoint_gives_the_same_numbers(net, pools):
     assert second.submit(evaluation()).result().plasticity == expected
     with pytest.raises(CheckpointError, match="does not fit"):
         second.restore_snapshot(net, kept[1:])
+
+
+def test_a_process_is_for_an_idle_core(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert idle_workers(torch.device("cpu")) == 0
+    assert idle_workers(torch.device("cuda")) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert idle_workers(torch.device("cpu")) == 1
