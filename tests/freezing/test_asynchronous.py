@@ -107,7 +107,9 @@ def test_two_workers_have_twice_the_time():
 
 
 def test_with_nothing_frozen_training_is_the_same_bit_for_bit():
-    callback = KnowledgeGuidedFreezing(Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True)
+    callback = KnowledgeGuidedFreezing(
+        Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True, workers=1
+    )
     watched = fit(callback)
     assert callback.savings().evaluations_done > 20
     assert callback.events == []
@@ -172,7 +174,9 @@ def test_a_killed_worker_is_told_once_and_replaced():
             pids.append(worker.pid)
             os.kill(worker.pid, signal.SIGKILL)
 
-    callback = KnowledgeGuidedFreezing(Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True)
+    callback = KnowledgeGuidedFreezing(
+        Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True, workers=1
+    )
     with pytest.warns(UserWarning, match="reference model failed: its process ended with exit status -9") as told:
         fit(callback, Each(kill))
     assert len([w for w in told if "reference model" in str(w.message)]) == 1
@@ -201,7 +205,7 @@ def test_a_module_that_cannot_be_imported_there_is_told_and_training_goes_on():
 
             self.net = Net()
 
-    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, deterministic=True)
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, deterministic=True, workers=1)
     with pytest.warns(UserWarning, match="not in this process") as told:
         fit(callback, module=OnlyHere())
     told = [str(warning.message) for warning in told if "reference model" in str(warning.message)]
@@ -217,7 +221,7 @@ def test_an_error_in_training_leaves_no_process():
         if trainer.global_step == 3:
             raise RuntimeError("the user's own")
 
-    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1)
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, workers=1)
     with pytest.raises(RuntimeError, match="the user's own"):
         fit(callback, Each(fail))
     with pytest.raises(ProcessLookupError):
@@ -236,7 +240,7 @@ def test_a_signal_to_the_trainer_leaves_no_process(tmp_path, number):
             if trainer.global_step == 3:
                 print(callback._engine.pool.workers[0].pid, flush=True)
             time.sleep(0.01)
-        callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1)
+        callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, workers=1)
         fit(callback, Each(look), epochs=100000)
         """)
     )
