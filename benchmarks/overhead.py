@@ -33,7 +33,7 @@ class Alternating(KnowledgeGuidedFreezing):
     def __init__(self, every: int, block: int, warm_up: int) -> None:
         # In the guided stage from the first step, and never calm enough to freeze anything.
         watching = FreezingPolicy(tolerance=1e-12, bootstrap=False, peer_tolerance=0.0)
-        super().__init__(watching, evaluate_every_n_steps=every)
+        super().__init__(watching, evaluate_every_n_steps=every, workers=1)
         self.block, self.warm_up = block, warm_up
         self.means: dict[bool, list[float]] = {True: [], False: []}
         self.own_seconds: list[float] = []
