@@ -78,7 +78,7 @@ def check(config: DictConfig, sources: Sources) -> None:
     Raises:
         ArgumentError: something does not; the message names it, the file, and what was probably meant.
     """
-    content: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    content: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]  # a DictConfig gives a dict
     known = [*_groups(), *_content(_MAIN)]
     for key in content:
         # A key of the user's own may be there for interpolations to read.
@@ -215,7 +215,7 @@ def _composed(arguments: Sequence[str]) -> dict[str, Any]:
             config = compose(CONFIG_NAME, overrides=asked + search, return_hydra_config=True)
     except HydraException:
         return {}
-    return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]
+    return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]  # keys of a config file are texts
 
 
 def _folders(arguments: Sequence[str]) -> list[Path]:
@@ -237,7 +237,7 @@ def _groups() -> list[str]:
 
 def _content(path: Path) -> dict[str, Any]:
     content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    return content if isinstance(content, dict) else {}  # type: ignore[return-value]
+    return content if isinstance(content, dict) else {}  # type: ignore[return-value]  # keys of a config file are texts
 
 
 def _holds(path: Path, group: str, key: str) -> bool:

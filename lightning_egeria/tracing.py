@@ -50,6 +50,11 @@ def is_sharded(module: nn.Module) -> bool:
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
+def holds_shards(module: nn.Module) -> bool:
+    """Whether FSDP2 has divided weights of the module or of one inside it."""
+    return any(is_sharded(part) for part in module.modules())
+
+
 def tensor_leaves(value: Any) -> Iterator[Tensor]:
     """Tensors inside nested mappings, sequences and dataclasses, in order.
 

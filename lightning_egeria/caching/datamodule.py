@@ -23,7 +23,7 @@ from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.errors import ArgumentError, CacheError
 from lightning_egeria.layers import FrozenPrefix, PrefixOwner
-from lightning_egeria.tracing import is_sharded
+from lightning_egeria.tracing import holds_shards
 
 # A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
 _log = logging.getLogger("lightning.pytorch.lightning_egeria")
@@ -201,7 +201,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         if getattr(self.trainer, "overfit_batches", 0):
             return "overfit_batches replaces the sampler"
         model = getattr(self.trainer, "lightning_module", None)
-        if model is not None and any(map(is_sharded, model.modules())):
+        if model is not None and holds_shards(model):
             return (
                 "FSDP2 gathers the weights of a layer on all ranks together, and a rank that has the layer's outputs "
                 "would not take part"
@@ -216,7 +216,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
     def _tell_the_end(self) -> None:
         stats = self._stats
         total = stats.hits + stats.advanced + stats.misses
-        if total and not getattr(rank_zero_only, "rank", 0):
+        if total and not _rank():
             _log.info(
                 f"cache: {stats.hits + stats.advanced} of {total} samples came from the cache since the first freeze, "
                 f"{stats.not_loaded} were not even loaded; about {stats.seconds_saved:.1f} s saved; "
@@ -276,13 +276,18 @@ class _Listener:
         self.cache.step_ended()
         while self.cache.messages:
             level, text = self.cache.messages.pop(0)
-            if rank := getattr(rank_zero_only, "rank", 0):  # which may be alone with what its cache meets
+            if rank := _rank():  # which may be alone with what its cache meets
                 if level >= logging.WARNING:
                     _log.warning(f"cache of rank {rank}: {text}")
             elif level >= logging.WARNING:
                 rank_zero_warn(f"cache: {text}")
             else:
                 _log.info(f"cache: {text}")
+
+
+def _rank() -> int:
+    """Of this process among all of the job, as Lightning has it set."""
+    return getattr(rank_zero_only, "rank", 0)
 
 
 def _as_module(train_dataloader: Any, val_dataloaders: Any) -> pl.LightningDataModule:

@@ -80,10 +80,11 @@ class PlannedLoader(DataLoader[Any]):
         plain = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in _KNOWN_SAMPLERS
         depth = LOOK_AHEAD_BATCHES if plain and loader.num_workers == 0 else 0
         options: dict[str, Any] = {"in_order": loader.in_order} if hasattr(loader, "in_order") else {}
+        sampler = _PlannedSampler(loader.batch_sampler, plan, lambda: depth if active() else 0)
         super().__init__(
             dataset,  # type: ignore[arg-type]  # it only ever is asked for planned batches
-            batch_sampler=_PlannedSampler(loader.batch_sampler, plan, lambda: depth if active() else 0),  # type: ignore[arg-type]
-            collate_fn=as_it_is,  # type: ignore[arg-type]
+            batch_sampler=sampler,  # type: ignore[arg-type]  # it gives plans instead of lists of ids
+            collate_fn=as_it_is,  # type: ignore[arg-type]  # what is loaded is a batch already
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,

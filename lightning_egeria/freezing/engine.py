@@ -22,8 +22,9 @@ from lightning_egeria.freezing.policy import Decision, Policy
 from lightning_egeria.freezing.pool import ReferencePool
 from lightning_egeria.freezing.ranks import Ranks, Word
 from lightning_egeria.freezing.reference import Comparison
-from lightning_egeria.freezing.sharded import PassingWeights, holds_shards
+from lightning_egeria.freezing.sharded import PassingWeights
 from lightning_egeria.layers import FrozenPrefix
+from lightning_egeria.tracing import holds_shards
 
 FAILURES_TO_STOP = 3  # in a row
 

@@ -10,9 +10,9 @@ from torch import nn
 from lightning_egeria.compilation import eager
 from lightning_egeria.errors import LayerChainError
 from lightning_egeria.freezing.ranks import Ranks
-from lightning_egeria.freezing.sharded import PassingWeights, holds_shards
+from lightning_egeria.freezing.sharded import PassingWeights
 from lightning_egeria.layers import LayerChain
-from lightning_egeria.tracing import StepTrace
+from lightning_egeria.tracing import StepTrace, holds_shards
 
 
 class FirstStep:

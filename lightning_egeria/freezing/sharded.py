@@ -45,11 +45,6 @@ class PassingWeights:
         return forward
 
 
-def holds_shards(module: nn.Module) -> bool:
-    """Whether FSDP2 has divided weights of the module or of one inside it."""
-    return any(is_sharded(part) for part in module.modules())
-
-
 def is_distributed(tensor: Tensor) -> bool:
     """Whether the tensor is one rank's part of a larger one (a ``DTensor``)."""
     return hasattr(tensor, "full_tensor")
@@ -89,7 +84,5 @@ def fill(tensors: list[Tensor], names: Mapping[int, str], weights: Mapping[str, 
 
 
 def _is_of_fsdp(hook: Any) -> bool:
-    owner = getattr(hook, "__self__", None)
-    return type(owner).__module__.startswith("torch.distributed.") or str(getattr(hook, "__module__", "")).startswith(
-        "torch.distributed."
-    )
+    parts = (hook, type(getattr(hook, "__self__", None)))
+    return any(str(getattr(part, "__module__", "")).startswith("torch.distributed.") for part in parts)

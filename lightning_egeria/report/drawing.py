@@ -142,7 +142,7 @@ def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
     """
     metric = metric or common_metric(records)
     figure, (axes,) = _new(1)
-    target = _last(records[0], metric)
+    target = last_value(records[0], metric)
     for record, reached in zip(records, times_to_target(records, metric), strict=True):
         points = [(p.seconds, p.values[metric]) for p in record.metrics if metric in p.values]
         (line,) = axes.plot(*_columns(points), marker=".", label=f"{record.name}: {reached.note}")
@@ -180,7 +180,7 @@ def times_to_target(records: Sequence[RunRecord], metric: str) -> list[Reached]:
     >>> [reached.note for reached in times_to_target([plain, ours], "acc")]
     ['20.0 s', '8.0 s, 2.50x']
     """
-    target = _last(records[0], metric)
+    target = last_value(records[0], metric)
     falls = "loss" in metric or "error" in metric
     found: list[Reached] = []
     for record in records:
@@ -239,7 +239,12 @@ def figures_of(records: Sequence[RunRecord], metric: str | None = None) -> dict[
     return drawn
 
 
-def _last(record: RunRecord, metric: str) -> float:
+def last_value(record: RunRecord, metric: str) -> float:
+    """What a run ends with.
+
+    Raises:
+        RecordError: it has not logged that metric.
+    """
     values = [point.values[metric] for point in record.metrics if metric in point.values]
     if not values:
         known = sorted({name for point in record.metrics for name in point.values})

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from lightning_egeria.report.drawing import common_metric, times_to_target
+from lightning_egeria.report.drawing import common_metric, last_value, times_to_target
 from lightning_egeria.report.record import RunRecord
 
 _CAPTIONS: dict[str, tuple[str, str]] = {
@@ -67,8 +67,8 @@ def page(records: Sequence[RunRecord], figures: Mapping[str, Figure], metric: st
 
 
 def _summary(records: Sequence[RunRecord], metric: str | None) -> str:
-    rows = [["run", "frozen", "ms per batch", "batches", "saved", *_compared_heads(records, metric)]]
-    compared = _compared(records, metric)
+    heads, *compared = _compared(records, metric)
+    rows = [["run", "frozen", "ms per batch", "batches", "saved", *heads]]
     for record, more in zip(records, compared, strict=True):
         savings = record.savings or {}
         depth = record.events[-1]["depth"] if record.events else 0
@@ -88,21 +88,14 @@ def _summary(records: Sequence[RunRecord], metric: str | None) -> str:
     return _table(rows)
 
 
-def _compared_heads(records: Sequence[RunRecord], metric: str | None) -> list[str]:
-    if len(records) < 2:
-        return []
-    name = metric or common_metric(records)
-    return [f"last {name}", f"time to {records[0].name}'s"]
-
-
 def _compared(records: Sequence[RunRecord], metric: str | None) -> list[list[str]]:
+    """Further columns of the summary, a head and then a row for each run; empty if there is just one."""
     if len(records) < 2:
-        return [[] for _ in records]
+        return [[], *([] for _ in records)]
     name = metric or common_metric(records)
-    found = []
+    found = [[f"last {name}", f"time to {records[0].name}'s"]]
     for record, reached in zip(records, times_to_target(records, name), strict=True):
-        last = [point.values[name] for point in record.metrics if name in point.values][-1]
-        found.append([f"{last:.4f}", reached.note])
+        found.append([f"{last_value(record, name):.4f}", reached.note])
     return found
 
 

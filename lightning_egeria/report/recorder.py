@@ -83,6 +83,7 @@ class RunRecorder(pl.Callback):
         self._communication = 0.0
         self._batches = 0
         self._evaluated = -1
+        self._freezing: KnowledgeGuidedFreezing | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin anew."""
@@ -90,6 +91,8 @@ class RunRecorder(pl.Callback):
         if self.path is None:
             self.path = folder / FILE_NAME
         self.record = RunRecord(self.name or self.path.resolve().parent.name, _about(trainer))
+        callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+        self._freezing = next((c for c in callbacks if isinstance(c, KnowledgeGuidedFreezing)), None)
         self._began = self._batch_ended = time.perf_counter()
         self._unread, self._batches, self._evaluated, self._communication = [], 0, -1, 0.0
 
@@ -97,10 +100,9 @@ class RunRecorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """The batch has come."""
-        self._note_evaluation(trainer)
+        self._note_evaluation()
         waited = time.perf_counter() - self._batch_ended
-        freezing = _freezing(trainer)
-        depth = freezing.frozen_depth if freezing is not None else 0
+        depth = self._freezing.frozen_depth if self._freezing is not None else 0
         self._batch = _Batch(trainer.global_step, depth, waited, [mark(pl_module.device)])
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -140,9 +142,8 @@ class RunRecorder(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write all of it."""
-        freezing = _freezing(trainer)
-        if freezing is not None and freezing.layer_modules:
-            self.record.savings = freezing.savings().to_dict()
+        if self._freezing is not None and self._freezing.layer_modules:
+            self.record.savings = self._freezing.savings().to_dict()
         self._write(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -167,14 +168,11 @@ class RunRecorder(pl.Callback):
             if times is not None:
                 self.record.add_step(times)
 
-    def _note_evaluation(self, trainer: pl.Trainer) -> None:
-        freezing = _freezing(trainer)
-        last = freezing.last_evaluation if freezing is not None else None
-        if freezing is None or last is None or last.step == self._evaluated:
-            return
-        self._evaluated = last.step
-        self.record.layer_modules = freezing.layer_modules
-        self.record.add_evaluation(EvaluationPoint(last.step, finite(last.plasticity), finite(last.slopes)))
+    def _note_evaluation(self) -> None:
+        last = self._freezing.last_evaluation if self._freezing is not None else None
+        if last is not None and last.step != self._evaluated:
+            self._evaluated = last.step
+            self.record.add_evaluation(EvaluationPoint(last.step, finite(last.plasticity), finite(last.slopes)))
 
     def _note_metrics(self, trainer: pl.Trainer) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -187,22 +185,16 @@ class RunRecorder(pl.Callback):
 
     def _write(self, trainer: pl.Trainer) -> None:
         self._read_marks(wait=True)
-        self._note_evaluation(trainer)
-        freezing = _freezing(trainer)
-        if freezing is not None:
-            self.record.layer_modules = freezing.layer_modules
-            self.record.events = [dict(vars(event)) for event in freezing.events]
+        self._note_evaluation()
+        if self._freezing is not None:
+            self.record.layer_modules = self._freezing.layer_modules
+            self.record.events = [dict(vars(event)) for event in self._freezing.events]
         stats = getattr(getattr(trainer, "datamodule", None), "stats", None)
         if isinstance(stats, CacheStats):
             point = CachePoint(trainer.global_step, stats.hits, stats.advanced, stats.misses, stats.bytes_on_disk)
             self.record.cache.append(point)
         if trainer.is_global_zero and self.path is not None:
             self.record.write(self.path)
-
-
-def _freezing(trainer: pl.Trainer) -> KnowledgeGuidedFreezing | None:
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    return next((callback for callback in callbacks if isinstance(callback, KnowledgeGuidedFreezing)), None)
 
 
 def _exposed_communication(trainer: pl.Trainer) -> float:
