@@ -14,6 +14,15 @@ import torch.distributed as dist
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch", "lightning_egeria"])
 TIMEOUT_S = 120
+# Without an interface gloo asks what the host's name stands for, which may be nothing.
+LOCAL = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
+
+
+def free_port():
+    """A port that no program of this machine uses, as the environment takes it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def in_ranks(count, function, *arguments, nodes=1, timeout_s=TIMEOUT_S):
@@ -21,10 +30,7 @@ def in_ranks(count, function, *arguments, nodes=1, timeout_s=TIMEOUT_S):
 
     The ranks stand on so many nodes, as far as Lightning can see. An exception is returned in the place of a result.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes, ends = [], []
+    port, processes, ends = free_port(), [], []
     for rank in range(count):
         here, there = _PROCESSES.Pipe(duplex=False)
         place = divmod(rank, count // nodes)
@@ -76,9 +82,8 @@ class Failure:
 
 
 def _run(end, place, port, function, arguments):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK=str(place[0]), LOCAL_RANK=str(place[1]))
-    if sys.platform == "linux":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo asks what the host's name stands for, which may be nothing
+    node, rank = map(str, place)
+    os.environ.update(LOCAL, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=node, LOCAL_RANK=rank)
     torch.set_num_threads(1)
     try:
         result = function(*arguments)

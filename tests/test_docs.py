@@ -5,7 +5,6 @@ import functools
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import timm
 import torch
 from lightning.pytorch import callbacks as pl_callbacks
+from ranks import LOCAL, free_port
 from test_documents import Data, Module
 
 import lightning_egeria
@@ -77,9 +77,6 @@ def test_runs(block, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", SEVERAL_PROCESSES)
 def test_runs_on_two_processes(block, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     script = tmp_path / "script.py"
     script.write_text(
         "import functools\nimport lightning as L\nimport torch\nfrom torch import nn\n"
@@ -91,7 +88,7 @@ def test_runs_on_two_processes(block, tmp_path):
         "assert trainer.world_size == 2 and trainer.state.finished and trainer.global_step == 4\n"
     )
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PL_"))}
-    environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
+    environment = {**inherited, **LOCAL, "PYTHONPATH": str(ROOT), "MASTER_PORT": free_port()}
     options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
     run = subprocess.run([sys.executable, script], **options)
     assert run.returncode == 0, run.stderr

@@ -1,11 +1,10 @@
 """The notebooks run from top to bottom, and are stored without what they print."""
 
-import sys
-
 import nbformat
 import pytest
 from conftest import REPOSITORY
 from nbclient import NotebookClient
+from ranks import LOCAL
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 TIMEOUT_S = 600  # of a cell
@@ -28,12 +27,11 @@ def test_stored_without_outputs(path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in LOCAL.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if sys.platform == "linux":
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     notebook = nbformat.read(path, 4)
     work = tmp_path / "work"
     work.mkdir()

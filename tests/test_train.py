@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from ranks import LOCAL, free_port
 
 from lightning_egeria.report.command import main as draw
 from lightning_egeria.train import main
@@ -32,7 +32,6 @@ SCRIPTED = (
     "callbacks.freezing.workers=0",
 )
 COMMAND = (sys.executable, "-m", "lightning_egeria.train")
-LOCAL = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
 
 
 @pytest.fixture
@@ -171,13 +170,10 @@ def test_jobs_at_the_same_time_share_one_cache(tmp_path):
 @pytest.mark.slow
 def test_on_two_processes(tmp_path):
     """Lightning starts the command again for the second one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     done = subprocess.run(
         [*COMMAND, *SMALL, "trainer=ddp", *SCRIPTED],
         cwd=tmp_path,
-        env={**os.environ, **LOCAL, "MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        env={**os.environ, **LOCAL, "MASTER_PORT": free_port(), "PYTHONPATH": str(Path(__file__).parent.parent)},
         capture_output=True,
         text=True,
         timeout=200,
