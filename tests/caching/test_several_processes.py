@@ -5,17 +5,16 @@ import logging
 import os
 from datetime import timedelta
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from cached_runs import Classifier, Net, fit, images, loader_of
+from collectives import Collectives
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from ranks import all_well, in_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 SCHEDULE = {4: 2, 18: 3, 30: 0, 34: 1}
@@ -81,54 +80,31 @@ def test_the_ranks_of_a_node_share_one_store(tmp_path):
     assert first[2]["hits"] + second[2]["hits"] > 48
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.name() == "c10d::broadcast_":
-            self.bytes += sum(tensor.nbytes for tensor in args[0])
-        return operation(*args, **(kwargs or {}))
-
-
-class CountBroadcasts(L.Callback):
-    """Bytes that are broadcast in each step, of buffers and the word of the first rank."""
-
-    def __init__(self):
-        self.bytes = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.mode = Counting()
-        self.mode.__enter__()
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.mode.__exit__(None, None, None)
-        self.bytes.append(self.mode.bytes)
-
-
-def run_broadcasts():
-    counts = CountBroadcasts()
+def run_counted(net):
+    """The collectives of each step before its backward pass, and their bytes."""
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda self, module: None  # as in `run`
+    collectives = Collectives(backward=False)
     fit(
-        Classifier(),
+        Classifier(net()),
         loader_of(images(count=48), batch_size=4),
         {3: 2},
         epochs=2,
-        callbacks=[counts],
+        callbacks=[collectives],
         evaluate_every_n_steps=1,
         trainer_options={"devices": 2, "strategy": DDPStrategy(timeout=timedelta(seconds=60))},
     )
-    return counts.bytes
+    return collectives.counts, collectives.bytes
 
 
 def test_statistics_of_frozen_layers_are_not_sent_any_longer():
-    first, _ = all_well(in_ranks(2, run_broadcasts))
+    (_, sent), _ = all_well(in_ranks(2, run_counted, Net))
+    broadcast = [step["c10d::broadcast_"] for step in sent]  # buffers, and the word of the first rank
     net = Net()
     everything = sum(buffer.nbytes for buffer in net.buffers())
     active = sum(buffer.nbytes for part in (net.b, net.c) for buffer in part.buffers())
     # The first two steps also carry the layer chain and DDP's order of buckets, and so does the second after a freeze.
-    assert first[2] == everything
-    assert set(first[5:]) == {active}
+    assert broadcast[2] == everything
+    assert set(broadcast[5:]) == {active}
 
 
 class Synced(nn.SyncBatchNorm):
@@ -169,45 +145,11 @@ def test_normalisation_over_all_ranks(tmp_path):
         assert all((a == b).all() for a, b in zip(weights, cached_weights, strict=True))
 
 
-def run_synced():
-    sums = []
-    DistributedDataParallel._passing_sync_batchnorm_handle = lambda self, module: None
-
-    class Sums(L.Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            self.mode = CountingSums()
-            self.mode.__enter__()
-
-        def on_before_backward(self, trainer, pl_module, loss):
-            self.mode.__exit__(None, None, None)
-            sums.append(self.mode.count)
-
-    fit(
-        Classifier(SyncedNet()),
-        loader_of(images(count=48), batch_size=4),
-        {3: 2},
-        epochs=2,
-        callbacks=[Sums()],
-        evaluate_every_n_steps=1,
-        trainer_options={"devices": 2, "strategy": DDPStrategy(timeout=timedelta(seconds=60))},
-    )
-    return sums
-
-
-class CountingSums(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.count += operation.name() == "c10d::allreduce_"
-        return operation(*args, **(kwargs or {}))
-
-
 def test_frozen_normalisation_asks_no_other_rank():
-    first, _ = all_well(in_ranks(2, run_synced))
-    assert set(first[:3]) == {4}
-    assert set(first[4:]) == {2}
+    (counts, _), _ = all_well(in_ranks(2, run_counted, SyncedNet))
+    sums = [step["c10d::allreduce_"] for step in counts]
+    assert set(sums[:3]) == {4}
+    assert set(sums[4:]) == {2}
 
 
 def test_a_network_that_talks_to_other_ranks_is_not_cached(tmp_path):

@@ -8,12 +8,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import Collectives
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import all_well, in_ranks
 from test_ddp import Deciding, Module, Net, data, fit, scripted
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
@@ -44,33 +44,6 @@ class Sharded(Module):
 def whole(module):
     """Every rank's copy of all weights, gathered."""
     return [p.full_tensor().detach().numpy() for p in module.parameters()]
-
-
-class Collectives(L.Callback):
-    """Counts, per step, the collectives that FSDP2 itself calls for."""
-
-    def __init__(self):
-        self.counts = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.mode = Counting()
-        self.mode.__enter__()
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.mode.__exit__(None, None, None)
-        self.counts.append(self.mode.counts)
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = {}
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.namespace == "c10d":
-            name = operation.name()
-            self.counts[name] = self.counts.get(name, 0) + 1
-        return operation(*args, **(kwargs or {}))
 
 
 def strategy(ranks=2, **arguments):
