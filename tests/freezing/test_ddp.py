@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import os
 import time
 from datetime import timedelta
@@ -136,32 +137,41 @@ def test_ranks_stay_equal_and_exchange_the_active_share(ranks):
     assert all(other == sent[0] for other in sent)
 
 
-def freeze_by_hand(step, steps):
-    """A plain loop that freezes the first two parts and wraps the network anew."""
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
-    module = Module()
-    wrapped, optimizer = DistributedDataParallel(module.net), module.configure_optimizers()
+def batches_by_hand():
+    """This rank's share of the data, epoch after epoch, as the Trainer hands it out."""
     samples = data()
     sampler = DistributedSampler(samples, shuffle=True, seed=0)
     loader = DataLoader(samples, batch_size=4, sampler=sampler)
-    done = epoch = 0
-    while done < steps:
+    for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        epoch += 1
-        for images, labels in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(wrapped(images), labels).backward()
-            optimizer.step()
-            done += 1
-            if done == step:
-                for part in (module.net.stem, module.net.middle):
-                    part.requires_grad_(False).eval()
-                    for parameter in part.parameters():
-                        parameter.grad = None
-                del wrapped
-                wrapped = DistributedDataParallel(module.net)
-            if done == steps:
-                break
+        yield from loader
+
+
+def train_by_hand(net, optimizer, batches):
+    """A plain loop over these batches."""
+    for images, labels in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+
+
+def freeze_front(net):
+    for part in (net.stem, net.middle):
+        part.requires_grad_(False).eval()
+        for parameter in part.parameters():
+            parameter.grad = None
+
+
+def freeze_by_hand(step, steps):
+    """Freezes the first two parts and wraps the network anew."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    module, stream = Module(), batches_by_hand()
+    wrapped, optimizer = DistributedDataParallel(module.net), module.configure_optimizers()
+    train_by_hand(wrapped, optimizer, itertools.islice(stream, step))
+    freeze_front(module.net)
+    del wrapped
+    wrapped = DistributedDataParallel(module.net)
+    train_by_hand(wrapped, optimizer, itertools.islice(stream, steps - step))
     return [parameter.detach().numpy() for parameter in module.parameters()]
 
 

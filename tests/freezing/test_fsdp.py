@@ -1,6 +1,7 @@
 """Several processes under FSDP2: each holds a part of every weight, and frozen layers exchange no gradients."""
 
 import functools
+import itertools
 import os
 from datetime import timedelta
 
@@ -11,10 +12,9 @@ import torch.distributed as dist
 from collectives import Collectives
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import all_well, in_ranks
-from test_ddp import Deciding, Module, Net, data, fit, scripted
+from test_ddp import Deciding, Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.errors import UnsupportedError
@@ -75,31 +75,15 @@ def test_frozen_layers_exchange_no_gradients():
 
 def freeze_by_hand(step, steps):
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
-    module = Sharded()
+    module, stream = Sharded(), batches_by_hand()
     module._device_mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
     module.configure_model()
     optimizer = module.configure_optimizers()
-    samples = data()
-    sampler = torch.utils.data.DistributedSampler(samples, shuffle=True, seed=0)
-    loader = DataLoader(samples, batch_size=4, sampler=sampler)
-    done = epoch = 0
-    while done < steps:
-        sampler.set_epoch(epoch)
-        epoch += 1
-        for images, labels in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(module.net(images), labels).backward()
-            optimizer.step()
-            done += 1
-            if done == step:
-                for part in (module.net.stem, module.net.middle):
-                    part.requires_grad_(False).eval()
-                    for buffer in part.buffers():  # FSDP2 leaves each rank its own
-                        dist.broadcast(buffer, 0)
-                    for parameter in part.parameters():
-                        parameter.grad = None
-            if done == steps:
-                break
+    train_by_hand(module.net, optimizer, itertools.islice(stream, step))
+    freeze_front(module.net)
+    for buffer in (*module.net.stem.buffers(), *module.net.middle.buffers()):  # FSDP2 leaves each rank its own
+        dist.broadcast(buffer, 0)
+    train_by_hand(module.net, optimizer, itertools.islice(stream, steps - step))
     return whole(module)
 
 
