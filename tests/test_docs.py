@@ -66,10 +66,7 @@ def test_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(L, "Trainer", small_trainer)
-    create_model = timm.create_model
-    monkeypatch.setattr(
-        timm, "create_model", lambda *args, **kwargs: create_model(*args, **{**kwargs, "pretrained": False})
-    )
+    monkeypatch.setattr(timm, "create_model", functools.partial(without_download, timm.create_model))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     exec(compile(block, "block", "exec"), {"model": Module(), "datamodule": Data()})
 

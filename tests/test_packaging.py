@@ -49,10 +49,14 @@ def test_the_oldest_versions_tried_are_the_lower_bounds(setup_cfg):
         assert numbers(bounds[name]) == numbers(version), name
 
 
-def test_a_wheel_has_the_configuration_the_types_and_the_command(tmp_path):
-    source = tmp_path / "source"
+@pytest.fixture
+def source(tmp_path):
+    """A copy of the repository: a build leaves files in it."""
     ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
-    shutil.copytree(REPOSITORY, source, ignore=ignore)
+    return shutil.copytree(REPOSITORY, tmp_path / "source", ignore=ignore)
+
+
+def test_a_wheel_has_the_configuration_the_types_and_the_command(source, tmp_path):
     # Without isolation the build asks nothing of the network.
     command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(source)]
     subprocess.run(command, check=True, capture_output=True)
@@ -73,10 +77,8 @@ def test_a_wheel_has_the_configuration_the_types_and_the_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist_are_sound_and_the_wheel_runs_elsewhere(tmp_path):
-    source, built = tmp_path / "source", tmp_path / "built"
-    ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
-    shutil.copytree(REPOSITORY, source, ignore=ignore)
+def test_wheel_and_sdist_are_sound_and_the_wheel_runs_elsewhere(source, tmp_path):
+    built = tmp_path / "built"
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
     subprocess.run(build, check=True, capture_output=True)
     checked = [sys.executable, "-m", "twine", "check", "--strict", *map(str, built.iterdir())]
