@@ -119,9 +119,9 @@ class Synced(nn.SyncBatchNorm):
 
 
 class SyncedNet(Net):
-    def __init__(self, everywhere=True):
+    def __init__(self):
         super().__init__()
-        for part in (self.stem, self.a, self.b, self.c) if everywhere else (self.stem, self.a):
+        for part in (self.stem, self.a, self.b, self.c):
             part[1] = Synced(8)
 
 
