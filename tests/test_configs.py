@@ -138,8 +138,21 @@ def test_an_option_leaves_nothing_of_the_one_before(configure):
     assert configure("scheduler=onecycle").model.scheduler.max_lr == 0.1
     assert configure("scheduler=onecycle", "optimizer=adamw").model.scheduler.max_lr == 1e-3
     assert "milestones" not in configure("scheduler=cosine").model.scheduler
-    assert configure("experiment=cifar10_resnet56").model.scheduler.milestones == [91, 136]
+    assert "T_max" not in configure("scheduler=stepdecay").model.scheduler
+    assert configure("scheduler=cosine").model.scheduler_length_name == "T_max"
     assert configure("callbacks=finetuning").callbacks.freezing.policy.bootstrap is False
+
+
+@pytest.mark.parametrize("path", sorted((CONFIG_DIR / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_size_of_an_experiment_is_complete(configure, path):
+    sizes = OmegaConf.load(path).sizes
+    assert {"small", "full"} <= set(sizes)
+    epochs = [configure(f"experiment={path.stem}", f"size={size}").trainer.max_epochs for size in sizes]
+    assert epochs == [values.max_epochs for values in sizes.values()]
+    assert configure(f"experiment={path.stem}").size == "full"
+    for size in sizes:
+        OmegaConf.resolve(configure(f"experiment={path.stem}", f"size={size}").model)
+        OmegaConf.resolve(configure(f"experiment={path.stem}", f"size={size}").data)
 
 
 def test_an_experiment_may_set_any_key(configure, tmp_path):

@@ -43,7 +43,7 @@ ORDER = [
     ["report.recorder", "report.page"],
     ["report.command"],
     [""],
-    ["demos", "demos.images", "demos.resnet", "demos.classifier"],
+    ["demos", "demos.images", "demos.resnet", "demos.schedules", "demos.classifier"],
     ["demos.data"],
     ["configuration"],
     ["train"],

@@ -181,8 +181,9 @@ def test_on_two_processes(tmp_path):
     assert done.returncode == 0, done.stderr
     (run_dir,) = tmp_path.glob("runs/*/*")
     # The second process knows the directory of the first, and leaves nothing there but its log.
-    assert {path.name for path in run_dir.iterdir()} == {".hydra", "log", "savings.json", "train.log"} | {
-        "train_ddp_process_1.log"
+    assert {path.name for path in run_dir.iterdir()} == {
+        *(".hydra", "log", "savings.json", "egeria.json", "train.log"),
+        "train_ddp_process_1.log",
     }
     assert done.stdout.count("results in") == 1
     savings = results(run_dir)["savings"]

@@ -1,14 +1,20 @@
 """An ordinary LightningModule for image classification; it knows nothing of freezing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_egeria.errors import ArgumentError
+
+HEADS = ("linear.", "fc.", "classifier.", "head.")  # as the demos, torchvision and timm call them
 
 
 class ImageClassifier(L.LightningModule):
@@ -24,6 +30,7 @@ class ImageClassifier(L.LightningModule):
         scheduler_interval: whether the scheduler steps after each optimizer `"step"` or each `"epoch"`.
         scheduler_length_name: the name under which the scheduler takes the length of the training, counted in
             `scheduler_interval` (`"total_steps"` of OneCycleLR, `"T_max"` of CosineAnnealingLR). None: it takes none.
+        weights: file to begin with, as for `load_weights`.
     """
 
     def __init__(
@@ -34,9 +41,12 @@ class ImageClassifier(L.LightningModule):
         scheduler: Callable[..., LRScheduler] | None = None,
         scheduler_interval: Literal["step", "epoch"] = "step",
         scheduler_length_name: str | None = None,
+        weights: str | None = None,
     ) -> None:
         super().__init__()
         self.net = net
+        if weights is not None:
+            load_weights(net, weights)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scheduler_interval = scheduler_interval
@@ -82,3 +92,34 @@ class ImageClassifier(L.LightningModule):
             arguments[self.scheduler_length_name] = length
         scheduler = self.scheduler(optimizer, **arguments)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.scheduler_interval}}
+
+
+def load_weights(
+    net: nn.Module, path: str, left_out: Sequence[str] = ("linear.", "fc.", "classifier.", "head.")
+) -> None:
+    """Fill `net` from a file in the safetensors format, which holds parameters and buffers by their names.
+
+    Args:
+        net: the network.
+        path: of the file.
+        left_out: beginnings of names of the head, which is for other classes: these stay as they are.
+
+    Raises:
+        ArgumentError: the file does not exist, or is not of such a network.
+    """
+    if not Path(path).is_file():
+        raise ArgumentError(f"model.weights={path}: there is no such file")
+    state = {name: value for name, value in load_file(path).items() if not name.startswith(tuple(left_out))}
+    own = {name: value for name, value in net.state_dict().items() if not name.startswith(tuple(left_out))}
+    # Files written before PyTorch counted the batches of a BatchNorm have no such number.
+    wrong = [
+        name
+        for name in sorted(state.keys() | own.keys())
+        if not name.endswith("num_batches_tracked")
+        and (name not in state or name not in own or state[name].shape != own[name].shape)
+    ]
+    if wrong:
+        raise ArgumentError(
+            f"model.weights={path} is of another network: {wrong[0]!r} and {len(wrong) - 1} more differ"
+        )
+    net.load_state_dict(state, strict=False)

@@ -1,4 +1,4 @@
-"""Image classification data that is at hand: scikit-learn's digits, and CIFAR-10 from a folder."""
+"""Image classification data that is at hand: scikit-learn's digits, CIFAR-10 and image files from a folder."""
 
 from pathlib import Path
 
@@ -11,13 +11,15 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision.datasets import CIFAR10
+from torchvision.datasets import CIFAR10, ImageFolder
 
-from lightning_egeria.demos.images import LabelledImages, Sample, balanced_prefix
+from lightning_egeria.demos.images import LabelledImages, Sample, balanced_prefix, center_square
 from lightning_egeria.errors import ArgumentError, TrainingDataError
 
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class _InMemoryData(L.LightningDataModule):
@@ -175,6 +177,61 @@ class Cifar10Data(_InMemoryData):
                 "train_1.webp, ... and test.webp."
             )
         return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels).long()
+
+
+class FolderData(_InMemoryData):
+    """Images in files, `root/train/CLASS/*` and `root/val/CLASS/*`, all read into memory at one size.
+
+    Args:
+        root: folder of the data.
+        size: the shorter side of an image is brought to this length in pixels, and the square in the middle cut out.
+        batch_size: samples of one batch.
+        train_size: train on that many samples, equally many of each class, instead of all.
+        augment: random shifts and mirroring of the training images.
+        num_workers: processes of each data loader.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        size: int = 224,
+        batch_size: int = 64,
+        train_size: int | None = None,
+        augment: bool = True,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, num_workers)
+        self.root, self.size, self.train_size, self.augment = Path(root), size, train_size, augment
+
+    def setup(self, stage: str) -> None:
+        """Read both splits.
+
+        Raises:
+            TrainingDataError: one of the folders is not there, or has no images.
+        """
+        images, labels = self._read("train")
+        if self.train_size is not None:
+            if not self.batch_size <= self.train_size <= len(labels):
+                raise ArgumentError(
+                    f"train_size must lie between batch_size ({self.batch_size}) and the {len(labels)} images in "
+                    f"{self.root / 'train'}, not {self.train_size}"
+                )
+            chosen = balanced_prefix(labels, self.train_size)
+            images, labels = images[chosen], labels[chosen]
+        self.train_set = LabelledImages(images, labels, IMAGENET_MEAN, IMAGENET_STD, self.augment)
+        self.val_set = LabelledImages(*self._read("val"), IMAGENET_MEAN, IMAGENET_STD)
+
+    def _read(self, split: str) -> tuple[Tensor, Tensor]:
+        """Return images, uint8 `[N, 3, size, size]`, and labels, int64 `[N]`, of a split."""
+        try:
+            folder = ImageFolder(str(self.root / split))
+        except FileNotFoundError as error:
+            raise TrainingDataError(
+                f"data.root={str(self.root)!r} holds no images in {split}/CLASS/: {error}. Expected a folder for each "
+                "class in train/ and in val/."
+            ) from error
+        images = [torch.from_numpy(np.array(center_square(image, self.size))) for image, _ in folder]
+        return torch.stack(images).permute(0, 3, 1, 2).contiguous(), torch.tensor(folder.targets)
 
 
 def _read_mosaics(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """Labelled images in memory, their augmentation, and class-balanced parts of them."""
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
@@ -42,6 +43,18 @@ def shift_and_flip(image: Tensor, padding: int = 4) -> Tensor:
     top, left = torch.randint(2 * padding + 1, (2,)).tolist()
     image = pad(image, (padding,) * 4)[:, top : top + height, left : left + width]
     return image.flip(-1) if torch.rand(()) < 0.5 else image
+
+
+def center_square(image: Image.Image, size: int) -> Image.Image:
+    """Bring the shorter side to `size` pixels and cut the square in the middle.
+
+    >>> center_square(Image.new("RGB", (300, 200)), 48).size
+    (48, 48)
+    """
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = (left, top, left + side, top + side)
+    return image.resize((size, size), Image.Resampling.BOX, box=box)
 
 
 def balanced_prefix(labels: Tensor, size: int) -> Tensor:

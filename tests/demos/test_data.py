@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_egeria.demos.data import Cifar10Data, DigitsData
+from lightning_egeria.demos.data import Cifar10Data, DigitsData, FolderData
 from lightning_egeria.errors import ArgumentError, TrainingDataError
 
 PER_SPLIT = {"train": 200, "test": 100}
@@ -145,3 +145,43 @@ def test_worker_processes_deliver_the_same_batches_and_end(mosaics):
     for (images, labels), (same_images, same_labels) in zip(batches(0), batches(1), strict=True):
         assert torch.equal(images, same_images)
         assert torch.equal(labels, same_labels)
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    """Two classes of images, wider than high, with their class as the brightness of the middle."""
+    for split, count in (("train", 8), ("val", 3)):
+        for label, name in enumerate(("cat", "dog")):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.zeros((20, 30, 3), dtype=np.uint8)
+                pixels[:, 5:25] = 100 * (label + 1)
+                Image.fromarray(pixels).save(tmp_path / split / name / f"{number}.png")
+    return tmp_path
+
+
+def test_a_folder_of_images_is_cut_to_squares_in_the_middle(image_folder):
+    data = FolderData(str(image_folder), size=10, batch_size=4, augment=False)
+    data.setup("fit")
+
+    assert (len(data.train_set), len(data.val_set)) == (16, 6)
+    assert data.train_set.images.shape == (16, 3, 10, 10)
+    for image, label in zip(data.train_set.images, data.train_set.labels, strict=True):
+        assert (image == 100 * (int(label) + 1)).all()
+    images, labels = next(iter(data.val_dataloader()))
+    expected = (100 * (labels[0] + 1) / 255 - 0.485) / 0.229
+    assert torch.allclose(images[0, 0], expected)
+
+
+def test_a_folder_of_images_in_part(image_folder):
+    data = FolderData(str(image_folder), size=10, batch_size=4, train_size=6)
+    data.setup("fit")
+    assert torch.bincount(data.train_set.labels).tolist() == [3, 3]
+    assert data.train_set.augment
+    with pytest.raises(ArgumentError, match="train_size must lie between"):
+        FolderData(str(image_folder), size=10, batch_size=4, train_size=17).setup("fit")
+
+
+def test_a_folder_without_images_is_named(image_folder):
+    with pytest.raises(TrainingDataError, match=r"nowhere.*train/CLASS"):
+        FolderData(str(image_folder / "nowhere")).setup("fit")

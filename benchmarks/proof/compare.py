@@ -1,0 +1,76 @@
+"""Train a workload by all its methods and seeds, and keep each run in a small file; what is there is not done again.
+
+    python -m benchmarks.proof.compare WORKLOAD --data FOLDER [--size small] [--seeds 0 1 2] [--methods plain ...]
+
+FOLDER holds the data sets: ``cifar10`` as torchvision stores it, ``imagenette/train/CLASS/*`` and ``imagenette/val``,
+``checkpoints/resnet20_cifar10.safetensors``. The plain run and ours come first: what the shortened run may take and how
+deep static freezing goes follow from them, and from the cost of the steps, which is measured in between.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+
+from benchmarks.proof import costs
+from benchmarks.proof.results import costs_of, read
+from benchmarks.proof.workloads import RESULTS, WORKLOADS, result_path
+
+FOLLOWERS = ("shortened", "static")
+
+
+def kinds_of(workload: str, size: str) -> set[str]:
+    """Kinds of steps in all results that there are."""
+    kinds: set[str] = set()
+    for path in (RESULTS / workload / size).glob("*-*.json"):
+        kinds |= json.loads(path.read_text())["curve"][-1]["batches"].keys()
+    return kinds
+
+
+def measure_costs(workload: str, size: str, data: str) -> None:
+    """Measure the kinds of steps that no file has the cost of yet, and all others anew with them."""
+    path, kinds = RESULTS / workload / size / "costs.json", kinds_of(workload, size)
+    known = set(json.loads(path.read_text())["asked"]) if path.is_file() else set()
+    if not kinds <= known:
+        found = costs.measure(workload, size, data, kinds | known, rounds=3)
+        path.write_text(json.dumps(found | {"asked": sorted(kinds | known)}, indent=1) + "\n")
+        costs_of.cache_clear()
+
+
+def arguments_of(method: str, workload: str, size: str, seed: int) -> list[str]:
+    """What a run must be told that follows from others of the same seed."""
+    if method == "shortened":
+        plain = read(result_path(workload, size, "plain", seed))
+        ours = min(read(result_path(workload, size, name, seed)).seconds for name in ("freezing", "cached"))
+        return ["--steps", str(max(1, min(plain.steps, round(plain.steps * ours / plain.seconds))))]
+    if method == "static":
+        return ["--depth", str(read(result_path(workload, size, "freezing", seed)).final_depth)]
+    return []
+
+
+def main() -> None:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+")
+    options = parser.parse_args()
+    name, size = options.workload, options.size
+    methods = options.methods or WORKLOADS[name].methods
+    for group in ([m for m in methods if m not in FOLLOWERS], [m for m in methods if m in FOLLOWERS]):
+        for seed in options.seeds:
+            for method in group:
+                path = result_path(name, size, method, seed)
+                if path.is_file():
+                    continue
+                more = arguments_of(method, name, size, seed)
+                print(f"{name} {size} {method} seed {seed} {' '.join(more)}", flush=True)
+                command = [sys.executable, "-m", "benchmarks.proof.run", name, method, str(seed)]
+                subprocess.run([*command, "--size", size, "--data", options.data, *more], check=True)
+        measure_costs(name, size, options.data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What a step costs, by its kind: the frozen depth, and with the cache whether its boundary was read or recorded.
+
+Other work on the machine changes the time of a step from minute to minute, and with it the time of a whole run. So the
+kinds are measured in turn, in short fits on a few batches, round after round, and each is said as a share of the step
+with nothing frozen in the same round.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+import hydra
+import lightning
+
+from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
+from benchmarks.proof.workloads import RESULTS, WORKLOADS
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+
+BATCHES = 10  # of an epoch
+EPOCHS = 3  # that are measured
+SETTLING = 3  # batches of each kind at the start that are not
+
+
+def seconds_of(workload: str, size: str, data: str, depth: int, cached: bool) -> dict[str, float]:
+    """Median seconds of each kind of step in one short fit."""
+    batch_size = configured(workload, size, data).data.batch_size
+    config = configured(workload, size, data, [f"data.train_size={BATCHES * batch_size}"])
+    lightning.seed_everything(0, workers=True, verbose=False)
+    datamodule = hydra.utils.instantiate(config.data)
+    model = hydra.utils.instantiate(config.model)
+    freezing = KnowledgeGuidedFreezing(ScriptedPolicy({1: depth})) if depth else None
+    views = WORKLOADS[workload].views
+    with tempfile.TemporaryDirectory() as cache_dir, quiet():
+        cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views) if cached else None
+        curve = Curve(freezing, cache)
+        epochs = EPOCHS + (max(1, views) + 1 if cached else 0)
+        callbacks = [callback for callback in (freezing, curve) if callback is not None]
+        trainer = trainer_of(config, callbacks, max_epochs=epochs, limit_val_batches=0)
+        trainer.fit(model, datamodule=cache if cache is not None else datamodule)
+    found: dict[str, list[float]] = {}
+    for kind, seconds in curve.durations:
+        found.setdefault(kind, []).append(seconds)
+    return {kind: statistics.median(all_[SETTLING:]) for kind, all_ in found.items() if len(all_) > 2 * SETTLING}
+
+
+def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: int) -> dict[str, Any]:
+    """Measure all kinds, `rounds` times in turn.
+
+    Returns:
+        ``full``: median seconds of a step with nothing frozen; ``shares``: of each kind, the median over the rounds of
+        its share of that, and ``spread``: the smallest and the largest.
+    """
+    kinds = set(kinds)
+    fits = sorted({(int(kind.split()[0]), " " in kind) for kind in kinds} - {(0, False)})
+    full: list[float] = []
+    shares: dict[str, list[float]] = {}
+    for round_ in range(rounds):
+        full.append(seconds_of(workload, size, data, 0, False)["0"])
+        for depth, cached in fits if round_ % 2 == 0 else reversed(fits):
+            for kind, seconds in seconds_of(workload, size, data, depth, cached).items():
+                if kind in kinds and kind != "0":
+                    shares.setdefault(kind, []).append(seconds / full[-1])
+        print(f"round {round_ + 1} of {rounds}: full step {full[-1] * 1e3:.1f} ms", flush=True)
+    return {
+        "full": statistics.median(full),
+        "shares": {kind: round(statistics.median(all_), 4) for kind, all_ in sorted(shares.items())},
+        "spread": {kind: [round(min(all_), 4), round(max(all_), 4)] for kind, all_ in sorted(shares.items())},
+        "rounds": rounds,
+        "about": about(),
+    }
+
+
+def main() -> None:
+    """Measure what the results of a workload have in them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    folder = RESULTS / options.workload / options.size
+    kinds: set[str] = set()
+    for path in folder.glob("*-*.json"):
+        kinds |= json.loads(path.read_text())["curve"][-1]["batches"].keys()
+    costs = measure(options.workload, options.size, options.data, kinds, options.rounds)
+    (folder / "costs.json").write_text(json.dumps(costs, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Tables and figures of the proof, from the files of the runs: for each workload and size, `table.md` beside them.
+
+python -m benchmarks.proof.figures
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+
+from benchmarks.proof.results import Run, read_all
+from benchmarks.proof.workloads import RESULTS, WORKLOADS
+
+PICTURES = Path(__file__).resolve().parents[2] / "docs" / "_static"
+TITLES = {
+    "plain": "plain",
+    "shortened": "plain, made as short as ours",
+    "freezing": "ours, without the cache",
+    "cached": "ours, with the cache",
+    "static": "static, as deep as ours",
+    "linear": "linear (Composer)",
+    "freezeout": "FreezeOut",
+    "autofreeze": "AutoFreeze",
+}
+COLORS = {
+    "plain": "#333333",
+    "shortened": "#8a8a8a",
+    "freezing": "#2b6cb0",
+    "cached": "#c05621",
+    "static": "#66c2a5",
+    "linear": "#e78ac3",
+    "freezeout": "#a6d854",
+    "autofreeze": "#d4a017",
+}
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half of the 95 % confidence interval of the mean (Student's t); NaN for a single value.
+
+    >>> round(interval([1.0, 2.0, 3.0]), 3)
+    2.484
+    """
+    if len(values) < 2:
+        return math.nan
+    quantile = float(student.ppf(0.975, len(values) - 1))
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def time_to(runs: Sequence[Run], plain: Sequence[Run], part: float) -> str:
+    """How many times sooner the runs come to a part of what the plain run of the same seed ends with."""
+    finals = {run.seed: run.final for run in plain}
+    ours, theirs = [], []
+    for run in runs:
+        base = next((other for other in plain if other.seed == run.seed), None)
+        if base is None:
+            continue
+        theirs.append(base.seconds_to(part * finals[run.seed]))
+        ours.append(run.seconds_to(part * finals[run.seed]))
+    came = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    if not came:
+        return "never"
+    gain = sum(b for _, b in came) / sum(a for a, _ in came)
+    return f"{gain:.2f}x" if len(came) == len(ours) else f"{gain:.2f}x in {len(came)} of {len(ours)}"
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Compare the methods of one workload, one row each, as Markdown."""
+    plain = [run for run in runs if run.method == "plain"]
+    base, raw = statistics.fmean(r.seconds for r in plain), statistics.fmean(r.points[-1].raw_seconds for r in plain)
+    rows = [
+        "| method | seeds | final, % | training time | raw | to plain's final | to 99 % of it | frozen at the end |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for method, title in TITLES.items():
+        own = [run for run in runs if run.method == method]
+        if not own:
+            continue
+        finals = [100 * run.final for run in own]
+        spread = "" if len(own) < 2 else f" ± {interval(finals):.1f}"
+        depths = sorted({run.final_depth for run in own})
+        modules = max(len(run.layer_modules) for run in own)
+        frozen = "-" if not modules else f"{'-'.join(str(d) for d in sorted({depths[0], depths[-1]}))} of {modules}"
+        rows.append(
+            f"| {title} | {len(own)} | {statistics.fmean(finals):.1f}{spread} "
+            f"| {statistics.fmean(run.seconds for run in own) / base:.2f} "
+            f"| {statistics.fmean(run.points[-1].raw_seconds for run in own) / raw:.2f} "
+            f"| {time_to(own, plain, 1.0)} | {time_to(own, plain, 0.99)} | {frozen} |"
+        )
+    note = f"Training time of the plain run: {base:.0f} s ({raw:.0f} s by the clock); the others are shares of it."
+    return "\n".join([*rows, "", note, ""])
+
+
+def picture(runs: Sequence[Run], metric: str) -> Figure:
+    """Metric over training time, mean and range over the seeds, and below it the frozen share."""
+    mpl.rcParams["font.size"] = 9
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for method, title in TITLES.items():
+        own = [run for run in runs if run.method == method]
+        if own:
+            _draw_metric(above, own, COLORS[method], title)
+            _draw_frozen(below, own, COLORS[method])
+    above.set_ylabel(metric)
+    above.legend(fontsize=8, frameon=False, loc="lower right")
+    values = sorted(point.value for run in runs for point in run.points)
+    above.set_ylim(bottom=values[len(values) // 10])
+    below.set_ylabel("frozen share")
+    below.set_ylim(0, 1)
+    below.set_xlabel("training time in seconds")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _draw_metric(axes: Axes, runs: Sequence[Run], color: str, title: str) -> None:
+    count = min(len(run.points) for run in runs)
+    times = [statistics.fmean(run.points[i].seconds for run in runs) for i in range(count)]
+    values = [[run.points[i].value for run in runs] for i in range(count)]
+    axes.plot(times, [statistics.fmean(column) for column in values], color=color, linewidth=1.5, label=title)
+    axes.fill_between(times, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15, linewidth=0)
+
+
+def _draw_frozen(axes: Axes, runs: Sequence[Run], color: str) -> None:
+    run = runs[0]
+    if not run.layer_modules:
+        return
+    times, shares = [0.0], [0.0]
+    for event in run.events:
+        times.append(_seconds_at(run, event["step"]))
+        shares.append(event["depth"] / len(run.layer_modules))
+    axes.step([*times, run.seconds], [*shares, shares[-1]], where="post", color=color, linewidth=1.5)
+
+
+def _seconds_at(run: Run, step: int) -> float:
+    """Training time at a step, on the line between the validations around it."""
+    before_step, before = 0, 0.0
+    for point in run.points:
+        if point.step >= step:
+            return before + (point.seconds - before) * (step - before_step) / (point.step - before_step)
+        before_step, before = point.step, point.seconds
+    return before
+
+
+def main() -> None:
+    """Write all of them."""
+    for workload, about in WORKLOADS.items():
+        for folder in sorted(path for path in (RESULTS / workload).glob("*") if path.is_dir()):
+            runs = read_all(workload, folder.name)
+            if not any(run.method == "plain" for run in runs):
+                continue
+            (folder / "table.md").write_text(table(runs))
+            path = PICTURES / f"proof_{workload}_{folder.name}.png"
+            picture(runs, about.metric).savefig(path, dpi=100, metadata={"Software": None})
+            print(f"{workload} {folder.name}: {len(runs)} runs, {path}\n{table(runs)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The results of a workload, read from their files, and the time that each run takes on a machine of its own."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.proof.workloads import RESULTS, WORKLOADS
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A validation of a run.
+
+    Attributes:
+        step: optimizer steps done.
+        seconds: of training until then: steps of each kind times what such a step costs.
+        raw_seconds: as a clock has shown them, with whatever else the machine did.
+        value: of the workload's metric.
+    """
+
+    step: int
+    seconds: float
+    raw_seconds: float
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a workload.
+
+    Attributes:
+        method: that decided what freezes.
+        seed: of everything random.
+        steps: optimizer steps.
+        points: its validations.
+        events: each freeze and unfreeze.
+        layer_modules: their names; empty without freezing.
+    """
+
+    method: str
+    seed: int
+    steps: int
+    points: tuple[Point, ...]
+    events: tuple[Mapping[str, Any], ...]
+    layer_modules: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all training steps."""
+        return self.points[-1].seconds
+
+    @property
+    def final(self) -> float:
+        """Metric at the end."""
+        return self.points[-1].value
+
+    @property
+    def final_depth(self) -> int:
+        """Frozen at the end."""
+        return self.events[-1]["depth"] if self.events else 0
+
+    def seconds_to(self, target: float) -> float | None:
+        """Training time until the metric is first as good as ``target``; None: never."""
+        return next((point.seconds for point in self.points if point.value >= target), None)
+
+
+def share_of(kind: str, shares: Mapping[str, float]) -> float:
+    """What a step of a kind costs, as a share of a full step.
+
+    A kind that was met too rarely to be measured costs as much as the nearest one that was: a deeper or shallower hit,
+    and for batches in part from the cache, a step that runs all.
+    """
+    if kind == "0":
+        return 1.0
+    if kind in shares:
+        return shares[kind]
+    depth, _, what = kind.partition(" ")
+    same = {int(other.split()[0]): share for other, share in shares.items() if other.partition(" ")[2] == what}
+    if not same:
+        raise KeyError(f"the cost of a step of kind {kind!r} was not measured")
+    return same[min(same, key=lambda other: abs(other - int(depth)))]
+
+
+@functools.cache
+def costs_of(workload: str, size: str) -> Mapping[str, Any]:
+    """What `costs.py` has measured; KeyError if it has not."""
+    path = RESULTS / workload / size / "costs.json"
+    if not path.is_file():
+        raise KeyError(f"{path} is not there: python -m benchmarks.proof.costs {workload} --size {size}")
+    costs: Mapping[str, Any] = json.loads(path.read_text())
+    return costs
+
+
+def read(path: Path) -> Run:
+    """Read the file of a run."""
+    state = json.loads(path.read_text())
+    costs, metric = costs_of(state["workload"], state["size"]), WORKLOADS[state["workload"]].metric
+    # Comparing with the reference is measured where it happens, beside the steps of the same run.
+    raw = state["curve"][-1]["seconds"]
+    full = costs["full"] / (1 - state["evaluation_seconds"] / raw)
+    points = [
+        Point(
+            point["step"],
+            full * sum(count * share_of(kind, costs["shares"]) for kind, count in point["batches"].items()),
+            point["seconds"],
+            point["metrics"][metric],
+        )
+        for point in state["curve"]
+    ]
+    return Run(
+        state["method"],
+        state["seed"],
+        state["steps"],
+        tuple(points),
+        tuple(state["events"]),
+        tuple(state["layer_modules"]),
+    )
+
+
+def read_all(workload: str, size: str) -> list[Run]:
+    """All runs of a workload that were done, by method and seed."""
+    paths = sorted((RESULTS / workload / size).glob("*-*.json"))
+    return sorted((read(path) for path in paths), key=lambda run: (run.method, run.seed))

@@ -1,0 +1,250 @@
+"""One run of a workload by one method, and the small file that is kept of it."""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing
+from benchmarks.proof.workloads import WORKLOADS, result_path
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.configuration import CONFIG_DIR, CONFIG_NAME
+
+
+class Curve(lightning.Callback):
+    """Notes the metrics after each validation, with the batches that were done of each kind until then.
+
+    The kind of a batch is the frozen depth, and with the cache what it did: ``"5 hit"``, ``"5 miss"``. It is what the
+    time of a step depends on. Give it behind the freezing callback, which counts the cache's batches before it then.
+
+    Args:
+        freezing: of the run, or None.
+        cache: of the run, or None.
+
+    Attributes:
+        points: one for each validation.
+        durations: of every batch, its kind and the seconds that it took, waiting for it included.
+    """
+
+    def __init__(self, freezing: KnowledgeGuidedFreezing | None, cache: FrozenPrefixCache | None) -> None:
+        self.freezing, self.cache = freezing, cache
+        self.points: list[dict[str, Any]] = []
+        self.batches: Counter[str] = Counter()
+        self.durations: list[tuple[str, float]] = []
+        self.seconds = 0.0
+        self._mark = 0.0
+        self._depth = self._used = self._missed = 0
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._mark = time.perf_counter()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._depth = self.freezing.frozen_depth if self.freezing is not None else 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        now = time.perf_counter()
+        kind = self._kind()
+        self.durations.append((kind, now - self._mark))
+        self.seconds += now - self._mark
+        self.batches[kind] += 1
+        self._mark = now
+
+    def _kind(self) -> str:
+        if self.cache is None:
+            return str(self._depth)
+        stats = self.cache.stats
+        used, missed = stats.hits + stats.advanced, stats.misses
+        more_used, more_missed = used - self._used, missed - self._missed
+        self._used, self._missed = used, missed
+        if more_used == more_missed == 0:
+            return str(self._depth)
+        return f"{self._depth} {'hit' if more_used > more_missed else 'miss'}"
+
+    def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            metrics = {name: round(float(value), 6) for name, value in trainer.callback_metrics.items()}
+            point = {"step": trainer.global_step, "seconds": round(self.seconds, 3), "batches": dict(self.batches)}
+            self.points.append(point | {"metrics": metrics})
+        self._mark = time.perf_counter()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's notes on what hardware is not used."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+        warnings.filterwarnings("ignore", message=".*lower value for log_every_n_steps")
+        yield
+
+
+def configured(workload: str, size: str, data: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """The configuration of a workload."""
+    own = [override.format(data=data) for override in WORKLOADS[workload].overrides]
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return compose(
+            CONFIG_NAME,
+            overrides=[f"experiment={workload}", f"size={size}", "run_dir=unused", *own, *overrides],
+        )
+
+
+def trainer_of(config: DictConfig, callbacks: Sequence[lightning.Callback], **changes: Any) -> lightning.Trainer:
+    """The configured Trainer, which writes and prints nothing."""
+    arguments = {name: value for name, value in config.trainer.items() if name != "_target_"} | changes
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return lightning.Trainer(**arguments | silent, callbacks=list(callbacks))
+
+
+def steps_of(config: DictConfig, datamodule: lightning.LightningDataModule) -> tuple[int, int]:
+    """Steps of the whole run, and of an epoch."""
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    per_epoch = len(datamodule.train_dataloader())
+    return config.trainer.max_epochs * per_epoch, per_epoch
+
+
+def freezing_of(method: str, config: DictConfig, total: int, per_epoch: int, depth: int | None) -> Any:
+    """The callback that decides what freezes in this method; None in a plain run."""
+    if method in ("plain", "shortened"):
+        return None
+    own = {name: value for name, value in config.callbacks.freezing.items() if name[0] != "_" and name != "policy"}
+    if method in ("freezing", "cached"):
+        # Whoever answers late decides otherwise: on a busy machine, no two runs would be the same.
+        return hydra.utils.instantiate(config.callbacks.freezing, deterministic=True, workers=0)
+    if method == "static":
+        return KnowledgeGuidedFreezing(ScriptedPolicy({1: depth} if depth else {}), **own)
+    if method == "linear":
+        return KnowledgeGuidedFreezing(LinearFreezing(total, per_epoch), **own)
+    if method == "freezeout":
+        return FreezeOut(total, **own)
+    if method == "autofreeze":
+        return AutoFreeze(total, **own)
+    raise ValueError(f"there is no method {method!r}")
+
+
+def run(
+    workload: str,
+    size: str,
+    method: str,
+    seed: int,
+    data: str,
+    steps: int | None = None,
+    depth: int | None = None,
+    overrides: Sequence[str] = (),
+    label: str | None = None,
+) -> dict[str, Any]:
+    """Train once.
+
+    Args:
+        workload: name of the experiment.
+        size: of it.
+        method: one of the workload's.
+        seed: of everything random.
+        data: folder with all data sets.
+        steps: of the shortened run.
+        depth: of static freezing.
+        overrides: of the configuration.
+        label: stands for the method in the name of the result.
+
+    Returns:
+        What is kept of it.
+    """
+    constant = ["scheduler=none"] if method == "freezeout" else []
+    config = configured(workload, size, data, [*constant, *overrides])
+    lightning.seed_everything(seed, workers=True, verbose=False)
+    datamodule = hydra.utils.instantiate(config.data)
+    total, per_epoch = steps_of(config, datamodule)
+    model = hydra.utils.instantiate(config.model)
+    freezing = freezing_of(method, config, total, per_epoch, depth)
+    with tempfile.TemporaryDirectory() as cache_dir, quiet():
+        cache = None
+        if method == "cached":
+            views = WORKLOADS[workload].views
+            cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views, seed=seed)
+        curve = Curve(freezing, cache)
+        length = {"max_epochs": -1, "max_steps": steps} if steps is not None else {}
+        trainer = trainer_of(config, [callback for callback in (freezing, curve) if callback is not None], **length)
+        trainer.fit(model, datamodule=cache if cache is not None else datamodule)
+        if curve.points[-1]["step"] < trainer.global_step:  # it ended inside an epoch
+            trainer.validate(model, datamodule=datamodule, verbose=False)
+    command = f"python -m benchmarks.proof.compare {workload} --size {size} --methods {label or method} --seeds {seed}"
+    return {
+        "workload": workload,
+        "size": size,
+        "method": label or method,
+        "seed": seed,
+        "overrides": list(overrides),
+        "command": command,
+        "about": about(),
+        "steps": trainer.global_step,
+        "curve": curve.points,
+        "layer_modules": freezing.layer_modules if freezing is not None else [],
+        "events": [vars(event) for event in freezing.events] if freezing is not None else [],
+        "evaluations": freezing.savings().evaluations_done if freezing is not None else 0,
+        "evaluation_seconds": round(freezing.savings().evaluation_seconds, 3) if freezing is not None else 0.0,
+        "cache_bytes": cache.stats.bytes_on_disk if cache is not None else 0,
+    }
+
+
+def about() -> dict[str, str]:
+    """Hardware and versions."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return {
+        "device": gpu or platform.processor() or platform.machine(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+    }
+
+
+def main() -> None:
+    """Run and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("method")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--size", default="small")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--depth", type=int)
+    parser.add_argument("--label")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--set", nargs="*", default=[], dest="overrides", help="overrides of the configuration")
+    options = parser.parse_args()
+    result = run(
+        options.workload,
+        options.size,
+        options.method,
+        options.seed,
+        options.data,
+        options.steps,
+        options.depth,
+        options.overrides,
+        options.label,
+    )
+    path = options.out or result_path(options.workload, options.size, result["method"], options.seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What is trained for the proof, by which methods, and where a run's result is kept."""
+
+import dataclasses
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+# The plain run, the same made as short as ours takes, and ours with and without the cache.
+SHORT = ("plain", "freezing", "cached", "shortened")
+# And the ways of others to decide what freezes when.
+ALL = (*SHORT, "static", "linear", "freezeout", "autofreeze")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """An experiment of `conf/experiment/` as it is run for the proof.
+
+    Attributes:
+        metric: that is logged on the validation data; larger is better.
+        paper: percent by which the paper says training becomes faster; None where it has no such workload.
+        methods: what is compared.
+        overrides: where the data are; ``{data}`` is the folder with all data sets.
+        views: augmented views of each sample in the cache; 0 where nothing is random.
+    """
+
+    metric: str
+    paper: float | None
+    methods: tuple[str, ...]
+    overrides: tuple[str, ...]
+    views: int
+
+
+WORKLOADS = {
+    "cifar10_resnet20": Workload("val/acc", 23, ALL, ("data.root={data}/cifar10",), views=4),
+    "cifar10_resnet56": Workload("val/acc", 23, SHORT, ("data.root={data}/cifar10",), views=4),
+    "finetune_imagenette_resnet20": Workload(
+        "val/acc",
+        None,
+        ALL,
+        ("data.root={data}/imagenette", "model.weights={data}/checkpoints/resnet20_cifar10.safetensors"),
+        views=0,
+    ),
+    "finetune_imagenette_resnet56": Workload(
+        "val/acc",
+        None,
+        SHORT,
+        ("data.root={data}/imagenette", "model.weights={data}/checkpoints/resnet56_cifar10.safetensors"),
+        views=0,
+    ),
+}
+
+
+def result_path(workload: str, size: str, method: str, seed: int) -> Path:
+    """Of one run."""
+    return RESULTS / workload / size / f"{method}-{seed}.json"
