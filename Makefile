@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 # Overrides for the training command: make train ARGS="model=resnet56 trainer.max_epochs=5"
 ARGS ?=
-# One benchmark instead of all of them: make bench WORKLOAD=name runs benchmarks/name.py
+# What make bench runs: a workload of the proof (benchmarks/proof/workloads.py), or the name of a script in benchmarks/.
 WORKLOAD ?= *
+# Folder with the data sets of the workloads, and their size: make bench WORKLOAD=cifar10_resnet20 DATA=PATH SIZE=full
+DATA ?= data
+SIZE ?= small
 
 BIN := $(VENV)/bin
 PACKAGE_FILES := setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest check bench docs notebooks clean
+.PHONY: help train test test-slow test-oldest check bench bench-all figures docs notebooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -32,9 +35,19 @@ check: $(VENV)/installed-dev ## lint, formatting, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/installed-demo ## run the benchmarks (WORKLOAD=name for one of them)
-	@scripts=$$(ls benchmarks/$(WORKLOAD).py 2>/dev/null) || { echo "no benchmark benchmarks/$(WORKLOAD).py" >&2; exit 2; }; \
-	for script in $$scripts; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(VENV)/installed-demo ## compare on WORKLOAD=name with the data in DATA=folder; without a name, run all scripts in benchmarks/
+	@if [ '$(WORKLOAD)' != '*' ] && [ ! -f 'benchmarks/$(WORKLOAD).py' ]; then \
+		$(BIN)/python -m benchmarks.proof.compare '$(WORKLOAD)' --data '$(DATA)' --size '$(SIZE)' $(ARGS); \
+	else \
+		for script in benchmarks/$(WORKLOAD).py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done; \
+	fi
+
+bench-all: $(VENV)/installed-demo ## compare on all workloads of the proof; what is done already is not repeated
+	@for workload in $$($(BIN)/python -m benchmarks.proof.workloads); do \
+		$(BIN)/python -m benchmarks.proof.compare $$workload --data '$(DATA)' --size '$(SIZE)' $(ARGS) || exit 1; done
+
+figures: $(VENV)/installed-demo ## draw the tables and figures of the proof from the files of its runs
+	$(BIN)/python -m benchmarks.proof.figures
 
 docs: $(VENV)/installed-docs ## build the documentation in build/docs, warnings as errors
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs build/docs

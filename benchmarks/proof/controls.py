@@ -69,7 +69,7 @@ class LinearFreezing(_Schedule):
     def depth_at(self, step: int) -> int:
         progress = step // self.steps_per_epoch * self.steps_per_epoch / self.total_steps
         elapsed = max(0.0, (progress - self.freeze_start) / (1 - self.freeze_start))
-        return int(self.freeze_level * elapsed * (self.max_depth + 1))
+        return int(self.freeze_level * elapsed * (self.max_depth + 1) + 1e-9)
 
 
 class FreezeOutSchedule(_Schedule):
@@ -89,7 +89,7 @@ class FreezeOutSchedule(_Schedule):
         return (self.first + (1 - self.first) * layer / self.max_depth) ** 3
 
     def depth_at(self, step: int) -> int:
-        return sum(step >= self.share(layer) * self.total_steps for layer in range(self.max_depth))
+        return sum(step >= self.share(layer) * self.total_steps - 1e-6 for layer in range(self.max_depth))
 
 
 class FreezeOut(KnowledgeGuidedFreezing):

@@ -53,3 +53,7 @@ WORKLOADS = {
 def result_path(workload: str, size: str, method: str, seed: int) -> Path:
     """Of one run."""
     return RESULTS / workload / size / f"{method}-{seed}.json"
+
+
+if __name__ == "__main__":
+    print("\n".join(WORKLOADS))

@@ -1,0 +1,211 @@
+"""The controls do what their papers say, the harness what it says, and the published tables are what the files give."""
+
+import json
+import math
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.proof import compare, figures, results, workloads
+from benchmarks.proof.controls import FreezeOut, FreezeOutSchedule, GradientNormTest, LinearFreezing
+from benchmarks.proof.run import run
+
+TINY = ["data.batch_size=16", "data.train_size=64", "data.val_size=40", "trainer.max_epochs=3", "model.net.depth=8"]
+WORKLOAD = "cifar10_resnet20"
+
+
+def depths(policy, steps):
+    """Frozen depth after each step."""
+    found = []
+    for step in range(1, steps + 1):
+        policy.observe(step, None, 0.1, None)
+        found.append(policy.depth)
+    return found
+
+
+def test_linear_freezing_begins_at_half_and_changes_between_epochs():
+    policy = LinearFreezing(total_steps=100, steps_per_epoch=10)
+    policy.start(max_depth=9)
+    found = depths(policy, 100)
+    # After 60, 70, 80, 90 of 100 steps a fifth, two fifths ... of 10 layers; the last never freezes.
+    assert [found[step - 1] for step in (50, 59, 60, 69, 70, 80, 90, 99, 100)] == [0, 0, 2, 2, 4, 6, 8, 8, 9]
+
+
+def test_freezeout_freezes_at_the_cubes_of_a_ramp():
+    policy = FreezeOutSchedule(total_steps=1000)
+    policy.start(max_depth=2)
+    assert [policy.share(layer) for layer in range(3)] == pytest.approx([0.8**3, 0.9**3, 1.0])
+    found = depths(policy, 1000)
+    assert [found[step - 1] for step in (511, 512, 728, 729, 999)] == [0, 1, 1, 2, 2]
+
+
+def test_the_gradient_norm_test_freezes_what_is_in_front_of_the_first_that_is_not_below_the_median():
+    policy = GradientNormTest(total_steps=40, intervals=4)
+    policy.start(max_depth=4)
+    norms = {10: [10.0, 10.0, 10.0, 10.0, 10.0], 20: [10.1, 10.2, 13.0, 9.9, 15.0], 30: [10.1, 10.2, 13.1, 12.0, 14.9]}
+    found = []
+    for step in range(1, 31):
+        policy.norms = norms.get(step, policy.norms)
+        policy.observe(step, None, 0.1, None)
+        found.append(policy.depth)
+    # At 20 the changes are 0.01, 0.02, 0.3, 0.01, 0.5 with median 0.02, at 30 of the last four 0, 0.008, 0.21, 0.007.
+    assert [found[step - 1] for step in (10, 19, 20, 29, 30)] == [0, 0, 1, 1, 2]
+
+
+class Chain(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.c(self.b(self.a(batch[0]).relu()).relu()), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def test_freezeout_is_sgd_with_a_learning_rate_for_each_layer(tmp_path):
+    steps = 20
+    torch.manual_seed(1)
+    images, labels = torch.randn(steps * 4, 4), torch.randint(2, (steps * 4,))
+    loader = DataLoader(TensorDataset(images, labels), batch_size=4)
+    model = Chain()
+    freezing = FreezeOut(steps, workers=0, layer_modules=["a", "b", "c"])
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[freezing],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(model, loader)
+    assert [(event.step, event.depth) for event in freezing.events] == [(11, 1), (15, 2)]
+
+    by_hand = Chain()
+    ends = {"a": 0.8**3, "b": 0.9**3, "c": 1.0}
+    groups = [{"params": getattr(by_hand, name).parameters(), "end": end} for name, end in ends.items()]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            end = group["end"]
+            if step >= end * steps:
+                for parameter in group["params"]:
+                    parameter.requires_grad_(False).grad = None
+            group["lr"] = 0.1 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps / end))) / end
+        optimizer.zero_grad()
+        by_hand.training_step((images[step * 4 : step * 4 + 4], labels[step * 4 : step * 4 + 4]), step).backward()
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """CIFAR-10 of 200 random images."""
+    folder = tmp_path / "data" / "cifar10"
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    labels = {}
+    for split, count in (("train", 200), ("test", 100)):
+        rows = count // 10
+        mosaic = generator.integers(256, size=(32 * rows, 320, 3), dtype=np.uint8)
+        Image.fromarray(mosaic).save(folder / f"{split}.webp", lossless=True)
+        labels[f"{split}_labels"] = np.arange(count, dtype=np.uint8) % 10
+    np.savez(folder / "labels.npz", **labels)
+    return str(tmp_path / "data")
+
+
+@pytest.fixture
+def results_folder(tmp_path, monkeypatch):
+    for module in (workloads, results, compare, figures):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    results.costs_of.cache_clear()
+    yield tmp_path / "results" / WORKLOAD / "small"
+    results.costs_of.cache_clear()
+
+
+@pytest.mark.parametrize("method", ["linear", "freezeout", "autofreeze", "static", "shortened"])
+def test_a_control_trains(data, method):
+    steps = 6 if method == "shortened" else None
+    result = run(WORKLOAD, "small", method, 0, data, steps=steps, depth=2, overrides=TINY)
+    json.dumps(result)
+    assert result["method"] == method
+    assert [point["step"] for point in result["curve"]] == ([4, 6] if method == "shortened" else [4, 8, 12])
+    assert sum(result["curve"][-1]["batches"].values()) == result["steps"]
+    if method in ("linear", "static"):
+        assert result["events"]
+
+
+def test_a_run_is_repeated_by_its_seed(data):
+    first, second, other = (run(WORKLOAD, "small", "freezing", seed, data, overrides=TINY) for seed in (0, 0, 1))
+    metrics = [[point["metrics"] for point in result["curve"]] for result in (first, second, other)]
+    assert metrics[0] == metrics[1] != metrics[2]
+
+
+def test_freezing_and_cache_differ_in_the_kinds_of_their_steps(data, results_folder):
+    policy = "{_target_: lightning_egeria.ScriptedPolicy, schedule: {2: 1}}"
+    scripted = ["~callbacks.freezing.policy", f"+callbacks.freezing.policy={policy}"]
+    results_folder.mkdir(parents=True)
+    for method in ("plain", "freezing", "cached"):
+        changes = TINY if method == "plain" else [*TINY, *scripted]
+        if method == "cached":
+            changes = [*changes, "trainer.max_epochs=7"]
+        result = run(WORKLOAD, "small", method, 0, data, overrides=changes)
+        (results_folder / f"{method}-0.json").write_text(json.dumps(result))
+    kinds = {path.stem: json.loads(path.read_text())["curve"][-1]["batches"] for path in results_folder.glob("*.json")}
+    assert kinds["plain-0"] == {"0": 12}
+    assert kinds["freezing-0"] == {"0": 2, "1": 10}
+    assert set(kinds["cached-0"]) == {"0", "1", "1 miss", "1 hit"} or set(kinds["cached-0"]) == {"0", "1 miss", "1 hit"}
+
+
+def test_costs_times_and_tables_come_from_the_files(data, results_folder):
+    """From runs to the table, by the commands' own functions."""
+    for method in ("plain", "static"):
+        path = workloads.result_path(WORKLOAD, "small", method, 0)
+        path = results_folder / path.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run(WORKLOAD, "small", method, 0, data, depth=2, overrides=TINY)))
+    kinds = compare.kinds_of(WORKLOAD, "small")
+    assert kinds == {"0", "2"}
+    found = {"full": 0.5, "shares": {"2": 0.25}, "asked": sorted(kinds)}
+    (results_folder / "costs.json").write_text(json.dumps(found))
+    runs = {run.method: run for run in results.read_all(WORKLOAD, "small")}
+    assert runs["plain"].seconds == pytest.approx(12 * 0.5)
+    raw = json.loads((results_folder / "static-0.json").read_text())
+    overhead = 1 / (1 - raw["evaluation_seconds"] / raw["curve"][-1]["seconds"])
+    assert runs["static"].seconds == pytest.approx(overhead * (1 * 0.5 + 11 * 0.125))
+    text = figures.table(list(runs.values()))
+    assert f"| plain | 1 | {100 * runs['plain'].final:.1f} | 1.00 | 1.00 | 1.00x | 1.00x | - |" in text
+    assert "| static, as deep as ours | 1 |" in text
+    assert figures.picture(list(runs.values()), "val/acc").axes
+
+
+def test_a_kind_that_was_not_measured_costs_what_the_nearest_does():
+    shares = {"3": 0.8, "7": 0.4, "7 hit": 0.2}
+    assert results.share_of("0", shares) == 1
+    assert results.share_of("4", shares) == 0.8
+    assert results.share_of("3 hit", shares) == 0.2
+    with pytest.raises(KeyError, match="'7 miss' was not measured"):
+        results.share_of("7 miss", shares)
+
+
+def test_the_time_to_a_target_is_the_plain_runs_over_ours():
+    def curve(method, seed, values, seconds):
+        points = tuple(results.Point(i, seconds * (i + 1), 0.0, value) for i, value in enumerate(values))
+        return results.Run(method, seed, len(values), points, (), ())
+
+    plain = [curve("plain", 0, (0.5, 0.6, 0.8), 2.0), curve("plain", 1, (0.5, 0.7, 0.7), 2.0)]
+    ours = [curve("freezing", 0, (0.5, 0.8, 0.7), 1.0), curve("freezing", 1, (0.5, 0.6, 0.6), 1.0)]
+    assert figures.time_to(plain, plain, 1.0) == "1.00x"
+    assert figures.time_to(ours, plain, 1.0) == "3.00x in 1 of 2"  # 6 s and 2 s
+    assert figures.time_to(ours[1:], plain, 1.0) == "never"
+    assert figures.time_to(ours, plain, 0.85) == "2.50x"  # 6 s and 4 s, over 2 s and 2 s
