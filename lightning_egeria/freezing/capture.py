@@ -1,4 +1,4 @@
-"""One training step, observed: what the network was given, and a Gram matrix of each active boundary."""
+"""One training step, observed: what the network was given, and when it passed which boundary."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from lightning_egeria.calls import CallRecorder
 from lightning_egeria.clock import mark
 from lightning_egeria.compilation import eager
-from lightning_egeria.freezing.costs import TimedBoundaryRecorder
+from lightning_egeria.freezing.costs import BoundaryTimer
 from lightning_egeria.freezing.reference import Comparison, Evaluation
+from lightning_egeria.freezing.sharded import PassingWeights
 from lightning_egeria.layers import FrozenPrefix
+from lightning_egeria.tracing import holds_shards
 
 
 class StepCapture:
@@ -26,7 +28,8 @@ class StepCapture:
 
     Attributes:
         version: of the prefix, when the step was observed.
-        recorder: of the boundaries, with the times at which forward and backward passed them.
+        timer: the times at which forward and backward passed the boundaries.
+        weights: that passed by, if they are divided among ranks; None if they are not.
         answer: of the reference, once the evaluation was sent to it.
     """
 
@@ -34,7 +37,12 @@ class StepCapture:
         self.version = prefix.version
         self.answer: Future[Comparison] | None = None
         modules = dict(prefix.module.named_modules())
-        self.recorder = TimedBoundaryRecorder(modules, prefix.chain, samples, first=prefix.depth)
+        self.timer = BoundaryTimer(modules, prefix.chain, first=prefix.depth)
+        self.weights: PassingWeights | None = None
+        if holds_shards(prefix.module):
+            self.weights = PassingWeights(prefix.module)
+        self._first = prefix.depth
+        self._network = {path: modules[path] for path in prefix.chain.entries}
         self._samples = samples
         self._crop = crop
         self._batch_size: int | None = None
@@ -45,25 +53,29 @@ class StepCapture:
         """Observe from here on."""
         self._uncompiled.enter_context(eager())
         self._calls.start()
-        self.recorder.start()
+        self.timer.start()
+        if self.weights is not None:
+            self.weights.start()
 
     def stop(self) -> None:
         """Leave the modules as they were. Safe to call twice."""
-        self.recorder.stop()
+        if self.weights is not None:
+            self.weights.stop()
+        self.timer.stop()
         self._calls.stop()
         self._uncompiled.close()
 
     def backward_ended(self, device: torch.device) -> None:
         """The backward is done; the first time counts."""
-        if self.recorder.backward_ended is None:
-            self.recorder.backward_ended = mark(device)
+        if self.timer.backward_ended is None:
+            self.timer.backward_ended = mark(device)
 
     def evaluation(self) -> Evaluation | None:
         """What the reference is to be given; None if the step did not call the network."""
-        return Evaluation(self._calls.calls, self.recorder.grams) if self._calls.calls else None
+        return Evaluation(self._calls.calls, self._network, self._first) if self._calls.calls else None
 
     def _entered(self, first: Tensor | None) -> None:
-        self.recorder.began = mark(first.device if first is not None else torch.device("cpu"))
+        self.timer.began = mark(first.device if first is not None else torch.device("cpu"))
         self._batch_size = first.shape[0] if first is not None and first.ndim else None
 
     def _keep(self, tensor: Tensor) -> Tensor:

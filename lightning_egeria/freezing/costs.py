@@ -4,45 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_egeria.clock import mark, seconds_between
 from lightning_egeria.freezing.recording import BoundaryRecorder
+from lightning_egeria.layers import LayerChain
 
 WARM_UP_STEPS = 3  # after the start and after each change of depth: allocators and caches settle
 
 
-class TimedBoundaryRecorder(BoundaryRecorder):
-    """Also marks when forward and backward pass each boundary, to attribute the step's time to layer modules."""
+class BoundaryTimer(BoundaryRecorder):
+    """Marks when forward and backward pass each boundary, to attribute the step's time to layer modules.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.forward_marks: dict[int, tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = {}
+    Args:
+        modules: the modules of the network by path.
+        chain: names the boundaries.
+        first: index of the first layer module that is timed.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], chain: LayerChain, first: int) -> None:
+        super().__init__(modules, chain, samples=0, first=first)
+        self.forward_marks: dict[int, float | torch.cuda.Event] = {}
         self.backward_marks: dict[int, float | torch.cuda.Event] = {}
         self.began: float | torch.cuda.Event | None = None
         self.backward_ended: float | torch.cuda.Event | None = None
 
     def boundary_reached(self, index: int, activation: Tensor) -> None:
-        """Marks before and after the Gram matrix is made, so that it is not counted as the layer module's time."""
-        arrived = mark(activation.device)
-        super().boundary_reached(index, activation)
-        self.forward_marks[index] = (arrived, mark(activation.device))
+        """Marks the moment."""
+        self.forward_marks[index] = mark(activation.device)
         if activation.requires_grad:
             activation.register_hook(lambda grad: self.backward_marks.__setitem__(index, mark(grad.device)))
 
     @property
     def timed(self) -> bool:
         """Whether all marks have been reached, which a GPU does some time after the step."""
-        marks = [self.began, self.backward_ended, *self.backward_marks.values()]
-        marks += [moment for pair in self.forward_marks.values() for moment in pair]
+        marks = [self.began, self.backward_ended, *self.forward_marks.values(), *self.backward_marks.values()]
         return all(moment.query() for moment in marks if isinstance(moment, torch.cuda.Event))
-
-    def gram_seconds(self) -> float:
-        """What the Gram matrices of this step took."""
-        return sum(seconds_between(arrived, left) for arrived, left in self.forward_marks.values())
 
     def layer_seconds(self) -> list[float] | None:
         """Forward plus backward seconds of each layer module in this step; None if something was not passed."""
@@ -52,10 +52,10 @@ class TimedBoundaryRecorder(BoundaryRecorder):
         if len(self.forward_marks) < count or len(self.backward_marks) < count:
             return None
         # The forward of a layer module starts where the one before was left; its backward ends where that one's starts.
-        entered = [self.began, *(self.forward_marks[i][1] for i in range(count - 1))]
+        entered = [self.began, *(self.forward_marks[i] for i in range(count - 1))]
         finished = [self.backward_ended, *(self.backward_marks[i] for i in range(count - 1))]
         return [
-            seconds_between(entered[i], self.forward_marks[i][0]) + seconds_between(self.backward_marks[i], finished[i])
+            seconds_between(entered[i], self.forward_marks[i]) + seconds_between(self.backward_marks[i], finished[i])
             for i in range(count)
         ]
 

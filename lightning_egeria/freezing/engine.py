@@ -387,10 +387,11 @@ class FreezingEngine:
     def _dispatch(self, capture: StepCapture | None) -> None:
         sent = None
         evaluation = capture.evaluation() if capture is not None else None
+        weights = capture.weights.weights if capture is not None and capture.weights is not None else None
         if self.pool.has_snapshot and self._wants_reference():
             if capture is not None and evaluation is not None and capture.version == self.prefix.version:
                 try:
-                    capture.answer = self.pool.submit(evaluation)
+                    capture.answer = self.pool.submit(evaluation, weights)
                 except Exception as error:  # packing runs the user's own code, which may raise anything
                     self._failed(f"{type(error).__name__}: {error}")
             if capture is not None and capture.answer is not None:
@@ -440,8 +441,8 @@ class FreezingEngine:
     def _comparable(self, answer: Comparison) -> tuple[float, ...] | None:
         """The plasticity, unless it says nothing.
 
-        The loss depends on the number of samples: a smaller last batch would look like a change of plasticity. One
-        sample is always as similar to itself as before: its loss of zero would look like convergence.
+        Where batches differ in size, so does the noise of what is measured on them. One sample is always as similar to
+        itself as before: its plasticity of zero would look like convergence.
         """
         if self._compared_samples is None:
             self._compared_samples = answer.samples
@@ -453,10 +454,9 @@ class FreezingEngine:
         return answer.plasticity
 
     def _take_costs(self, capture: StepCapture) -> None:
-        if not capture.recorder.timed:
+        if not capture.timer.timed:
             return
-        self.costs.evaluation_seconds += capture.recorder.gram_seconds()
-        shares = capture.recorder.layer_seconds() if self.prefix.depth == 0 else None
+        shares = capture.timer.layer_seconds() if self.prefix.depth == 0 else None
         if shares is not None:
             self.costs.add_layer_seconds(shares)
 

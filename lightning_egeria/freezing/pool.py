@@ -133,11 +133,8 @@ class ReferencePool:
         Raises:
             Exception: whatever pickling raises for a part that cannot be sent.
         """
-        parcel = self._packed(module)
-        if weights is not None:
-            names = {id(parameter): name for name, parameter in module.named_parameters()}
-            parcel.tensors = fill(parcel.tensors, names, weights)
-        self._keep(parcel.to_host())
+        network = self._network(module)
+        self._keep(_gathered(pack(network), network, weights).to_host())
 
     def snapshot_tensors(self) -> list[Tensor] | None:
         """Weights, buffers and other tensors of the snapshot, for a checkpoint."""
@@ -152,7 +149,7 @@ class ReferencePool:
         Raises:
             CheckpointError: they do not fit.
         """
-        parcel = self._packed(module)
+        parcel = pack(self._network(module))
         if [tensor.shape for tensor in parcel.tensors] != [tensor.shape for tensor in tensors]:
             raise CheckpointError("the reference model in the checkpoint does not fit the model: its tensors differ")
         self._keep(Parcel(parcel.structure, tensors).to_host())
@@ -167,8 +164,12 @@ class ReferencePool:
         """Whether an evaluation would be taken now. A worker that hangs is ended, one that has ended is replaced."""
         return self._free_place() is not None
 
-    def submit(self, evaluation: Evaluation) -> Future[Comparison] | None:
+    def submit(self, evaluation: Evaluation, weights: Mapping[str, Tensor] | None = None) -> Future[Comparison] | None:
         """Have ``evaluation`` made; None if every worker is busy. The calling thread copies its tensors.
+
+        Args:
+            evaluation: to be made.
+            weights: of its network that are divided among ranks, gathered, by name.
 
         Raises:
             Exception: whatever pickling raises for an argument that cannot be sent.
@@ -177,7 +178,7 @@ class ReferencePool:
         place = self._free_place()
         if place is None:
             return None
-        parcel = pack(evaluation).to_host()
+        parcel = _gathered(pack(evaluation), evaluation.network, weights).to_host()
         self.evaluation_bytes = parcel.size_bytes
         return place.evaluate(parcel, self._snapshot, self._number)
 
@@ -191,10 +192,18 @@ class ReferencePool:
                 return place
         return None
 
-    def _packed(self, module: nn.Module) -> Parcel:
-        return pack({path: module.get_submodule(path) for path in self._entries})
+    def _network(self, module: nn.Module) -> dict[str, nn.Module]:
+        return {path: module.get_submodule(path) for path in self._entries}
 
     def _keep(self, parcel: Parcel) -> None:
         self._places = self._places or [_Place(self._make, threads) for threads in self._threads]
         self._snapshot, self.snapshot_bytes = parcel, parcel.size_bytes
         self._number += 1
+
+
+def _gathered(parcel: Parcel, network: Mapping[str, nn.Module], weights: Mapping[str, Tensor] | None) -> Parcel:
+    """The parcel, with gathered weights in the place of those that are divided among ranks."""
+    if weights is not None:
+        named = (pair for path, entry in network.items() for pair in entry.named_parameters(path))
+        parcel.tensors = fill(parcel.tensors, {id(parameter): name for name, parameter in named}, weights)
+    return parcel

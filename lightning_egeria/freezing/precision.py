@@ -76,9 +76,12 @@ class SnapshotNetwork:
         return SnapshotNetwork(entries, self._chain, self._samples, precision)
 
     @torch.no_grad()
-    def boundary_grams(self, calls: list[NetworkCall]) -> tuple[list[Tensor | None], int]:
-        """Gram matrix of each boundary activation, ``[samples, samples]`` each, and how many samples came in."""
-        recorder = BoundaryRecorder(self._modules, self._chain, self._samples)
+    def boundary_grams(self, calls: list[NetworkCall], first: int = 0) -> tuple[list[Tensor | None], int]:
+        """Gram matrix of each boundary activation, ``[samples, samples]`` each, and how many samples came in.
+
+        Those of layer modules before number ``first`` are left out.
+        """
+        recorder = BoundaryRecorder(self._modules, self._chain, self._samples, first)
         outputs: list[list[Tensor]] = []
 
         def prepare(value: Any) -> Any:

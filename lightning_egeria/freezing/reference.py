@@ -1,4 +1,4 @@
-"""The reference model: a snapshot of the network, run on the inputs that the network in training has just seen."""
+"""The reference model: a snapshot of the network, run on what the network in training was given, beside a newer one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightning_egeria.layers import LayerChain
 Precision = Literal["auto", "int8", "bf16", "float32"]
 # What lowering the precision changes may be at most this share of what is measured with it.
 NOISE_SHARE = 0.1
+NEGLIGIBLE = 1e-5  # of plasticity: beside it a layer module has come to rest by any standard
 TIMED_RUNS = 2
 # What is tried, and in which order, before float32.
 _CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
@@ -31,10 +32,17 @@ _CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What the training step showed: its calls of the network, and the Gram matrix of each active boundary."""
+    """What is to be compared with the reference, and on which inputs.
+
+    Attributes:
+        calls: how a training step called the network.
+        network: the modules that it called, by path, with the weights of after the step.
+        first: index of the first layer module that still learns.
+    """
 
     calls: list[NetworkCall]
-    grams: list[Tensor | None]
+    network: Mapping[str, nn.Module]
+    first: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +50,8 @@ class Comparison:
     """What an evaluation gave.
 
     Attributes:
-        plasticity: SP loss at each boundary; NaN where it was not measured.
+        plasticity: of each layer module: `samples` times the SP loss at its boundary, which is the mean squared change
+            of a sample's likeness to the others, whatever the number of samples; NaN where it was not measured.
         samples: how many samples were compared.
         crops: whether the reference needs no more than those samples to be given.
         precision: that the reference ran in.
@@ -61,14 +70,19 @@ class Comparison:
 class ReferenceModel:
     """A copy of the network with the weights of one moment, in evaluation mode and low precision.
 
-    Calling it makes one evaluation. A new snapshot comes along with the first evaluation that it is meant for; the low
+    Calling it makes one evaluation: how far the network of now has moved away from it. Both run in evaluation mode and
+    in the same precision. What dropout and the statistics of a single batch do to the activations of a training step is
+    many times what some steps do to them, and would hide it; and what low precision does to both cancels out where
+    nothing has changed.
+
+    A new snapshot comes along with the first evaluation that it is meant for; the low
     precision is made of it here, so that the training thread has nothing to do with it.
 
     Args:
         chain: the layer chain of the model.
         samples: how many samples of a batch are compared at most.
-        precision: ``"auto"`` takes the fastest. Where lowering it would change plasticity by more than `NOISE_SHARE`,
-            a higher one steps in for good.
+        precision: ``"auto"`` takes the fastest. Where lowering it would change plasticity by more than `NOISE_SHARE` of
+            it, and by more than `NEGLIGIBLE`, a higher one steps in for good.
         crops: whether it needs no more samples than are compared, if that is known from before.
     """
 
@@ -87,7 +101,7 @@ class ReferenceModel:
         """Compare.
 
         Args:
-            evaluation: what the training step showed.
+            evaluation: what is to be compared; the modules in it become the reference model's own.
             snapshot: the entries of the network by path, if the reference is to be taken anew; the first must come
                 with the first evaluation.
         """
@@ -104,13 +118,16 @@ class ReferenceModel:
         if self._crops is None:
             self._crops = self._cropping_is_safe(self._network, evaluation.calls)
         calls = crop_calls(evaluation.calls, self._samples) if self._crops else evaluation.calls
-        found = self._network.boundary_grams(calls)[0]
+        moved = SnapshotNetwork(evaluation.network, self._chain, self._samples)
         if not self._lowered and self._precision != "float32":
-            self._network, found = self._lower(self._network, calls, evaluation.grams, found)
+            self._network, plasticity = self._lower(self._network, moved, calls, evaluation.first)
+        else:
+            moved = moved if self._precision == "float32" else moved.lowered(_lower_of(self._precision))
+            plasticity = _compared(self._network, moved, calls, evaluation.first)
         self._lowered = True
         return Comparison(
-            plasticity=distances(evaluation.grams, found),
-            samples=max((gram.shape[0] for gram in evaluation.grams if gram is not None), default=0),
+            plasticity=plasticity.values,
+            samples=plasticity.samples,
             crops=self._crops,
             precision=self._precision,
             reason=self._reason,
@@ -132,24 +149,25 @@ class ReferenceModel:
         )
 
     def _lower(
-        self, full: SnapshotNetwork, calls: list[NetworkCall], trained: list[Tensor | None], wanted: list[Tensor | None]
-    ) -> tuple[SnapshotNetwork, list[Tensor | None]]:
-        """The network that is to run from now on, and its Gram matrices; ``wanted`` are those of ``full``."""
+        self, full: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], first: int
+    ) -> tuple[SnapshotNetwork, _Compared]:
+        """The reference that is to be compared with from now on, and how far ``moved`` is from it."""
         asked, self._precision = self._precision, "float32"
         reasons = []
+        wanted = _compared(full, moved, calls, first)
         best, found, best_seconds = full, wanted, seconds_of(full, calls) if asked == "auto" else math.inf
         full_seconds = best_seconds
         for precision in _CANDIDATES[asked]:
             try:
                 low = full.lowered(precision)
-                grams = low.boundary_grams(calls)[0]
+                compared = _compared(low, moved.lowered(precision), calls, first)
             except Exception as error:  # the user's modules, and some operations know no other dtype
                 reasons.append(f"the network does not run in {precision} ({type(error).__name__}: {error})")
                 continue
-            if any(a is not None and b is None for a, b in zip(wanted, grams, strict=True)):
+            if any(math.isfinite(a) > math.isfinite(b) for a, b in zip(wanted.values, compared.values, strict=True)):
                 reasons.append(f"in {precision} the network does not reach all boundaries")
                 continue
-            share = noise_share(distances(wanted, grams), distances(trained, wanted))
+            share = noise_share(wanted.values, compared.values)
             if share > NOISE_SHARE:
                 reasons.append(f"{precision} changes plasticity by {share:.0%}")
                 continue
@@ -158,11 +176,30 @@ class ReferenceModel:
                 speed = f"is {full_seconds / seconds:.1f} times as fast as float32 here"
                 reasons.append(f"{precision} {speed} and changes plasticity by {share:.1%}")
             if seconds < best_seconds:
-                best, found, best_seconds, self._precision = low, grams, seconds, precision
+                best, found, best_seconds, self._precision = low, compared, seconds, precision
             if asked != "auto":
                 break
         self._reason = "; ".join(reasons) or self._reason
         return best, found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """Plasticity of each layer module, and how many samples it is of."""
+
+    values: tuple[float, ...]
+    samples: int
+
+
+def _compared(reference: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], first: int) -> _Compared:
+    before, after = reference.boundary_grams(calls, first)[0], moved.boundary_grams(calls, first)[0]
+    samples = max((gram.shape[0] for gram in after if gram is not None), default=0)
+    return _Compared(tuple(samples * value for value in distances(before, after)), samples)
+
+
+def _lower_of(precision: Precision) -> Lower:
+    assert precision in ("bf16", "int8")
+    return precision
 
 
 def distances(first: list[Tensor | None], second: list[Tensor | None]) -> tuple[float, ...]:
@@ -173,10 +210,16 @@ def distances(first: list[Tensor | None], second: list[Tensor | None]) -> tuple[
     )
 
 
-def noise_share(noise: tuple[float, ...], plasticity: tuple[float, ...]) -> float:
-    """The largest share that noise has of what is measured, over the boundaries where both are known."""
-    shares = [n / p if p else math.inf for n, p in zip(noise, plasticity, strict=True) if n > 0 and not math.isnan(p)]
-    return max(shares, default=0.0)
+def noise_share(plasticity: tuple[float, ...], noisy: tuple[float, ...]) -> float:
+    """The largest share by which a plasticity is another in low precision, over the boundaries that were measured.
+
+    A difference below `NEGLIGIBLE` is none.
+
+    >>> noise_share((1.0, 0.0, math.nan), (1.25, 0.5 * NEGLIGIBLE, math.nan))
+    0.25
+    """
+    pairs = [(p, abs(n - p)) for p, n in zip(plasticity, noisy, strict=True) if math.isfinite(p)]
+    return max((noise / p if p else math.inf for p, noise in pairs if noise > NEGLIGIBLE), default=0.0)
 
 
 def seconds_of(network: SnapshotNetwork, calls: list[NetworkCall]) -> float:

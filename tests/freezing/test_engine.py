@@ -33,9 +33,9 @@ class HeldPool(ReferencePool):
     def ready(self):
         return not self.busy
 
-    def submit(self, evaluation):
+    def submit(self, evaluation, weights=None):
         held = Future()
-        self.waiting.append((held, super().submit(evaluation)))
+        self.waiting.append((held, super().submit(evaluation, weights)))
         return held
 
     def answer(self):

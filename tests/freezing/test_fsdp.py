@@ -1,5 +1,6 @@
 """Several processes under FSDP2: each holds a part of every weight, and frozen layers exchange no gradients."""
 
+import copy
 import functools
 import itertools
 import os
@@ -18,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.freezing import engine
+from lightning_egeria.freezing.capture import StepCapture
 from lightning_egeria.freezing.parcels import pack, unpack
 
 pytestmark = [
@@ -177,7 +180,17 @@ def test_mixed_precision_of_fsdp():
     assert all((a == b).all() for a, b in zip(first[0], second[0], strict=True))
 
 
+class OfTheForward(StepCapture):
+    """Compares the weights of the observed forward, as FSDP2 shows them, and not those of after the step."""
+
+    def stop(self):
+        super().stop()
+        if not hasattr(self, "copied"):
+            self.copied = self._network = copy.deepcopy(self._network)
+
+
 def run_guided_under_ddp():
+    engine.StepCapture = OfTheForward
     module, freezing = Whole(), guided()
     seen = []
 

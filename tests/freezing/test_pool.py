@@ -1,5 +1,6 @@
 """The pool: bounded, replaced when a worker dies, and the same numbers in a process as in the calling thread."""
 
+import copy
 import functools
 import os
 import signal
@@ -13,7 +14,6 @@ from lightning_egeria.calls import NetworkCall
 from lightning_egeria.errors import CheckpointError, WorkerError
 from lightning_egeria.freezing.pool import ReferencePool, idle_workers
 from lightning_egeria.freezing.reference import Evaluation, ReferenceModel
-from lightning_egeria.freezing.similarity import gram_matrix
 from lightning_egeria.layers import LayerChain
 
 
@@ -39,10 +39,14 @@ def pools(net):
         pool.drop_snapshot()
 
 
-def evaluation(seed=0, samples=8):
+def evaluation(net, seed=0, samples=8):
+    """Of the network with other weights."""
     generator = torch.Generator().manual_seed(seed)
-    grams = [gram_matrix(torch.randn(samples, 5, generator=generator)) for _ in range(2)]
-    return Evaluation([NetworkCall("", (torch.randn(samples, 6, generator=generator),), {})], grams)
+    moved = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return Evaluation([NetworkCall("", (torch.randn(samples, 6, generator=generator),), {})], {"": moved}, 0)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -57,7 +61,7 @@ def test_a_process_gives_the_numbers_of_the_calling_thread(net, pools, precision
                 with torch.no_grad():
                     net[0].weight.copy_(torch.randn(5, 6))
                 pool.take_snapshot(net)
-            plasticity.append(pool.submit(evaluation(seed)).result(60).plasticity)
+            plasticity.append(pool.submit(evaluation(net, seed)).result(60).plasticity)
         found.append(plasticity)
     assert found[0] == found[1]
     assert len(set(found[0])) == 4
@@ -68,23 +72,23 @@ def test_a_full_pool_takes_nothing_more_and_never_blocks(net, pools):
     pool.take_snapshot(net)
     for worker in pool.workers:
         os.kill(worker.pid, signal.SIGSTOP)
-    answers = [pool.submit(evaluation(i)) for i in range(5)]
+    answers = [pool.submit(evaluation(net, i)) for i in range(5)]
     assert [answer is None for answer in answers] == [False, False, True, True, True]
     for worker in pool.workers:
         os.kill(worker.pid, signal.SIGCONT)
     assert answers[0].result(60).samples == answers[1].result(60).samples == 8
-    assert pool.submit(evaluation()) is not None
+    assert pool.submit(evaluation(net)) is not None
 
 
 def test_a_dead_worker_fails_its_call_and_is_replaced(net, pools):
     pool = pools(1)
     pool.take_snapshot(net)
-    expected = pool.submit(evaluation()).result(60).plasticity
+    expected = pool.submit(evaluation(net)).result(60).plasticity
     first = pool.workers[0].pid
     os.kill(first, signal.SIGKILL)
     with pytest.raises(WorkerError, match="exit status -9"):
-        pool.submit(evaluation()).result(60)
-    answer = pool.submit(evaluation()).result(60)  # of a new process, which was given the snapshot
+        pool.submit(evaluation(net)).result(60)
+    answer = pool.submit(evaluation(net)).result(60)  # of a new process, which was given the snapshot
     assert answer.plasticity == expected
     assert pool.workers[0].pid != first
 
@@ -93,10 +97,10 @@ def test_a_hanging_worker_is_ended_after_its_time(net, pools):
     pool = pools(1, timeout_s=0.2)
     pool.take_snapshot(net)
     os.kill(pool.workers[0].pid, signal.SIGSTOP)
-    answer = pool.submit(evaluation())
-    assert pool.submit(evaluation()) is None
+    answer = pool.submit(evaluation(net))
+    assert pool.submit(evaluation(net)) is None
     time.sleep(0.3)
-    pool.submit(evaluation())
+    pool.submit(evaluation(net))
     with pytest.raises(WorkerError, match=r"did not answer within 0\.2 s"):
         answer.result(60)
 
@@ -104,22 +108,23 @@ def test_a_hanging_worker_is_ended_after_its_time(net, pools):
 def test_what_travels_is_small(net, pools):
     pool = pools(0)
     pool.take_snapshot(net)
-    pool.submit(evaluation()).result()
-    tensors = 4 * (2 * 8 * 8 + 8 * 6)
-    assert tensors < pool.evaluation_bytes < tensors + 1000
+    pool.submit(evaluation(net)).result()
     weights = sum(t.nbytes for t in net.state_dict().values())
+    inputs = 4 * 8 * 6
+    assert weights + inputs < pool.evaluation_bytes < weights + inputs + 4000
     assert weights <= pool.snapshot_bytes < weights + 4000
 
 
 def test_a_snapshot_from_a_checkpoint_gives_the_same_numbers(net, pools):
     first, second = pools(0), pools(0)
     first.take_snapshot(net)
-    expected = first.submit(evaluation()).result().plasticity
+    given = evaluation(net)
+    expected = first.submit(given).result().plasticity
     kept = first.snapshot_tensors()
     with torch.no_grad():
         net[0].weight.mul_(-1)
     second.restore_snapshot(net, kept)
-    assert second.submit(evaluation()).result().plasticity == expected
+    assert second.submit(given).result().plasticity == expected
     with pytest.raises(CheckpointError, match="does not fit"):
         second.restore_snapshot(net, kept[1:])
 

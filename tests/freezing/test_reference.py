@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_egeria.calls import EarlierOutput, NetworkCall
 from lightning_egeria.freezing.parcels import pack, unpack
-from lightning_egeria.freezing.reference import Evaluation, ReferenceModel, distances, noise_share
+from lightning_egeria.freezing.reference import NEGLIGIBLE, Evaluation, ReferenceModel, distances, noise_share
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 from lightning_egeria.layers import LayerChain
 
@@ -45,14 +45,20 @@ def snapshot(net, *entries):
     return unpack(pack({path: net.get_submodule(path) for path in entries or ("",)}).to_host())
 
 
-def grams(count=3, samples=10, seed=5):
-    """Of a network in training that is far from the reference."""
+def moved_away(net, seed=5, by=0.3):
+    """The network some steps later."""
     generator = torch.Generator().manual_seed(seed)
-    return [gram_matrix(torch.randn(samples, 7, generator=generator)) for _ in range(count)]
+    net = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(by * torch.randn(parameter.shape, generator=generator))
+        for buffer in net.buffers():
+            buffer.add_(buffer.new_full((), by).to(buffer.dtype))
+    return net
 
 
-def evaluation(inputs, samples=10, **kwargs):
-    return Evaluation([NetworkCall("", (inputs,), kwargs)], grams(samples=samples))
+def evaluation(net, inputs, first=0, **kwargs):
+    return Evaluation([NetworkCall("", (inputs,), kwargs)], snapshot(net), first)
 
 
 def by_hand(net, inputs, samples):
@@ -63,40 +69,60 @@ def by_hand(net, inputs, samples):
         return [gram_matrix(a[:samples]) for a in (first, second, net.third(second))]
 
 
-def expected(net, inputs, samples):
-    pairs = zip(grams(samples=min(samples, 10)), by_hand(net, inputs, samples), strict=True)
-    return pytest.approx([float(gram_distance(a, b)) for a, b in pairs], abs=1e-7)
+def expected(net, moved, inputs, samples):
+    pairs = zip(by_hand(net, inputs, samples), by_hand(moved, inputs, samples), strict=True)
+    return pytest.approx([min(samples, 10) * float(gram_distance(a, b)) for a, b in pairs], abs=1e-6)
 
 
 @pytest.mark.parametrize("samples", [4, 10, 64])
-def test_plasticity_against_a_snapshot_in_evaluation_mode(net, inputs, samples):
+def test_plasticity_is_how_far_the_network_has_moved_in_evaluation_mode(net, inputs, samples):
     reference = ReferenceModel(chain_of(net, inputs), samples, "float32")
-    shown, given = snapshot(net), evaluation(inputs, min(samples, 10))
-    wanted = expected(net, inputs, samples)
+    shown, moved = snapshot(net), moved_away(net)
+    wanted = expected(net, moved, inputs, samples)
     nn.init.zeros_(net.third.weight)  # the snapshot does not follow the model
-    first = reference(given, shown)
+    first = reference(evaluation(moved, inputs), shown)
     assert (first.samples, first.crops) == (min(samples, 10), samples < 10)
     assert (first.precision, first.reason) == ("float32", "it was asked for")
     # The first call tries whether fewer samples do, the second uses what it found.
     assert list(first.plasticity) == wanted
-    assert list(reference(given, None).plasticity) == wanted
+    assert list(reference(evaluation(moved, inputs), None).plasticity) == wanted
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "int8"])
+def test_where_nothing_has_changed_plasticity_is_zero(net, inputs, precision):
+    chain = chain_of(net, inputs)
+    with torch.no_grad():
+        moved = copy.deepcopy(net)
+        moved.third.weight.mul_(-1).add_(1)
+    found = ReferenceModel(chain, 10, precision)(evaluation(moved, inputs), snapshot(net))
+    assert found.precision == precision
+    assert found.plasticity[:2] == (0.0, 0.0)
+    assert found.plasticity[2] > 0.01
+
+
+def test_what_is_frozen_is_not_measured(net, inputs):
+    moved = moved_away(net)
+    found = ReferenceModel(chain_of(net, inputs), 10, "float32")(evaluation(moved, inputs, first=1), snapshot(net))
+    assert math.isnan(found.plasticity[0])
+    assert found.plasticity[1:] == tuple(expected(net, moved, inputs, 10).expected[1:])
 
 
 def test_a_new_snapshot_takes_over_weights_and_buffers(net, inputs):
     reference = ReferenceModel(chain_of(net, inputs), 10, "float32")
-    before = reference(evaluation(inputs), snapshot(net)).plasticity
+    moved = moved_away(net)
+    before = reference(evaluation(moved, inputs), snapshot(net)).plasticity
     with torch.no_grad():
         net.first[0].weight.mul_(-1)
         net.first[1].running_mean.add_(1)
-    after = reference(evaluation(inputs), snapshot(net)).plasticity
-    assert list(after) == expected(net, inputs, 10)
+    after = reference(evaluation(moved, inputs), snapshot(net)).plasticity
+    assert list(after) == expected(net, moved, inputs, 10)
     assert after != before
 
 
 def test_the_model_and_the_random_state_stay_as_they_were(net, inputs):
     chain = chain_of(net, inputs)
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    ReferenceModel(chain, 4)(evaluation(inputs, 4), snapshot(net))
+    ReferenceModel(chain, 4)(evaluation(net, inputs), snapshot(net))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in net.modules())
@@ -106,8 +132,9 @@ def test_the_model_and_the_random_state_stay_as_they_were(net, inputs):
 
 def test_keyword_arguments_reach_the_network(net, inputs):
     reference = ReferenceModel(chain_of(net, inputs), 10, "float32")
-    plain = reference(evaluation(inputs, scale=1.0), snapshot(net)).plasticity
-    scaled = reference(evaluation(inputs, scale=torch.randn(5)), None).plasticity
+    moved = moved_away(net)
+    plain = reference(evaluation(moved, inputs, scale=1.0), snapshot(net)).plasticity
+    scaled = reference(evaluation(moved, inputs, scale=torch.randn(5)), None).plasticity
     assert plain[1] == scaled[1]
     assert plain[2] != scaled[2]
 
@@ -120,29 +147,36 @@ def test_a_network_that_mixes_its_samples_sees_the_whole_batch(inputs):
     torch.manual_seed(0)
     net = Mixes()
     reference = ReferenceModel(chain_of(net, inputs), 4, "float32")
-    first = reference(evaluation(inputs, 4), snapshot(net))
+    moved = moved_away(net)
+    first = reference(evaluation(moved, inputs), snapshot(net))
     assert not first.crops
-    assert list(first.plasticity) == expected(net, inputs - inputs.mean(0), 4)
+    assert list(first.plasticity) == expected(net, moved, inputs - inputs.mean(0), 4)
 
 
 def test_an_output_given_to_a_later_call_is_the_reference_s_own(net, inputs):
-    whole = nn.ModuleDict({"encoder": net.first, "decoder": nn.Sequential(net.second, net.third, net.head)})
-    chain = LayerChain.trace(whole, lambda: whole["decoder"](whole["encoder"](inputs)).sum())
+    def whole(net):
+        return nn.ModuleDict({"encoder": net.first, "decoder": nn.Sequential(net.second, net.third, net.head)})
+
+    before, moved = whole(net), moved_away(net)
+    chain = LayerChain.trace(before, lambda: before["decoder"](before["encoder"](inputs)).sum())
     calls = [NetworkCall("encoder", (inputs,), {}), NetworkCall("decoder", (EarlierOutput(0, 0),), {})]
-    found = ReferenceModel(chain, 64, "float32")(Evaluation(calls, grams()), snapshot(whole, "encoder", "decoder"))
-    assert list(found.plasticity) == expected(net, inputs, 64)
+    names = ("encoder", "decoder")
+    given = Evaluation(calls, snapshot(whole(moved), *names), 0)
+    found = ReferenceModel(chain, 64, "float32")(given, snapshot(before, *names))
+    assert list(found.plasticity) == expected(net, moved, inputs, 64)
 
 
 def test_the_first_evaluation_needs_a_snapshot(net, inputs):
     with pytest.raises(RuntimeError, match="snapshot"):
-        ReferenceModel(chain_of(net, inputs), 4)(evaluation(inputs, 4), None)
+        ReferenceModel(chain_of(net, inputs), 4)(evaluation(net, inputs), None)
 
 
 class TestPrecision:
     @pytest.mark.parametrize("precision", ["bf16", "int8"])
     def test_a_low_precision_is_close_to_float32(self, net, inputs, precision):
+        chain = chain_of(net, inputs)
         low, full = (
-            ReferenceModel(chain_of(net, inputs), 10, precision)(evaluation(inputs), snapshot(net))
+            ReferenceModel(chain, 10, precision)(evaluation(moved_away(net), inputs), snapshot(net))
             for precision in (precision, "float32")
         )
         assert (low.precision, full.precision, low.reason) == (precision, "float32", "it was asked for")
@@ -151,7 +185,8 @@ class TestPrecision:
 
     def test_auto_decides_for_one_and_says_why(self, net, inputs):
         reference = ReferenceModel(chain_of(net, inputs), 10, "auto")
-        first, second = reference(evaluation(inputs), snapshot(net)), reference(evaluation(inputs), snapshot(net))
+        moved = moved_away(net)
+        first, second = (reference(evaluation(moved, inputs), snapshot(net)) for _ in range(2))
         assert first.precision in ("bf16", "int8", "float32")
         assert "times as fast as float32 here" in first.reason
         assert second.precision == first.precision
@@ -167,21 +202,18 @@ class TestPrecision:
 
         net = Reads()
         reference = ReferenceModel(LayerChain.trace(net, lambda: net(inputs).sum(), ["lstm", "head"]), 10, "int8")
-        found = reference(Evaluation([NetworkCall("", (inputs,), {})], grams(2)), snapshot(net))
+        found = reference(evaluation(moved_away(net), inputs), snapshot(net))
         assert found.precision == "bf16"
         assert "does not run in int8" in found.reason
 
     @pytest.mark.parametrize("precision", ["auto", "bf16"])
     def test_noise_beside_what_is_measured_makes_it_step_up_for_good(self, net, inputs, precision):
-        shown = snapshot(net)
-        with torch.no_grad():  # what is measured is as small as can be: the model has hardly moved
-            net.third.weight.mul_(1 + 1e-6)
-        near = Evaluation([NetworkCall("", (inputs,), {})], by_hand(net, inputs + 1e-4 * torch.randn(10, 6), 10))
         reference = ReferenceModel(chain_of(net, inputs), 10, precision)
-        found = reference(near, shown)
+        shown, moved = snapshot(net), moved_away(net, by=2e-3)  # less than bfloat16 can say well
+        found = reference(evaluation(moved, inputs), shown)
         assert found.precision == "float32"
         assert "bf16 changes plasticity by" in found.reason
-        assert reference(evaluation(inputs), snapshot(net)).precision == "float32"
+        assert reference(evaluation(moved_away(net), inputs), snapshot(net)).precision == "float32"
 
     @pytest.mark.parametrize("precision", ["auto", "bf16"])
     def test_a_network_that_does_not_run_in_bf16_runs_in_float32(self, inputs, precision):
@@ -190,10 +222,15 @@ class TestPrecision:
                 return super().forward(torch.linalg.solve(torch.eye(6).to(x.dtype), x.T).T, scale)
 
         net = Solves()
-        found = ReferenceModel(chain_of(net, inputs), 10, precision)(evaluation(inputs), snapshot(net))
+        given = evaluation(moved_away(net), inputs)
+        found = ReferenceModel(chain_of(net, inputs), 10, precision)(given, snapshot(net))
         assert found.precision == "float32"
         assert "does not run in bf16" in found.reason
         assert all(map(math.isfinite, found.plasticity))
+
+
+def grams(count, samples=10):
+    return [gram_matrix(torch.randn(samples, 7, generator=torch.Generator().manual_seed(5))) for _ in range(count)]
 
 
 def test_distances_are_nan_where_there_is_nothing_to_compare():
@@ -203,6 +240,6 @@ def test_distances_are_nan_where_there_is_nothing_to_compare():
 
 
 def test_noise_share_is_the_worst_of_the_boundaries():
-    assert noise_share((1.0, 2.0, math.nan), (10.0, 4.0, 1.0)) == 0.5
-    assert noise_share((0.0,), (0.0,)) == 0.0
-    assert noise_share((1.0,), (0.0,)) == math.inf
+    assert noise_share((10.0, 4.0, math.nan), (11.0, 2.0, 1.0)) == 0.5
+    assert noise_share((0.0, 1.0), (0.5 * NEGLIGIBLE, 1.0)) == 0.0
+    assert noise_share((0.0,), (1.0,)) == math.inf
