@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_egeria.freezing.metric import SimilarityPreservingLoss
     from lightning_egeria.freezing.policy import FreezingPolicy, ScriptedPolicy
     from lightning_egeria.freezing.similarity import similarity_preserving_loss
+    from lightning_egeria.freezing.slopes import SlopePolicy
     from lightning_egeria.layers import LayerChain
     from lightning_egeria.report.recorder import RunRecorder
 
@@ -20,6 +21,7 @@ __all__ = [
     "RunRecorder",
     "ScriptedPolicy",
     "SimilarityPreservingLoss",
+    "SlopePolicy",
     "similarity_preserving_loss",
 ]
 
@@ -31,6 +33,7 @@ _HOMES = {
     "RunRecorder": "report.recorder",
     "ScriptedPolicy": "freezing.policy",
     "SimilarityPreservingLoss": "freezing.metric",
+    "SlopePolicy": "freezing.slopes",
     "similarity_preserving_loss": "freezing.similarity",
 }
 

@@ -140,7 +140,7 @@ def test_an_option_leaves_nothing_of_the_one_before(configure):
     assert "milestones" not in configure("scheduler=cosine").model.scheduler
     assert "T_max" not in configure("scheduler=stepdecay").model.scheduler
     assert configure("scheduler=cosine").model.scheduler_length_name == "T_max"
-    assert configure("callbacks=finetuning").callbacks.freezing.policy.bootstrap is False
+    assert configure("callbacks=finetuning").callbacks.freezing.policy.pretrained is True
 
 
 @pytest.mark.parametrize("path", sorted((CONFIG_DIR / "experiment").glob("*.yaml")), ids=lambda path: path.stem)

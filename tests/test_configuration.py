@@ -39,7 +39,7 @@ MISTAKES = [
     ("data._target_=nowhere.Data", ["data._target_", "No module named 'nowhere'"]),
     ("trainer.accelerator=none", ["trainer: ", "accelerator='none'", "Available names"]),
     ("model.net.depth=21", ["model.net: depth must be 6n + 2", "not 21"]),
-    ("callbacks.freezing.policy.tolerance=2", ["callbacks.freezing.policy: tolerance must be in (0, 1)"]),
+    ("callbacks.freezing.policy.tolerance=0", ["callbacks.freezing.policy: tolerance must be greater than 0"]),
 ]
 EXPERIMENTS = [
     # In a file of the user's own.

@@ -27,7 +27,7 @@ ORDER = [
         "freezing.ranks",
         "freezing.strategies",
     ],
-    ["freezing.first_step", "freezing.costs", "freezing.precision", "freezing.workers"],
+    ["freezing.slopes", "freezing.first_step", "freezing.costs", "freezing.precision", "freezing.workers"],
     ["freezing.reference"],
     ["freezing.capture", "freezing.pool"],
     ["freezing.engine"],

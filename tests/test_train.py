@@ -249,7 +249,7 @@ def test_a_press_of_the_tab_key_does_not_wait_for_torch():
     [
         (["model.net.depth=21"], ["depth must be 6n + 2", "21"]),  # raised while Hydra instantiates
         (["data=cifar10", "data.root=nowhere"], ["nowhere", "cifar-10-batches-py", "labels.npz"]),  # raised by fit
-        (["callbacks.freezing.policy.tolerance=2"], ["tolerance"]),
+        (["callbacks.freezing.policy.tolerance=0"], ["tolerance"]),
         (["callbacks.freezing.layer_modules=[net.layer9]"], ["net.layer9"]),
     ],
 )

@@ -35,7 +35,7 @@ from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
 
 STATE_VERSION = 4
-EVALUATIONS_PER_RUN = 200  # bounds the evaluations' cost by that many forwards, however long the run
+EVALUATIONS_PER_RUN = 50  # bounds the evaluations' cost by that many forwards, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
 
 
@@ -48,9 +48,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
     Args:
         policy: decides when; `FreezingPolicy()` if None. It is copied at each start of `fit`.
         layer_modules: paths of the layer modules in execution order; None finds them.
-        evaluate_every_n_steps: optimizer steps between evaluations; None makes 200 evaluations of the whole run.
-        refresh_every_n_evaluations: after so many, the reference model takes over the weights of the moment. With the
-            policy's ``window_evaluations`` of the same length, the refresh does not show in the smoothed plasticity.
+        evaluate_every_n_steps: optimizer steps between evaluations; None makes 50 evaluations of the whole run.
+        refresh_every_n_evaluations: after so many, the reference model takes over the weights of the moment. More than
+            one is for a `SlopePolicy`.
         evaluation_samples: how many samples of a batch are compared at most.
         reference_precision: of the reference model. ``"auto"`` measures which is fastest, or takes float32 in a
             deterministic run; a precision whose noise would show in plasticity gives way to a higher one.
@@ -82,8 +82,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         policy: Policy | None = None,
         layer_modules: Sequence[str] | None = None,
         evaluate_every_n_steps: int | None = None,
-        refresh_every_n_evaluations: int = 10,
-        evaluation_samples: int = 64,
+        refresh_every_n_evaluations: int = 1,
+        evaluation_samples: int = 32,
         reference_precision: Precision = "auto",
         workers: int | None = None,
         threads_per_worker: int = 1,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.freezing.plasticity import PlasticitySeries
-
-FIRST_SLOPES = 5  # slopes before any counts as calm: the largest of fewer says little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,147 +47,32 @@ class Policy(Protocol):
         """Go on where `state_dict` was taken."""
 
 
-def _is_whole(value: object, least: int) -> bool:
+def is_whole(value: object, least: int) -> bool:
+    """Whether ``value`` is a whole number of at least ``least``."""
     return isinstance(value, int) and value >= least
 
 
-class Stage(enum.Enum):
-    """Where a `FreezingPolicy` stands."""
-
-    BOOTSTRAP = "bootstrap"
-    GUIDED = "guided"
-    EXHAUSTED = "exhausted"
-
-
-@dataclasses.dataclass
-class _Track:
-    """What is remembered of one layer module."""
-
-    series: PlasticitySeries
-    slopes: int = 0
-    largest_slope: float = 0.0
-    slope: float = math.nan
-    calm: int = 0  # evaluations in a row with a slope under the threshold
-
-
-class FreezingPolicy:
-    """Freezes a layer module when its plasticity has stopped changing (Egeria, EuroSys 2023, as reconstructed).
-
-    Nothing is measured until the training loss has calmed down (bootstrapping). Then each layer module's plasticity is
-    smoothed, and a line is laid through the last averages. When the size of its slope stays below ``tolerance`` times
-    the largest slope it had so far for ``patience`` evaluations in a row, the frontmost active layer module freezes,
-    and with it all that follow and qualify too. When the learning rate jumps, everything unfreezes and window and
-    patience are halved.
-
-    In fine-tuning (``bootstrap=False``) there is no bootstrapping and one decision: after the first window, the layer
-    modules at the front that moved away from the given weights by less than ``peer_tolerance`` times what the one that
-    moved most did freeze together; the others train to the end. If there is none, all goes on as from scratch.
+class Annealing:
+    """When frozen layer modules learn again: where the learning rate jumps. What policies have in common.
 
     Args:
-        tolerance: fraction of the largest slope so far that counts as calm; in (0, 1). Larger freezes sooner.
-        window_evaluations: evaluations in the moving average and in the line; at least 2.
-        patience: evaluations in a row that must be calm; at least 1.
-        bootstrap: wait for the loss to calm down first. Switch it off in fine-tuning.
-        bootstrap_threshold: change of the mean loss from one window to the next, relative to the largest window's,
-            that still counts as unsettled; > 0.
-        peer_tolerance: of fine-tuning; in [0, 1). 0 applies the rule of training from scratch from the first step.
         unfreeze_on: ``"annealing"`` unfreezes all when the learning rate jumps, ``"never"`` does not.
-        unfreeze_lr_factor: fall of the learning rate in one step that unfreezes all; in (0, 1).
+        unfreeze_lr_factor: fall of the learning rate in one step that unfreezes all, or its inverse as a rise;
+            in (0, 1).
 
     Raises:
         ArgumentError: an argument is out of its range.
-
-    >>> policy = FreezingPolicy(window_evaluations=2, patience=2, bootstrap=False, peer_tolerance=0)
-    >>> policy.start(max_depth=1)
-    >>> for step, plasticity in enumerate([8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]):
-    ...     decision = policy.observe(step, [plasticity, 1.0], learning_rate=0.1, loss=None)
-    ...     if decision:
-    ...         print(step, decision.depth, policy.stage.value)
-    8 1 exhausted
     """
 
-    def __init__(
-        self,
-        tolerance: float = 0.2,
-        window_evaluations: int = 10,
-        patience: int = 10,
-        bootstrap: bool = True,
-        bootstrap_threshold: float = 0.1,
-        peer_tolerance: float = 0.1,
-        unfreeze_on: Literal["annealing", "never"] = "annealing",
-        unfreeze_lr_factor: float = 0.1,
-    ) -> None:
-        if not 0 < tolerance < 1:
-            raise ArgumentError(f"tolerance must be in (0, 1), got {tolerance}")
-        if not _is_whole(window_evaluations, least=2):
-            raise ArgumentError(f"window_evaluations must be a whole number from 2 on, got {window_evaluations}")
-        if not _is_whole(patience, least=1):
-            raise ArgumentError(f"patience must be a whole number from 1 on, got {patience}")
-        if not bootstrap_threshold > 0:
-            raise ArgumentError(f"bootstrap_threshold must be greater than 0, got {bootstrap_threshold}")
-        if not 0 <= peer_tolerance < 1:
-            raise ArgumentError(f"peer_tolerance must be in [0, 1), got {peer_tolerance}")
+    def __init__(self, unfreeze_on: Literal["annealing", "never"], unfreeze_lr_factor: float) -> None:
         if unfreeze_on not in ("annealing", "never"):
             raise ArgumentError(f"unfreeze_on must be 'annealing' or 'never', got {unfreeze_on!r}")
         if not 0 < unfreeze_lr_factor < 1:
             raise ArgumentError(f"unfreeze_lr_factor must be in (0, 1), got {unfreeze_lr_factor}")
-        self.tolerance = tolerance
-        self.window_evaluations = window_evaluations
-        self.patience = patience
-        self.bootstrap_threshold = bootstrap_threshold
-        self.peer_tolerance = peer_tolerance
         self.unfreeze_on = unfreeze_on
         self.unfreeze_lr_factor = unfreeze_lr_factor
-        self.stage = Stage.BOOTSTRAP if bootstrap else Stage.GUIDED
-        self.depth = 0
-        self._max_depth = 0
-        self._compares_peers = not bootstrap and peer_tolerance > 0
-        self._tracks: list[_Track] = []
-        self._losses: list[float] = []
-        self._window_loss: float | None = None
-        self._largest_loss = 0.0
         self._previous_lr: float | None = None
         self._lr_at_freeze: float | None = None
-
-    @property
-    def wants_reference(self) -> bool:
-        """True in the guided stage only."""
-        return self.stage is Stage.GUIDED
-
-    @property
-    def slopes(self) -> tuple[float, ...]:
-        """Newest slope of each layer module's smoothed plasticity; NaN where there is none yet."""
-        return tuple(track.slope for track in self._tracks)
-
-    def start(self, max_depth: int) -> None:
-        """Told how deep the prefix may become; a chain of which nothing may freeze exhausts the policy at once."""
-        self._max_depth = max_depth
-        if max_depth == 0:
-            self.stage = Stage.EXHAUSTED
-
-    def observe(
-        self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None
-    ) -> Decision | None:
-        """One step of the state machine; arguments as for `Policy.observe`.
-
-        An evaluation with a NaN or infinite plasticity is one that did not happen, and so is everything seen at a
-        learning rate of 0: there, nothing changes because nothing learns (the first epoch of a warm-up, say).
-        """
-        before, self._previous_lr = self._previous_lr, learning_rate
-        if before is not None and self._must_unfreeze(before, learning_rate):
-            return self._unfreeze(before, learning_rate)
-        if learning_rate == 0:
-            return None
-        if self.stage is Stage.BOOTSTRAP and loss is not None and math.isfinite(loss):
-            self._bootstrap(loss)
-        elif self.stage is Stage.GUIDED and plasticity and all(map(math.isfinite, plasticity[self.depth :])):
-            return self._guide(plasticity, learning_rate)
-        return None
-
-    def _must_unfreeze(self, previous: float, learning_rate: float) -> bool:
-        if self.unfreeze_on == "never" or self._lr_at_freeze is None:
-            return False
-        return self.is_annealing_event(previous, learning_rate, self._lr_at_freeze)
 
     def is_annealing_event(self, previous: float, learning_rate: float, at_freeze: float) -> bool:
         """Whether the learning rate jumped so far that frozen layers should learn again. Override for own schedules.
@@ -209,104 +90,160 @@ class FreezingPolicy:
         rose = previous <= factor * learning_rate and learning_rate > factor * at_freeze
         return fell or rose
 
-    def _bootstrap(self, loss: float) -> None:
-        self._losses.append(loss)
-        if len(self._losses) < self.window_evaluations:
-            return
-        mean, before = sum(self._losses) / len(self._losses), self._window_loss
-        self._losses, self._window_loss = [], mean
-        self._largest_loss = max(self._largest_loss, abs(mean))
-        # Against the largest, not the one before: a loss near zero goes on halving long after it has stopped to matter.
-        if before is not None and abs(mean - before) <= self.bootstrap_threshold * self._largest_loss:
-            self.stage = Stage.GUIDED
-
-    def _guide(self, plasticity: Sequence[float], learning_rate: float) -> Decision | None:
-        while len(self._tracks) < len(plasticity):
-            self._tracks.append(_Track(PlasticitySeries(self.window_evaluations)))
-        for track, value in zip(self._tracks[self.depth :], plasticity[self.depth :], strict=True):
-            self._follow(track, value)
-        decision = self._compare_peers() if self._compares_peers else self._calm_front()
-        if decision is None:
+    def _jumped(self, learning_rate: float) -> Decision | None:
+        """The decision to unfreeze all, if the learning rate says so. To be asked at every step."""
+        before, self._previous_lr = self._previous_lr, learning_rate
+        if before is None or self._lr_at_freeze is None or self.unfreeze_on == "never":
             return None
+        if not self.is_annealing_event(before, learning_rate, self._lr_at_freeze):
+            return None
+        self._lr_at_freeze = None
+        return Decision(0, f"learning rate went from {before:.2e} to {learning_rate:.2e} in one step")
+
+    def _froze(self, learning_rate: float) -> None:
+        """Remember the rate at the oldest freeze."""
         if self._lr_at_freeze is None:
             self._lr_at_freeze = learning_rate
-        if decision.depth == self._max_depth or self._compares_peers:
-            self.stage = Stage.EXHAUSTED
-        self.depth = decision.depth
+
+
+class FreezingPolicy(Annealing):
+    """Freezes the front of the chain as far as it has come to rest.
+
+    A layer module is at rest when its plasticity was within ``tolerance`` at ``patience`` evaluations in a row.
+    Plasticity falls with the square of the learning rate: while a high one keeps the weights moving nothing is at rest,
+    and freezing would keep the noise that a lower rate is about to take away. So in a run whose learning rate decays in
+    steps the front freezes some evaluations after a step, under a smooth schedule in the last third, and where all is
+    still learning nothing does.
+
+    Weights that were trained already (``pretrained=True``) are told by comparing layer modules with one another: after
+    the first ``patience`` evaluations, those at the front freeze together whose mean plasticity is below
+    ``peer_tolerance`` times that of the one that moves most.
+
+    Args:
+        tolerance: plasticity of a layer module at rest: the mean squared change, from one reference to the next, of a
+            sample's likeness to the others (its row of the normalised Gram matrix, a vector of length 1); > 0. Larger
+            freezes sooner.
+        patience: evaluations in a row that count; at least 1.
+        pretrained: whether training begins with weights that were trained on something like this.
+        peer_tolerance: of pre-trained weights; in [0, 1). Larger freezes deeper.
+        unfreeze_on: ``"annealing"`` unfreezes all when the learning rate jumps, ``"never"`` does not.
+        unfreeze_lr_factor: fall of the learning rate in one step that unfreezes all; in (0, 1).
+
+    Attributes:
+        depth: what is frozen by its decision.
+
+    Raises:
+        ArgumentError: an argument is out of its range.
+
+    >>> policy = FreezingPolicy(tolerance=0.01, patience=2)
+    >>> policy.start(max_depth=2)
+    >>> for step, front in enumerate([0.05, 0.02, 0.008, 0.006, 0.005]):
+    ...     decision = policy.observe(step, [front, 0.1, 0.2], learning_rate=0.1, loss=None)
+    ...     if decision:
+    ...         print(step, decision.depth, decision.reason)
+    3 1 plasticity of 6.0e-03 at most, at rest for 2 evaluations in a row
+    """
+
+    def __init__(
+        self,
+        tolerance: float = 1e-3,
+        patience: int = 2,
+        pretrained: bool = False,
+        peer_tolerance: float = 0.05,
+        unfreeze_on: Literal["annealing", "never"] = "annealing",
+        unfreeze_lr_factor: float = 0.1,
+    ) -> None:
+        super().__init__(unfreeze_on, unfreeze_lr_factor)
+        if not tolerance > 0:
+            raise ArgumentError(f"tolerance must be greater than 0, got {tolerance}")
+        if not is_whole(patience, least=1):
+            raise ArgumentError(f"patience must be a whole number from 1 on, got {patience}")
+        if not 0 <= peer_tolerance < 1:
+            raise ArgumentError(f"peer_tolerance must be in [0, 1), got {peer_tolerance}")
+        self.tolerance = tolerance
+        self.patience = patience
+        self.pretrained = pretrained
+        self.peer_tolerance = peer_tolerance
+        self.depth = 0
+        self._max_depth = 0
+        self._at_rest: list[int] = []  # of each layer module: evaluations in a row within the tolerance
+        self._first: list[list[float]] = []  # plasticity that pre-trained weights are compared by
+        self._compares = pretrained
+
+    @property
+    def wants_reference(self) -> bool:
+        """Whether there is more that could freeze."""
+        return self.depth < self._max_depth
+
+    def start(self, max_depth: int) -> None:
+        """Told how deep the prefix may become."""
+        self._max_depth = max_depth
+
+    def observe(
+        self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None
+    ) -> Decision | None:
+        """Told what is known after a step; arguments as for `Policy.observe`.
+
+        An evaluation with a NaN or infinite plasticity is one that did not happen, and so is everything seen at a
+        learning rate of 0: there, nothing changes because nothing learns (the first epoch of a warm-up, say).
+        """
+        if (decision := self._jumped(learning_rate)) is not None:
+            self.depth, self._at_rest, self._first, self._compares = 0, [], [], self.pretrained
+            return decision
+        if learning_rate == 0 or not plasticity or not all(map(math.isfinite, plasticity[self.depth :])):
+            return None
+        self._at_rest += [0] * (len(plasticity) - len(self._at_rest))
+        for index in range(self.depth, len(plasticity)):
+            self._at_rest[index] = self._at_rest[index] + 1 if plasticity[index] <= self.tolerance else 0
+        decision = (self._compared(plasticity) if self._compares else None) or self._rested(plasticity)
+        if decision is not None:
+            self._froze(learning_rate)
+            self.depth = decision.depth
         return decision
 
-    def _calm_front(self) -> Decision | None:
-        depth, track = self.depth, self._tracks[self.depth]
-        while depth < self._max_depth and self._tracks[depth].calm >= self.patience:
+    def _rested(self, plasticity: Sequence[float]) -> Decision | None:
+        depth = self.depth
+        while depth < self._max_depth and self._at_rest[depth] >= self.patience:
             depth += 1
         if depth == self.depth:
             return None
-        return Decision(
-            depth,
-            f"plasticity slope {track.slope:.2e} within {self.tolerance * track.largest_slope:.2e} for "
-            f"{track.calm} evaluations in a row",
-        )
+        largest, fewest = max(plasticity[self.depth : depth]), min(self._at_rest[self.depth : depth])
+        return Decision(depth, f"plasticity of {largest:.1e} at most, at rest for {fewest} evaluations in a row")
 
-    def _compare_peers(self) -> Decision | None:
-        """The one decision of fine-tuning, as soon as every layer module has a smoothed plasticity."""
-        values = [track.series.smoothed for track in self._tracks]
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
+    def _compared(self, plasticity: Sequence[float]) -> Decision | None:
+        """What pre-trained weights allow at once."""
+        self._first.append(list(plasticity))
+        if len(self._first) < self.patience:
             return None
-        threshold, depth = self.peer_tolerance * max(known), 0
-        while depth < self._max_depth and known[depth] < threshold:
+        means = [sum(column) / len(column) for column in zip(*self._first, strict=True)]
+        self._first, self._compares = [], False
+        depth, largest = 0, max(means)
+        while depth < self._max_depth and means[depth] < self.peer_tolerance * largest:
             depth += 1
-        if depth == 0:  # the given weights are no help: as from scratch
-            self.stage, self._compares_peers, self._tracks = Stage.BOOTSTRAP, False, []
+        if depth == 0:
             return None
-        return Decision(depth, f"plasticity up to {max(known[:depth]):.2e}, of {max(known):.2e} where it is largest")
-
-    def _follow(self, track: _Track, value: float) -> None:
-        slope = track.series.append(value)
-        if slope is None:
-            return
-        track.slope = slope
-        track.slopes += 1
-        track.largest_slope = max(track.largest_slope, abs(slope))
-        calm = track.slopes > FIRST_SLOPES and abs(slope) <= self.tolerance * track.largest_slope
-        track.calm = track.calm + 1 if calm else 0
-
-    def _unfreeze(self, previous: float, learning_rate: float) -> Decision:
-        self.depth, self.stage, self._lr_at_freeze = 0, Stage.GUIDED, None  # those who were compared are so again
-        self.window_evaluations = max(2, self.window_evaluations // 2)
-        self.patience = max(1, self.patience // 2)
-        self._tracks = []
-        return Decision(0, f"learning rate went from {previous:.2e} to {learning_rate:.2e} in one step")
+        return Decision(
+            depth, f"plasticity of {max(means[:depth]):.1e} at most, beside {largest:.1e} where it is largest"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only."""
         return {
-            "stage": self.stage.value,
             "depth": self.depth,
-            "window_evaluations": self.window_evaluations,
-            "patience": self.patience,
-            "losses": list(self._losses),
-            "window_loss": self._window_loss,
-            "largest_loss": self._largest_loss,
+            "at_rest": list(self._at_rest),
+            "first": [list(row) for row in self._first],
+            "compares": self._compares,
             "previous_lr": self._previous_lr,
             "lr_at_freeze": self._lr_at_freeze,
-            "compares_peers": self._compares_peers,
-            "tracks": [{**vars(track), "series": track.series.state_dict()} for track in self._tracks],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.stage, self.depth = Stage(state["stage"]), state["depth"]
-        self.window_evaluations, self.patience = state["window_evaluations"], state["patience"]
-        self._losses, self._window_loss = list(state["losses"]), state["window_loss"]
-        self._largest_loss = state["largest_loss"]
+        self.depth = state["depth"]
+        self._at_rest = list(state["at_rest"])
+        self._first = [list(row) for row in state["first"]]
+        self._compares = state["compares"]
         self._previous_lr, self._lr_at_freeze = state["previous_lr"], state["lr_at_freeze"]
-        self._compares_peers = state["compares_peers"]
-        self._tracks = []
-        for entry in state["tracks"]:
-            series = PlasticitySeries(self.window_evaluations)
-            series.load_state_dict(entry["series"])
-            self._tracks.append(_Track(**{**entry, "series": series}))
 
 
 class ScriptedPolicy:
@@ -331,7 +268,7 @@ class ScriptedPolicy:
         if not isinstance(given, Mapping):
             raise ArgumentError(f"schedule must be a mapping from steps to depths, got {given!r}")
         for step, depth in schedule.items():
-            if not (_is_whole(step, least=1) and _is_whole(depth, least=0)):
+            if not (is_whole(step, least=1) and is_whole(depth, least=0)):
                 raise ArgumentError(
                     f"schedule needs whole steps from 1 on and whole depths from 0 on, got {{{step!r}: {depth!r}}}"
                 )

@@ -58,7 +58,7 @@ def main():
     parser.add_argument("--nodes", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    policy = FreezingPolicy(window_evaluations=2, patience=1, bootstrap=False, peer_tolerance=0.9)
+    policy = FreezingPolicy(patience=1, pretrained=True, peer_tolerance=0.9)
     freezing = KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, check_ranks=True, deterministic=True)
     trainer = L.Trainer(
         accelerator="cpu",

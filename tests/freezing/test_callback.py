@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 from lightning_egeria.errors import (
     ArgumentError,
     CheckpointError,
@@ -109,7 +109,7 @@ def states_equal(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-class Observing(FreezingPolicy):
+class Observing(SlopePolicy):
     """Sees everything and decides nothing."""
 
     seen = ()
@@ -205,9 +205,16 @@ def test_freezing_waits_for_the_end_of_the_accumulation_window():
     assert steps == [(step, step >= 2) for step in (0, 0, 0, 1, 1, 2, 2, 2, 3, 3)]
 
 
-@pytest.mark.parametrize(("peer_tolerance", "reason"), [(0.0, "slope"), (0.1, "where it is largest")])
-def test_the_policy_decides_by_itself(peer_tolerance, reason):
-    policy = FreezingPolicy(0.9, window_evaluations=2, patience=1, bootstrap=False, peer_tolerance=peer_tolerance)
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (FreezingPolicy(tolerance=1.0), "at rest"),
+        (FreezingPolicy(1e-12, pretrained=True, peer_tolerance=0.9), "where it is largest"),
+        (SlopePolicy(0.9, window_evaluations=2, patience=1, bootstrap=False), "slope"),
+    ],
+    ids=["rest", "pretrained", "slope"],
+)
+def test_the_policy_decides_by_itself(policy, reason):
     callback = freezing(policy, evaluate_every_n_steps=1)
     fit(module(), callback, epochs=8)
 
@@ -237,7 +244,7 @@ def test_the_evaluation_interval_follows_from_the_length_of_the_run():
         net = module()
         fit(net, callback, At(2, lambda trainer, _: setattr(trainer, "should_stop", True)), epochs=epochs)
         every[epochs] = callback._every
-    assert every == {2: 1, 100: 2}  # 5 steps an epoch: 10 and 500 steps in all, 200 evaluations
+    assert every == {2: 1, 100: 10}  # 5 steps an epoch: 10 and 500 steps in all, 50 evaluations
 
 
 def test_plasticity_is_zero_for_a_model_that_does_not_move():
@@ -264,7 +271,7 @@ def test_a_reference_that_fails_is_said_once_and_training_goes_on():
                 raise RuntimeError("only for training")
             return super().forward(images)
 
-    callback = freezing(FreezingPolicy(bootstrap=False), evaluate_every_n_steps=1)
+    callback = freezing(FreezingPolicy(), evaluate_every_n_steps=1)
     with pytest.warns(UserWarning, match=r"reference model failed.*only for training") as told:
         fit(module(net=Odd()), callback)
     told = [str(warning.message) for warning in told if "reference model" in str(warning.message)]

@@ -195,7 +195,7 @@ class Deciding(FreezingPolicy):
     """One that decides soon."""
 
     def __init__(self):
-        super().__init__(window_evaluations=2, patience=1, bootstrap=False, peer_tolerance=0.9)
+        super().__init__(patience=1, pretrained=True, peer_tolerance=0.9)
 
 
 class Sleepy(L.Callback):
@@ -280,7 +280,7 @@ class Still(FreezingPolicy):
 
 def run_still(with_callback):
     module, watch = Module(), Watch()
-    still = KnowledgeGuidedFreezing(Still(bootstrap=False), evaluate_every_n_steps=2)
+    still = KnowledgeGuidedFreezing(Still(tolerance=1e-12), evaluate_every_n_steps=2)
     fit(module, watch, *([still] if with_callback else []), steps=20)
     return watch.digests, watch.bytes
 

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 
 
 class Module(L.LightningModule):
@@ -43,7 +43,7 @@ def fit(callback, *callbacks, epochs=8, **arguments):
 
 
 def guided():
-    policy = FreezingPolicy(tolerance=0.9, window_evaluations=2, patience=1, bootstrap=False, peer_tolerance=0.0)
+    policy = SlopePolicy(tolerance=0.9, window_evaluations=2, patience=1, bootstrap=False)
     return KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, workers=0)
 
 

@@ -71,7 +71,7 @@ class Watching(FreezingPolicy):
     """Has everything measured and decides nothing."""
 
     def __init__(self):
-        super().__init__(bootstrap=False)
+        super().__init__()
 
     def observe(self, step, plasticity, learning_rate, loss):
         return None
@@ -1018,7 +1018,7 @@ def test_smooth_schedules_keep_what_is_frozen_and_jumps_let_it_go(schedule):
             optimizer = super().configure_optimizers()
             return [optimizer], [{"scheduler": make(optimizer), "interval": "step"}]
 
-    callback = freezing(Eager(bootstrap=False))
+    callback = freezing(Eager(tolerance=1e-12))
     fit(new(Scheduled), callback, epochs=6)
     assert [event.kind for event in callback.events] == (["freeze", "unfreeze"] if unfreezes else ["freeze"])
 
@@ -1035,7 +1035,7 @@ def test_reduce_on_plateau():
             scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=3)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
 
-    callback = freezing(Eager(bootstrap=False))
+    callback = freezing(Eager(tolerance=1e-12))
     fit(new(Plateau), callback, epochs=6)
     assert [event.kind for event in callback.events] == ["freeze", "unfreeze"]
 

@@ -1,0 +1,217 @@
+"""The rule of the paper, as far as it is known: a layer module freezes when its plasticity has stopped changing."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from lightning_egeria.errors import ArgumentError
+from lightning_egeria.freezing.plasticity import PlasticitySeries
+from lightning_egeria.freezing.policy import Annealing, Decision, is_whole
+
+FIRST_SLOPES = 5  # slopes before any counts as calm: the largest of fewer says little
+
+
+class Stage(enum.Enum):
+    """Where a `SlopePolicy` stands."""
+
+    BOOTSTRAP = "bootstrap"
+    GUIDED = "guided"
+    EXHAUSTED = "exhausted"
+
+
+@dataclasses.dataclass
+class _Track:
+    """What is remembered of one layer module."""
+
+    series: PlasticitySeries
+    slopes: int = 0
+    largest_slope: float = 0.0
+    slope: float = math.nan
+    calm: int = 0  # evaluations in a row with a slope under the threshold
+
+
+class SlopePolicy(Annealing):
+    """Freezes a layer module when its plasticity has stopped changing (Egeria, EuroSys 2023, as reconstructed).
+
+    Nothing is measured until the training loss has calmed down (bootstrapping). Then each layer module's plasticity is
+    smoothed, and a line is laid through the last averages. When the size of its slope stays below ``tolerance`` times
+    the largest slope it had so far for ``patience`` evaluations in a row, the frontmost active layer module freezes,
+    and with it all that follow and qualify too. When the learning rate jumps, everything unfreezes and window and
+    patience are halved.
+
+    It was made for evaluations two hundred times in a run and a reference that is taken anew at every tenth of them:
+    ``KnowledgeGuidedFreezing(SlopePolicy(), evaluate_every_n_steps=steps // 200, refresh_every_n_evaluations=10)``.
+    `FreezingPolicy` does better; see the method card.
+
+    Args:
+        tolerance: fraction of the largest slope so far that counts as calm; in (0, 1). Larger freezes sooner.
+        window_evaluations: evaluations in the moving average and in the line; at least 2.
+        patience: evaluations in a row that must be calm; at least 1.
+        bootstrap: wait for the loss to calm down first.
+        bootstrap_threshold: change of the mean loss from one window to the next, relative to the largest window's,
+            that still counts as unsettled; > 0.
+        unfreeze_on: ``"annealing"`` unfreezes all when the learning rate jumps, ``"never"`` does not.
+        unfreeze_lr_factor: fall of the learning rate in one step that unfreezes all; in (0, 1).
+
+    Raises:
+        ArgumentError: an argument is out of its range.
+
+    >>> policy = SlopePolicy(window_evaluations=2, patience=2, bootstrap=False)
+    >>> policy.start(max_depth=1)
+    >>> for step, plasticity in enumerate([8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]):
+    ...     decision = policy.observe(step, [plasticity, 1.0], learning_rate=0.1, loss=None)
+    ...     if decision:
+    ...         print(step, decision.depth, policy.stage.value)
+    8 1 exhausted
+    """
+
+    def __init__(
+        self,
+        tolerance: float = 0.2,
+        window_evaluations: int = 10,
+        patience: int = 10,
+        bootstrap: bool = True,
+        bootstrap_threshold: float = 0.1,
+        unfreeze_on: Literal["annealing", "never"] = "annealing",
+        unfreeze_lr_factor: float = 0.1,
+    ) -> None:
+        super().__init__(unfreeze_on, unfreeze_lr_factor)
+        if not 0 < tolerance < 1:
+            raise ArgumentError(f"tolerance must be in (0, 1), got {tolerance}")
+        if not is_whole(window_evaluations, least=2):
+            raise ArgumentError(f"window_evaluations must be a whole number from 2 on, got {window_evaluations}")
+        if not is_whole(patience, least=1):
+            raise ArgumentError(f"patience must be a whole number from 1 on, got {patience}")
+        if not bootstrap_threshold > 0:
+            raise ArgumentError(f"bootstrap_threshold must be greater than 0, got {bootstrap_threshold}")
+        self.tolerance = tolerance
+        self.window_evaluations = window_evaluations
+        self.patience = patience
+        self.bootstrap_threshold = bootstrap_threshold
+        self.stage = Stage.BOOTSTRAP if bootstrap else Stage.GUIDED
+        self.depth = 0
+        self._max_depth = 0
+        self._tracks: list[_Track] = []
+        self._losses: list[float] = []
+        self._window_loss: float | None = None
+        self._largest_loss = 0.0
+
+    @property
+    def wants_reference(self) -> bool:
+        """True in the guided stage only."""
+        return self.stage is Stage.GUIDED
+
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """Newest slope of each layer module's smoothed plasticity; NaN where there is none yet."""
+        return tuple(track.slope for track in self._tracks)
+
+    def start(self, max_depth: int) -> None:
+        """Told how deep the prefix may become; a chain of which nothing may freeze exhausts the policy at once."""
+        self._max_depth = max_depth
+        if max_depth == 0:
+            self.stage = Stage.EXHAUSTED
+
+    def observe(
+        self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None
+    ) -> Decision | None:
+        """One step of the state machine; arguments as for `Policy.observe`.
+
+        An evaluation with a NaN or infinite plasticity is one that did not happen, and so is everything seen at a
+        learning rate of 0: there, nothing changes because nothing learns (the first epoch of a warm-up, say).
+        """
+        if (decision := self._jumped(learning_rate)) is not None:
+            self._start_again()
+            return decision
+        if learning_rate == 0:
+            return None
+        if self.stage is Stage.BOOTSTRAP and loss is not None and math.isfinite(loss):
+            self._bootstrap(loss)
+        elif self.stage is Stage.GUIDED and plasticity and all(map(math.isfinite, plasticity[self.depth :])):
+            return self._guide(plasticity, learning_rate)
+        return None
+
+    def _bootstrap(self, loss: float) -> None:
+        self._losses.append(loss)
+        if len(self._losses) < self.window_evaluations:
+            return
+        mean, before = sum(self._losses) / len(self._losses), self._window_loss
+        self._losses, self._window_loss = [], mean
+        self._largest_loss = max(self._largest_loss, abs(mean))
+        # Against the largest, not the one before: a loss near zero goes on halving long after it has stopped to matter.
+        if before is not None and abs(mean - before) <= self.bootstrap_threshold * self._largest_loss:
+            self.stage = Stage.GUIDED
+
+    def _guide(self, plasticity: Sequence[float], learning_rate: float) -> Decision | None:
+        while len(self._tracks) < len(plasticity):
+            self._tracks.append(_Track(PlasticitySeries(self.window_evaluations)))
+        for track, value in zip(self._tracks[self.depth :], plasticity[self.depth :], strict=True):
+            self._follow(track, value)
+        decision = self._calm_front()
+        if decision is None:
+            return None
+        self._froze(learning_rate)
+        if decision.depth == self._max_depth:
+            self.stage = Stage.EXHAUSTED
+        self.depth = decision.depth
+        return decision
+
+    def _calm_front(self) -> Decision | None:
+        depth, track = self.depth, self._tracks[self.depth]
+        while depth < self._max_depth and self._tracks[depth].calm >= self.patience:
+            depth += 1
+        if depth == self.depth:
+            return None
+        return Decision(
+            depth,
+            f"plasticity slope {track.slope:.2e} within {self.tolerance * track.largest_slope:.2e} for "
+            f"{track.calm} evaluations in a row",
+        )
+
+    def _follow(self, track: _Track, value: float) -> None:
+        slope = track.series.append(value)
+        if slope is None:
+            return
+        track.slope = slope
+        track.slopes += 1
+        track.largest_slope = max(track.largest_slope, abs(slope))
+        calm = track.slopes > FIRST_SLOPES and abs(slope) <= self.tolerance * track.largest_slope
+        track.calm = track.calm + 1 if calm else 0
+
+    def _start_again(self) -> None:
+        self.depth, self.stage = 0, Stage.GUIDED
+        self.window_evaluations = max(2, self.window_evaluations // 2)
+        self.patience = max(1, self.patience // 2)
+        self._tracks = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types only."""
+        return {
+            "stage": self.stage.value,
+            "depth": self.depth,
+            "window_evaluations": self.window_evaluations,
+            "patience": self.patience,
+            "losses": list(self._losses),
+            "window_loss": self._window_loss,
+            "largest_loss": self._largest_loss,
+            "previous_lr": self._previous_lr,
+            "lr_at_freeze": self._lr_at_freeze,
+            "tracks": [{**vars(track), "series": track.series.state_dict()} for track in self._tracks],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.stage, self.depth = Stage(state["stage"]), state["depth"]
+        self.window_evaluations, self.patience = state["window_evaluations"], state["patience"]
+        self._losses, self._window_loss = list(state["losses"]), state["window_loss"]
+        self._largest_loss = state["largest_loss"]
+        self._previous_lr, self._lr_at_freeze = state["previous_lr"], state["lr_at_freeze"]
+        self._tracks = []
+        for entry in state["tracks"]:
+            series = PlasticitySeries(self.window_evaluations)
+            series.load_state_dict(entry["series"])
+            self._tracks.append(_Track(**{**entry, "series": series}))
