@@ -1,7 +1,7 @@
 """What freezing is worth in one fine-tuning run: accuracy beside wall time, and beside a plain run of the same time.
 
 A ResNet-20 with given weights is fine-tuned on images without augmentation four times with one seed: plain; frozen by
-`FreezingPolicy(bootstrap=False)`; the same with the cache; and plain with so few epochs, its learning rate fully
+`FreezingPolicy(pretrained=True)`; the same with the cache; and plain with so few epochs, its learning rate fully
 decayed, that it takes no longer than the cached run. Printed are the accuracy on the validation images after the last
 epoch, the seconds of the fit with its validations, and what froze. Each run leaves its record for ``egeria-report``.
 
@@ -48,7 +48,7 @@ class Data(lightning.LightningDataModule):
 def run(name: str, data: Data, options: argparse.Namespace, epochs: int, freezes: bool, cached: bool) -> float:
     """Fit once; seconds that it took."""
     lightning.seed_everything(options.seed, verbose=False)
-    freezing = KnowledgeGuidedFreezing(FreezingPolicy(bootstrap=False)) if freezes else None
+    freezing = KnowledgeGuidedFreezing(FreezingPolicy(pretrained=True)) if freezes else None
     trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="cpu",

@@ -31,8 +31,7 @@ class Alternating(KnowledgeGuidedFreezing):
     """The callback in every second block; in the others it is not there."""
 
     def __init__(self, every: int, block: int, warm_up: int) -> None:
-        # In the guided stage from the first step, and never calm enough to freeze anything.
-        watching = FreezingPolicy(tolerance=1e-12, bootstrap=False, peer_tolerance=0.0)
+        watching = FreezingPolicy(tolerance=1e-30)  # nothing ever rests enough to freeze
         super().__init__(watching, evaluate_every_n_steps=every, workers=1)
         self.block, self.warm_up = block, warm_up
         self.means: dict[bool, list[float]] = {True: [], False: []}

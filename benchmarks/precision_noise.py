@@ -26,7 +26,7 @@ from lightning_egeria.demos.data import Cifar10Data
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.freezing import callback as callback_module
 from lightning_egeria.freezing.precision import SnapshotNetwork
-from lightning_egeria.freezing.reference import Comparison, distances
+from lightning_egeria.freezing.reference import Comparison, compare_networks
 
 PRECISIONS = ("float32", "bf16", "int8")
 
@@ -41,14 +41,18 @@ class Threefold:
 
     def __call__(self, evaluation, snapshot) -> Comparison:
         if snapshot is not None:
-            full = SnapshotNetwork(snapshot, self.chain, self.samples)
-            self.networks = {"float32": full, "bf16": full.lowered("bf16"), "int8": full.lowered("int8")}
+            self.networks = self.in_all_precisions(snapshot)
         calls = crop_calls(evaluation.calls, self.samples)
-        found = {name: distances(evaluation.grams, net.boundary_grams(calls)[0]) for name, net in self.networks.items()}
-        samples = evaluation.grams[-1].shape[0]
+        moved = self.in_all_precisions(evaluation.network)
+        found = {name: compare_networks(network, moved[name], calls, 0) for name, network in self.networks.items()}
+        samples = found["float32"].samples
         if samples == self.samples:
-            self.seen.append(found)
-        return Comparison(found["float32"], samples, True, "float32", "of the benchmark", 0.0)
+            self.seen.append({name: compared.values for name, compared in found.items()})
+        return Comparison(found["float32"].values, samples, True, "float32", "of the benchmark", 0.0)
+
+    def in_all_precisions(self, modules) -> dict[str, SnapshotNetwork]:
+        full = SnapshotNetwork(modules, self.chain, self.samples)
+        return {"float32": full, "bf16": full.lowered("bf16"), "int8": full.lowered("int8")}
 
 
 class Watching(FreezingPolicy):
@@ -63,7 +67,7 @@ class Watching(FreezingPolicy):
 def train(root: str, epochs: int) -> list[str]:
     """One run; returns the names of the layer modules."""
     L.seed_everything(0, verbose=False)
-    freezing = KnowledgeGuidedFreezing(Watching(bootstrap=False), workers=0)
+    freezing = KnowledgeGuidedFreezing(Watching(), workers=0)
     schedule = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR)
     model = ImageClassifier(
         CifarResNet(20, 10),
@@ -105,7 +109,7 @@ def draw(names: list[str], path: str) -> None:
             values = [entry[name][index] for entry in Threefold.seen[: len(steps)]]
             axis.plot(steps, values, style, label=name, linewidth=1.2)
         axis.set(title=names[index], yscale="log", xlabel="optimizer step")
-    axes[0].set_ylabel("plasticity (SP loss)")
+    axes[0].set_ylabel("plasticity")
     axes[-1].legend()
     figure.savefig(path, dpi=110)
     print(f"figure: {path}")

@@ -20,7 +20,10 @@ MISTAKES = [
     ("callbacks=none callbacks.freezing.workers=0", ["callbacks.freezing", "conf/callbacks/none.yaml", "It has: none"]),
     ("experiment=cifar10_resnet20 size=smal", ["sizes.smal.", "Did you mean 'sizes.small."]),
     ("modle=resnet56", ["modle", "conf/train.yaml", "Did you mean 'model'?"]),
-    ("model=resnet57", ["model=resnet57", "conf/model", "Did you mean 'resnet56'?", "resnet20, resnet56, timm"]),
+    (
+        "model=resnet57",
+        ["model=resnet57", "conf/model", "Did you mean 'resnet56'?", "resnet20, resnet56, timm"],
+    ),
     ("experiment=cifar10", ["experiment=cifar10", "conf/experiment", "cifar10_resnet56"]),
     ("model=3", ["must be a string"]),
     ("optimizer.lr=0.2", ["conf/train.yaml", "Did you mean 'model.optimizer.lr'?"]),

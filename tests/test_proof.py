@@ -1,19 +1,26 @@
 """The controls do what their papers say, the harness what it says, and the published tables are what the files give."""
 
+import dataclasses
+import functools
 import json
 import math
+import sys
 
+import hydra
 import lightning
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.proof import compare, figures, results, workloads
+from benchmarks.proof import compare, costs, figures, inside, results, workloads
+from benchmarks.proof import run as run_module
 from benchmarks.proof.controls import FreezeOut, FreezeOutSchedule, GradientNormTest, LinearFreezing
 from benchmarks.proof.run import run
+from benchmarks.proof.workloads import RESULTS
 
 TINY = ["data.batch_size=16", "data.train_size=64", "data.val_size=40", "trainer.max_epochs=3", "model.net.depth=8"]
 WORKLOAD = "cifar10_resnet20"
@@ -110,7 +117,7 @@ def test_freezeout_is_sgd_with_a_learning_rate_for_each_layer(tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
-    """CIFAR-10 of 200 random images."""
+    """The folder with all data: CIFAR-10 of 200 random images."""
     folder = tmp_path / "data" / "cifar10"
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
@@ -133,7 +140,7 @@ def results_folder(tmp_path, monkeypatch):
     results.costs_of.cache_clear()
 
 
-@pytest.mark.parametrize("method", ["linear", "freezeout", "autofreeze", "static", "shortened"])
+@pytest.mark.parametrize("method", ["slope", "linear", "freezeout", "autofreeze", "static", "shortened"])
 def test_a_control_trains(data, method):
     steps = 6 if method == "shortened" else None
     result = run(WORKLOAD, "small", method, 0, data, steps=steps, depth=2, overrides=TINY)
@@ -209,3 +216,79 @@ def test_the_time_to_a_target_is_the_plain_runs_over_ours():
     assert figures.time_to(ours, plain, 1.0) == "3.00x in 1 of 2"  # 6 s and 2 s
     assert figures.time_to(ours[1:], plain, 1.0) == "never"
     assert figures.time_to(ours, plain, 0.85) == "2.50x"  # 6 s and 4 s, over 2 s and 2 s
+
+
+def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch):
+    seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5": 0.4, "5 hit": 0.2, "5 miss": 0.9}] * 3)
+    asked = []
+
+    def seconds_of(workload, config, datamodule, depth, cached):
+        asked.append((depth, cached))
+        return next(seconds)
+
+    monkeypatch.setattr(costs, "seconds_of", seconds_of)
+    found = costs.measure(WORKLOAD, "small", data, ["0", "3", "5 hit", "5 miss"], rounds=1)
+    assert asked == [(0, False), (3, False), (5, True)]
+    assert found["full"] == 2.0
+    assert found["shares"] == {"3": 0.5, "5 hit": 0.1, "5 miss": 0.45}
+
+
+def test_kinds_are_measured_by_short_fits(data, monkeypatch):
+    monkeypatch.setattr(costs, "BATCHES", 8)
+    config = run_module.configured(WORKLOAD, "small", data, [*TINY, "data.batch_size=8"])
+    datamodule = hydra.utils.instantiate(config.data)
+    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 0, False)) == {"0"}
+    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 1, False)) == {"1"}
+    assert {"1 hit", "1 miss"} <= set(costs.seconds_of(WORKLOAD, config, datamodule, 1, True))
+
+
+def test_one_argument_is_changed_at_a_time(data, results_folder):
+    results_folder.mkdir(parents=True)
+    (results_folder / "plain-0.json").write_text(json.dumps(run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)))
+    (results_folder / "costs.json").write_text(json.dumps({"full": 1.0, "shares": {}, "asked": ["0"]}))
+    found = dict(compare.variations(WORKLOAD, "small"))
+    assert found["tolerance=1e-2"] == ["callbacks.freezing.policy.tolerance=1e-2"]
+    assert found["evaluation_samples=16"] == ["callbacks.freezing.evaluation_samples=16"]
+    assert found["evaluations=25"] == ["callbacks.freezing.evaluate_every_n_steps=1"]  # of 12 steps
+    for overrides in found.values():
+        run_module.configured(WORKLOAD, "small", data, overrides)
+
+    plain = results.read_all(WORKLOAD, "small")[0]
+    ours = [dataclasses.replace(plain, method=method) for method in ("freezing", "tolerance=1e-2")]
+    text = figures.sensitivity([plain, *ours])
+    assert "| the defaults | 1 |" in text
+    assert "| `tolerance=1e-2` | 1 |" in text
+    assert figures.sensitivity([plain]) == ""
+
+
+def test_the_look_inside(data, results_folder, monkeypatch):
+    arguments = ["inside", WORKLOAD, "--data", data]
+    tiny = functools.partial(run_module.configured, overrides=TINY)
+    monkeypatch.setattr(inside, "configured", tiny)
+    monkeypatch.setattr(inside, "RESULTS", results_folder.parents[1])
+    monkeypatch.setattr(sys, "argv", arguments)
+    inside.main()
+    state = json.loads((results_folder / "inside.json").read_text())
+    assert len(state["layer_modules"]) == 4
+    assert [entry["step"] for entry in state["likeness"]] == [*range(1, 13), 12]
+    assert state["likeness"][-1]["cka"] == pytest.approx([1.0] * 4)
+    assert state["likeness"][0]["cka"] != state["likeness"][-1]["cka"]
+    assert figures.inside(results_folder / "inside.json", None).axes
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*/table.md")), ids=lambda path: "-".join(path.parts[-3:-1]))
+def test_the_published_tables_are_what_the_files_give(path):
+    runs = results.read_all(path.parts[-3], path.parts[-2])
+    assert path.read_text() == figures.table(runs)
+    beside = path.with_name("sensitivity.md")
+    assert (beside.read_text() if beside.is_file() else "") == figures.sensitivity(runs)
+
+
+def test_the_page_shows_every_table_and_picture():
+    page = (REPOSITORY / "docs" / "proof.md").read_text()
+    shown = [
+        *(str(path.relative_to(REPOSITORY)) for path in RESULTS.glob("*/*/*.md")),
+        *(path.name for path in (REPOSITORY / "docs" / "_static").glob("proof_*.png")),
+    ]
+    assert shown
+    assert [name for name in shown if name not in page] == []

@@ -1,6 +1,9 @@
 """Train a workload by all its methods and seeds, and keep each run in a small file; what is there is not done again.
 
     python -m benchmarks.proof.compare WORKLOAD --data FOLDER [--size small] [--seeds 0 1 2] [--methods plain ...]
+    python -m benchmarks.proof.compare WORKLOAD --data FOLDER --sensitivity
+
+With ``--sensitivity``, ours without the cache is trained with one argument changed at a time.
 
 FOLDER holds the data sets: ``cifar10`` as torchvision stores it, ``imagenette/train/CLASS/*`` and ``imagenette/val``,
 ``checkpoints/resnet20_cifar10.safetensors``. The plain run and ours come first: what the shortened run may take and how
@@ -14,7 +17,7 @@ import sys
 
 from benchmarks.proof import costs
 from benchmarks.proof.results import costs_of, read
-from benchmarks.proof.workloads import RESULTS, WORKLOADS, result_path
+from benchmarks.proof.workloads import OF_THE_POLICY, RESULTS, VARIATIONS, WORKLOADS, result_path
 
 FOLLOWERS = ("shortened", "static")
 
@@ -37,6 +40,20 @@ def measure_costs(workload: str, size: str, data: str) -> None:
         costs_of.cache_clear()
 
 
+def variations(workload: str, size: str) -> list[tuple[str, list[str]]]:
+    """Names of the runs with one argument changed, and the override of each."""
+    steps = read(result_path(workload, size, "plain", 0)).steps
+    found = []
+    for argument, values in VARIATIONS.items():
+        for value in values:
+            owner = "callbacks.freezing.policy" if argument in OF_THE_POLICY else "callbacks.freezing"
+            override = f"{owner}.{argument}={value}"
+            if argument == "evaluations":
+                override = f"callbacks.freezing.evaluate_every_n_steps={max(1, round(steps / int(value)))}"
+            found.append((f"{argument}={value}", [override]))
+    return found
+
+
 def arguments_of(method: str, workload: str, size: str, seed: int) -> list[str]:
     """What a run must be told that follows from others of the same seed."""
     if method == "shortened":
@@ -48,6 +65,15 @@ def arguments_of(method: str, workload: str, size: str, seed: int) -> list[str]:
     return []
 
 
+def run_missing(workload: str, size: str, method: str, seed: int, data: str, more: list[str], label: str) -> None:
+    """Train in a process of its own, unless the result is there."""
+    if result_path(workload, size, label, seed).is_file():
+        return
+    print(f"{workload} {size} {method} seed {seed} {' '.join(more)}", flush=True)
+    command = [sys.executable, "-m", "benchmarks.proof.run", workload, method, str(seed)]
+    subprocess.run([*command, "--size", size, "--data", data, *more], check=True)
+
+
 def main() -> None:
     """Run what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,19 +82,22 @@ def main() -> None:
     parser.add_argument("--size", default="small")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--sensitivity", action="store_true")
     options = parser.parse_args()
     name, size = options.workload, options.size
+    if options.sensitivity:
+        for label, overrides in variations(name, size):
+            for seed in options.seeds:
+                run_missing(name, size, "freezing", seed, options.data, ["--label", label, "--set", *overrides], label)
+        measure_costs(name, size, options.data)
+        return
     methods = options.methods or WORKLOADS[name].methods
     for group in ([m for m in methods if m not in FOLLOWERS], [m for m in methods if m in FOLLOWERS]):
         for seed in options.seeds:
             for method in group:
-                path = result_path(name, size, method, seed)
-                if path.is_file():
-                    continue
-                more = arguments_of(method, name, size, seed)
-                print(f"{name} {size} {method} seed {seed} {' '.join(more)}", flush=True)
-                command = [sys.executable, "-m", "benchmarks.proof.run", name, method, str(seed)]
-                subprocess.run([*command, "--size", size, "--data", options.data, *more], check=True)
+                if not result_path(name, size, method, seed).is_file():
+                    more = arguments_of(method, name, size, seed)
+                    run_missing(name, size, method, seed, options.data, more, method)
         measure_costs(name, size, options.data)
 
 

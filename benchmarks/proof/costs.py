@@ -14,6 +14,7 @@ from typing import Any
 
 import hydra
 import lightning
+from omegaconf import DictConfig
 
 from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS
@@ -24,12 +25,11 @@ EPOCHS = 3  # that are measured
 SETTLING = 3  # batches of each kind at the start that are not
 
 
-def seconds_of(workload: str, size: str, data: str, depth: int, cached: bool) -> dict[str, float]:
+def seconds_of(
+    workload: str, config: DictConfig, datamodule: lightning.LightningDataModule, depth: int, cached: bool
+) -> dict[str, float]:
     """Median seconds of each kind of step in one short fit."""
-    batch_size = configured(workload, size, data).data.batch_size
-    config = configured(workload, size, data, [f"data.train_size={BATCHES * batch_size}"])
     lightning.seed_everything(0, workers=True, verbose=False)
-    datamodule = hydra.utils.instantiate(config.data)
     model = hydra.utils.instantiate(config.model)
     freezing = KnowledgeGuidedFreezing(ScriptedPolicy({1: depth})) if depth else None
     views = WORKLOADS[workload].views
@@ -55,12 +55,15 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
     """
     kinds = set(kinds)
     fits = sorted({(int(kind.split()[0]), " " in kind) for kind in kinds} - {(0, False)})
+    batch_size = configured(workload, size, data).data.batch_size
+    config = configured(workload, size, data, [f"data.train_size={BATCHES * batch_size}"])
+    datamodule = hydra.utils.instantiate(config.data)
     full: list[float] = []
     shares: dict[str, list[float]] = {}
     for round_ in range(rounds):
-        full.append(seconds_of(workload, size, data, 0, False)["0"])
+        full.append(seconds_of(workload, config, datamodule, 0, False)["0"])
         for depth, cached in fits if round_ % 2 == 0 else reversed(fits):
-            for kind, seconds in seconds_of(workload, size, data, depth, cached).items():
+            for kind, seconds in seconds_of(workload, config, datamodule, depth, cached).items():
                 if kind in kinds and kind != "0":
                     shares.setdefault(kind, []).append(seconds / full[-1])
         print(f"round {round_ + 1} of {rounds}: full step {full[-1] * 1e3:.1f} ms", flush=True)

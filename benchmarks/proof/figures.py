@@ -3,6 +3,7 @@
 python -m benchmarks.proof.figures
 """
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from matplotlib.figure import Figure
 from scipy.stats import t as student
 
 from benchmarks.proof.results import Run, read_all
-from benchmarks.proof.workloads import RESULTS, WORKLOADS
+from benchmarks.proof.workloads import RESULTS, VARIATIONS, WORKLOADS
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "_static"
 TITLES = {
@@ -22,6 +23,7 @@ TITLES = {
     "shortened": "plain, made as short as ours",
     "freezing": "ours, without the cache",
     "cached": "ours, with the cache",
+    "slope": "Egeria's slope, reconstructed",
     "static": "static, as deep as ours",
     "linear": "linear (Composer)",
     "freezeout": "FreezeOut",
@@ -32,6 +34,7 @@ COLORS = {
     "shortened": "#8a8a8a",
     "freezing": "#2b6cb0",
     "cached": "#c05621",
+    "slope": "#8da0cb",
     "static": "#66c2a5",
     "linear": "#e78ac3",
     "freezeout": "#a6d854",
@@ -68,6 +71,13 @@ def time_to(runs: Sequence[Run], plain: Sequence[Run], part: float) -> str:
     return f"{gain:.2f}x" if len(came) == len(ours) else f"{gain:.2f}x in {len(came)} of {len(ours)}"
 
 
+def frozen_at_the_end(runs: Sequence[Run]) -> str:
+    """Smallest and largest final depth over the seeds, and of how many layer modules."""
+    modules = max(len(run.layer_modules) for run in runs)
+    depths = [run.final_depth for run in runs]
+    return f"{'-'.join(str(depth) for depth in sorted({min(depths), max(depths)}))} of {modules}" if modules else "-"
+
+
 def table(runs: Sequence[Run]) -> str:
     """Compare the methods of one workload, one row each, as Markdown."""
     plain = [run for run in runs if run.method == "plain"]
@@ -82,17 +92,54 @@ def table(runs: Sequence[Run]) -> str:
             continue
         finals = [100 * run.final for run in own]
         spread = "" if len(own) < 2 else f" ± {interval(finals):.1f}"
-        depths = sorted({run.final_depth for run in own})
-        modules = max(len(run.layer_modules) for run in own)
-        frozen = "-" if not modules else f"{'-'.join(str(d) for d in sorted({depths[0], depths[-1]}))} of {modules}"
         rows.append(
             f"| {title} | {len(own)} | {statistics.fmean(finals):.1f}{spread} "
             f"| {statistics.fmean(run.seconds for run in own) / base:.2f} "
             f"| {statistics.fmean(run.points[-1].raw_seconds for run in own) / raw:.2f} "
-            f"| {time_to(own, plain, 1.0)} | {time_to(own, plain, 0.99)} | {frozen} |"
+            f"| {time_to(own, plain, 1.0)} | {time_to(own, plain, 0.99)} | {frozen_at_the_end(own)} |"
         )
     note = f"Training time of the plain run: {base:.0f} s ({raw:.0f} s by the clock); the others are shares of it."
     return "\n".join([*rows, "", note, ""])
+
+
+def sensitivity(runs: Sequence[Run]) -> str:
+    """What one changed argument of ours does, one row each, as Markdown; empty without such runs."""
+    plain = {run.seed: run for run in runs if run.method == "plain"}
+    names = ["freezing", *(f"{argument}={value}" for argument, values in VARIATIONS.items() for value in values)]
+    rows = [
+        "| ours with | seeds | final, % | less than plain | training time | frozen at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        own = [run for run in runs if run.method == name and run.seed in plain]
+        if not own:
+            continue
+        final = 100 * statistics.fmean(run.final for run in own)
+        less = 100 * statistics.fmean(plain[run.seed].final for run in own) - final
+        time = statistics.fmean(run.seconds / plain[run.seed].seconds for run in own)
+        title = "the defaults" if name == "freezing" else f"`{name}`"
+        rows.append(f"| {title} | {len(own)} | {final:.1f} | {less:+.1f} | {time:.2f} | {frozen_at_the_end(own)} |")
+    return "\n".join([*rows, ""]) if len(rows) > 3 else ""
+
+
+def inside(path: Path, frozen: Run | None) -> Figure:
+    """How alike each layer module is to its final state over a plain run, and when ours froze it."""
+    state = json.loads(path.read_text())
+    names, seen = state["layer_modules"], state["likeness"]
+    figure = Figure(figsize=(8, 1.2 + 0.22 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    steps = [entry["step"] for entry in seen]
+    cells = [[entry["cka"][index] for entry in seen] for index in range(len(names))]
+    image = axes.imshow(cells, aspect="auto", cmap="viridis", vmin=0.5, vmax=1, extent=(0, steps[-1], len(names), 0))
+    figure.colorbar(image, label="CKA to the end")
+    for event in frozen.events if frozen is not None else ():
+        if event["depth"]:
+            axes.plot([event["step"]] * 2, [0, event["depth"]], color="#ffffff", linewidth=2)
+        else:
+            axes.axvline(event["step"], color="#ff5555", linewidth=2)
+    axes.set_yticks([index + 0.5 for index in range(len(names))], names, fontsize=7)
+    axes.set_xlabel("optimizer steps; white: frozen by ours from here on, red: unfrozen")
+    return figure
 
 
 def picture(runs: Sequence[Run], metric: str) -> Figure:
@@ -154,6 +201,12 @@ def main() -> None:
             if not any(run.method == "plain" for run in runs):
                 continue
             (folder / "table.md").write_text(table(runs))
+            if text := sensitivity(runs):
+                (folder / "sensitivity.md").write_text(text)
+            if (folder / "inside.json").is_file():
+                frozen = next((run for run in runs if run.method == "freezing"), None)
+                path = PICTURES / f"proof_{workload}_{folder.name}_inside.png"
+                inside(folder / "inside.json", frozen).savefig(path, dpi=100, metadata={"Software": None})
             path = PICTURES / f"proof_{workload}_{folder.name}.png"
             picture(runs, about.metric).savefig(path, dpi=100, metadata={"Software": None})
             print(f"{workload} {folder.name}: {len(runs)} runs, {path}\n{table(runs)}")

@@ -22,8 +22,11 @@ from omegaconf import DictConfig
 
 from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing
 from benchmarks.proof.workloads import WORKLOADS, result_path
-from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 from lightning_egeria.configuration import CONFIG_DIR, CONFIG_NAME
+
+# An answer that comes late makes another decision: on a busy machine, no two runs would be the same.
+SYNCHRONOUS = {"deterministic": True, "workers": 0}
 
 
 class Curve(lightning.Callback):
@@ -126,8 +129,12 @@ def freezing_of(method: str, config: DictConfig, total: int, per_epoch: int, dep
         return None
     own = {name: value for name, value in config.callbacks.freezing.items() if name[0] != "_" and name != "policy"}
     if method in ("freezing", "cached"):
-        # Whoever answers late decides otherwise: on a busy machine, no two runs would be the same.
-        return hydra.utils.instantiate(config.callbacks.freezing, deterministic=True, workers=0)
+        return hydra.utils.instantiate(config.callbacks.freezing, **SYNCHRONOUS)
+    if method == "slope":
+        every = max(1, total // 200)
+        return KnowledgeGuidedFreezing(
+            SlopePolicy(), **own | SYNCHRONOUS | {"evaluate_every_n_steps": every, "refresh_every_n_evaluations": 10}
+        )
     if method == "static":
         return KnowledgeGuidedFreezing(ScriptedPolicy({1: depth} if depth else {}), **own)
     if method == "linear":

@@ -8,7 +8,7 @@ RESULTS = Path(__file__).parent / "results"
 # The plain run, the same made as short as ours takes, and ours with and without the cache.
 SHORT = ("plain", "freezing", "cached", "shortened")
 # And the ways of others to decide what freezes when.
-ALL = (*SHORT, "static", "linear", "freezeout", "autofreeze")
+ALL = (*SHORT, "slope", "static", "linear", "freezeout", "autofreeze")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,23 @@ class Workload:
     views: int
 
 
+# One argument of ours at a time, as overrides of the configuration; the interval is a share of the run.
+VARIATIONS = {
+    "tolerance": ("3e-4", "3e-3", "1e-2"),
+    "patience": ("1", "4"),
+    "peer_tolerance": ("0.02", "0.1"),
+    "unfreeze_on": ("never",),
+    "evaluation_samples": ("16", "64"),
+    "evaluations": ("25", "100"),
+}
+OF_THE_POLICY = ("tolerance", "patience", "peer_tolerance", "unfreeze_on")
+
 WORKLOADS = {
     "cifar10_resnet20": Workload("val/acc", 23, ALL, ("data.root={data}/cifar10",), views=4),
     "cifar10_resnet56": Workload("val/acc", 23, SHORT, ("data.root={data}/cifar10",), views=4),
+    "cifar10_mobilenetv2": Workload("val/acc", 22, SHORT, ("data.root={data}/cifar10",), views=4),
+    "camvid_deeplabv3": Workload("val/miou", 21, SHORT, ("data.root={data}/camvid",), views=2),
+    "multi30k_transformer": Workload("val/bleu", 43, SHORT, ("data.root={data}/multi30k",), views=0),
     "finetune_imagenette_resnet20": Workload(
         "val/acc",
         None,

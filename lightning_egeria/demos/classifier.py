@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_egeria.demos.schedules import with_scheduler
 from lightning_egeria.errors import ArgumentError
 
 HEADS = ("linear.", "fc.", "classifier.", "head.")  # as the demos, torchvision and timm call them
@@ -83,15 +84,9 @@ class ImageClassifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """Build the optimizer and, where there is one, the scheduler."""
         optimizer = self.optimizer(self.parameters())
-        if self.scheduler is None:
-            return optimizer
-        arguments: dict[str, Any] = {}
-        if self.scheduler_length_name is not None:
-            per_step = self.scheduler_interval == "step"
-            length = self.trainer.estimated_stepping_batches if per_step else self.trainer.max_epochs
-            arguments[self.scheduler_length_name] = length
-        scheduler = self.scheduler(optimizer, **arguments)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.scheduler_interval}}
+        return with_scheduler(
+            self.trainer, optimizer, self.scheduler, self.scheduler_interval, self.scheduler_length_name
+        )
 
 
 def load_weights(

@@ -136,11 +136,13 @@ class Cifar10Data(_InMemoryData):
             CIFAR10(str(self.root), download=True)
 
     def setup(self, stage: str) -> None:
-        """Read and split what the stage needs.
+        """Read and split what the stage needs, once.
 
         Raises:
             TrainingDataError: `root` is in neither layout.
         """
+        if hasattr(self, "test_set" if stage == "test" else "train_set"):
+            return
         if stage == "test":
             self.test_set = LabelledImages(*self._read(train=False), CIFAR10_MEAN, CIFAR10_STD)
             return
@@ -204,11 +206,13 @@ class FolderData(_InMemoryData):
         self.root, self.size, self.train_size, self.augment = Path(root), size, train_size, augment
 
     def setup(self, stage: str) -> None:
-        """Read both splits.
+        """Read both splits, once.
 
         Raises:
             TrainingDataError: one of the folders is not there, or has no images.
         """
+        if hasattr(self, "train_set"):
+            return
         images, labels = self._read("train")
         if self.train_size is not None:
             if not self.batch_size <= self.train_size <= len(labels):

@@ -1,9 +1,10 @@
-"""A learning-rate schedule that is the same for runs of every length."""
+"""Learning-rate schedules that are told the length of the run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import MultiStepLR
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 
 from lightning_egeria.errors import ArgumentError
 
@@ -38,3 +39,25 @@ def step_decay(
     if list(milestones) != sorted(set(milestones)) or not all(0 < share < 1 for share in milestones):
         raise ArgumentError(f"milestones must be ascending shares of the run between 0 and 1, not {list(milestones)}")
     return MultiStepLR(optimizer, [round(share * total_steps) for share in milestones], gamma)
+
+
+def with_scheduler(
+    trainer: Any, optimizer: Optimizer, scheduler: Callable[..., LRScheduler] | None, interval: str, length: str | None
+) -> Any:
+    """What `configure_optimizers` of a LightningModule returns.
+
+    Args:
+        trainer: knows how long the run will be.
+        optimizer: whose learning rate is scheduled.
+        scheduler: called with the optimizer. None keeps the learning rate.
+        interval: whether the scheduler steps after each optimizer `"step"` or each `"epoch"`.
+        length: the name under which the scheduler takes the length of the run, counted in `interval`; None: it takes
+            none.
+    """
+    if scheduler is None:
+        return optimizer
+    arguments = {}
+    if length is not None:
+        arguments[length] = trainer.estimated_stepping_batches if interval == "step" else trainer.max_epochs
+    scheduled = {"scheduler": scheduler(optimizer, **arguments), "interval": interval}
+    return {"optimizer": optimizer, "lr_scheduler": scheduled}

@@ -123,7 +123,7 @@ class ReferenceModel:
             self._network, plasticity = self._lower(self._network, moved, calls, evaluation.first)
         else:
             moved = moved if self._precision == "float32" else moved.lowered(_lower_of(self._precision))
-            plasticity = _compared(self._network, moved, calls, evaluation.first)
+            plasticity = compare_networks(self._network, moved, calls, evaluation.first)
         self._lowered = True
         return Comparison(
             plasticity=plasticity.values,
@@ -150,17 +150,17 @@ class ReferenceModel:
 
     def _lower(
         self, full: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], first: int
-    ) -> tuple[SnapshotNetwork, _Compared]:
+    ) -> tuple[SnapshotNetwork, NetworksCompared]:
         """The reference that is to be compared with from now on, and how far ``moved`` is from it."""
         asked, self._precision = self._precision, "float32"
         reasons = []
-        wanted = _compared(full, moved, calls, first)
+        wanted = compare_networks(full, moved, calls, first)
         best, found, best_seconds = full, wanted, seconds_of(full, calls) if asked == "auto" else math.inf
         full_seconds = best_seconds
         for precision in _CANDIDATES[asked]:
             try:
                 low = full.lowered(precision)
-                compared = _compared(low, moved.lowered(precision), calls, first)
+                compared = compare_networks(low, moved.lowered(precision), calls, first)
             except Exception as error:  # the user's modules, and some operations know no other dtype
                 reasons.append(f"the network does not run in {precision} ({type(error).__name__}: {error})")
                 continue
@@ -184,17 +184,20 @@ class ReferenceModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Compared:
+class NetworksCompared:
     """Plasticity of each layer module, and how many samples it is of."""
 
     values: tuple[float, ...]
     samples: int
 
 
-def _compared(reference: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], first: int) -> _Compared:
+def compare_networks(
+    reference: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], first: int
+) -> NetworksCompared:
+    """Plasticity of each layer module from number ``first`` on, NaN before."""
     before, after = reference.boundary_grams(calls, first)[0], moved.boundary_grams(calls, first)[0]
     samples = max((gram.shape[0] for gram in after if gram is not None), default=0)
-    return _Compared(tuple(samples * value for value in distances(before, after)), samples)
+    return NetworksCompared(tuple(samples * value for value in distances(before, after)), samples)
 
 
 def _lower_of(precision: Precision) -> Lower:

@@ -1,0 +1,291 @@
+"""Translation: sentence pairs from text files, a transformer, and a LightningModule that knows nothing of freezing."""
+
+import gzip
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from torchmetrics.text import SacreBLEUScore
+
+from lightning_egeria.demos.schedules import with_scheduler
+from lightning_egeria.errors import ArgumentError, TrainingDataError
+
+PAD, BEGIN, END, UNKNOWN = range(4)
+
+
+class Vocabulary:
+    """The words of a language by number: those that occur at least twice, behind four special ones.
+
+    Args:
+        sentences: that they occur in.
+        largest: number of words at most, the most frequent ones.
+
+    >>> vocabulary = Vocabulary(["a man and a dog", "a man"])
+    >>> vocabulary.encode("a cat and a man")
+    [1, 4, 3, 3, 4, 5, 2]
+    >>> vocabulary.decode([1, 4, 5, 2, 4])
+    'a man'
+    """
+
+    def __init__(self, sentences: Iterable[str], largest: int = 8000) -> None:
+        counts = Counter(word for sentence in sentences for word in self.split(sentence))
+        words = sorted((word for word, count in counts.items() if count > 1), key=lambda word: (-counts[word], word))
+        self.words = ["<pad>", "<begin>", "<end>", "<unknown>", *words][:largest]
+        self._numbers = {word: number for number, word in enumerate(self.words)}
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @staticmethod
+    def split(sentence: str) -> list[str]:
+        """Words and punctuation marks, in small letters."""
+        spaced = "".join(c if c.isalnum() or c in "'-" else f" {c} " for c in sentence.lower())
+        return spaced.split()
+
+    def encode(self, sentence: str) -> list[int]:
+        """Numbers of the words, between those of the beginning and the end."""
+        return [BEGIN, *(self._numbers.get(word, UNKNOWN) for word in self.split(sentence)), END]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The words up to the end, in one line."""
+        end = numbers.index(END) if END in numbers else len(numbers)
+        return " ".join(self.words[number] for number in numbers[:end] if number > END)
+
+
+class TranslationData(L.LightningDataModule):
+    """Pairs of sentences, one in a line: `train.en`, `train.de`, `val.en`, `val.de` in `root`, or the same with `.gz`.
+
+    Multi30k (Elliott et al., 2016) comes like that. Batches are `(source [B, S], target [B, T])`, padded with 0, the
+    target with its marks of beginning and end.
+
+    Args:
+        root: folder of the data.
+        source, target: languages, as the files' names end.
+        batch_size: pairs of one batch.
+        train_size: train on the first so many pairs instead of all.
+        largest_vocabulary: words of each language at most.
+        num_workers: processes of each data loader.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        source: str = "en",
+        target: str = "de",
+        batch_size: int = 128,
+        train_size: int | None = None,
+        largest_vocabulary: int = 8000,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ArgumentError(f"batch_size must be at least 1, not {batch_size}")
+        self.root, self.languages, self.batch_size = Path(root), (source, target), batch_size
+        self.train_size, self.num_workers = train_size, num_workers
+        self.largest_vocabulary = largest_vocabulary
+
+    def setup(self, stage: str) -> None:
+        """Read both splits and make the vocabularies of the training sentences, once.
+
+        Raises:
+            TrainingDataError: a file is missing, or two have not as many lines.
+        """
+        if hasattr(self, "train_set"):
+            return
+        train = self._read("train")
+        if self.train_size is not None:
+            if not self.batch_size <= self.train_size <= len(train):
+                raise ArgumentError(
+                    f"train_size must lie between batch_size ({self.batch_size}) and the {len(train)} pairs in "
+                    f"{self.root}, not {self.train_size}"
+                )
+            train = train[: self.train_size]
+        languages = zip(*train, strict=True)
+        self.vocabularies = tuple(Vocabulary(sentences, self.largest_vocabulary) for sentences in languages)
+        self.train_set, self.val_set = self._encoded(train), self._encoded(self._read("val"))
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Shuffled; a last batch that is not full is left out."""
+        return self._loader(self.train_set, training=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """In order, complete."""
+        return self._loader(self.val_set)
+
+    def _loader(self, pairs: list[tuple[Tensor, Tensor]], training: bool = False) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(
+            pairs,  # type: ignore[arg-type]  # a list is as good as a Dataset
+            self.batch_size,
+            shuffle=training,
+            drop_last=training,
+            collate_fn=padded,
+            num_workers=self.num_workers,
+        )
+
+    def _encoded(self, pairs: list[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
+        source, target = self.vocabularies
+        return [(torch.tensor(source.encode(a)), torch.tensor(target.encode(b))) for a, b in pairs]
+
+    def _read(self, split: str) -> list[tuple[str, str]]:
+        first, second = (self._lines(f"{split}.{language}") for language in self.languages)
+        if len(first) != len(second):
+            raise TrainingDataError(
+                f"data.root={str(self.root)!r}: the {len(first)} lines of {split}.{self.languages[0]} and the "
+                f"{len(second)} of {split}.{self.languages[1]} are no pairs"
+            )
+        return list(zip(first, second, strict=True))
+
+    def _lines(self, name: str) -> list[str]:
+        if (self.root / f"{name}.gz").is_file():
+            with gzip.open(self.root / f"{name}.gz", "rt", encoding="utf-8") as file:
+                return file.read().splitlines()
+        if not (self.root / name).is_file():
+            raise TrainingDataError(f"data.root={str(self.root)!r} has neither {name} nor {name}.gz")
+        return (self.root / name).read_text(encoding="utf-8").splitlines()
+
+
+def padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A batch: sources `[B, S]` and targets `[B, T]`, each padded with 0 to the longest."""
+    source, target = zip(*pairs, strict=True)
+    return pad_sequence(list(source), batch_first=True), pad_sequence(list(target), batch_first=True)
+
+
+class TranslationTransformer(nn.Module):
+    """The transformer of Vaswani et al. (NeurIPS 2017) with learned positions and normalisation before each part.
+
+    Args:
+        source_words, target_words: how many words of each language there can be.
+        width: of the activations.
+        layers: of the encoder, and as many of the decoder.
+        heads: of each attention.
+        dropout: share of activations that are left out in training.
+        longest: number of positions.
+    """
+
+    def __init__(
+        self,
+        source_words: int = 8000,
+        target_words: int = 8000,
+        width: int = 256,
+        layers: int = 3,
+        heads: int = 4,
+        dropout: float = 0.1,
+        longest: int = 128,
+    ) -> None:
+        super().__init__()
+        self.source = nn.Embedding(source_words, width, padding_idx=PAD)
+        self.target = nn.Embedding(target_words, width, padding_idx=PAD)
+        self.source_places, self.target_places = nn.Embedding(longest, width), nn.Embedding(longest, width)
+        arguments: dict[str, Any] = {"batch_first": True, "norm_first": True, "dropout": dropout}
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, **arguments) for _ in range(layers)
+        )
+        self.encoder_norm = nn.LayerNorm(width)
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(width, heads, 4 * width, **arguments) for _ in range(layers)
+        )
+        self.decoder_norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, target_words)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Map `[B, S]` and the beginning of the translation `[B, T]` to logits of the next words `[B, T, words]`."""
+        return self.decode(self.encode(source), source == PAD, target)
+
+    def encode(self, source: Tensor) -> Tensor:
+        """Map sentences `[B, S]` to what they mean, `[B, S, width]`."""
+        x = self.source(source) + self.source_places(torch.arange(source.shape[1], device=source.device))
+        for layer in self.encoder:
+            x = layer(x, src_key_padding_mask=source == PAD)
+        meaning: Tensor = self.encoder_norm(x)
+        return meaning
+
+    def decode(self, meaning: Tensor, padding: Tensor, target: Tensor) -> Tensor:
+        """Map meanings `[B, S, width]`, where they are padding, and `[B, T]` to logits `[B, T, words]`."""
+        length = target.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        x = self.target(target) + self.target_places(torch.arange(length, device=target.device))
+        for layer in self.decoder:
+            x = layer(x, meaning, tgt_mask=later, memory_key_padding_mask=padding)
+        logits: Tensor = self.head(self.decoder_norm(x))
+        return logits
+
+
+class Translator(L.LightningModule):
+    """Train a `TranslationTransformer` with cross entropy; logs `train/loss`, `val/loss` and `val/bleu`.
+
+    BLEU is SacreBLEU's of greedy translations, in small letters. The words are those of the Trainer's data module.
+
+    Args:
+        net: with numbers enough for the words of both languages.
+        optimizer: called with the parameters.
+        scheduler, scheduler_interval, scheduler_length_name: as of `ImageClassifier`.
+        label_smoothing: of the cross entropy.
+        longest: words of a translation at most.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None = None,
+        scheduler_interval: str = "step",
+        scheduler_length_name: str | None = None,
+        label_smoothing: float = 0.1,
+        longest: int = 40,
+    ) -> None:
+        super().__init__()
+        self.net, self.optimizer, self.scheduler = net, optimizer, scheduler
+        self.scheduler_interval, self.scheduler_length_name = scheduler_interval, scheduler_length_name
+        self.label_smoothing, self.longest = label_smoothing, longest
+        self.val_bleu = SacreBLEUScore(lowercase=True)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean cross entropy of the next words, a scalar."""
+        loss = self._loss(batch, self.label_smoothing)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log loss and BLEU over the validation set."""
+        source, target = batch
+        self.log("val/loss", self._loss(batch, 0.0), prog_bar=True, sync_dist=True)
+        vocabulary = self.trainer.datamodule.vocabularies[1]  # type: ignore[attr-defined]  # Lightning sets it
+        translated = [vocabulary.decode(row) for row in self.translate(source).tolist()]
+        self.val_bleu(translated, [[vocabulary.decode(row[1:])] for row in target.tolist()])
+        self.log("val/bleu", self.val_bleu, prog_bar=True)
+
+    @torch.no_grad()
+    def translate(self, source: Tensor) -> Tensor:
+        """Translate `[B, S]` word by word, taking the likeliest each time; `[B, up to longest]`."""
+        net: Any = self.net
+        meaning, padding = net.encode(source), source == PAD
+        target = torch.full((len(source), 1), BEGIN, device=source.device)
+        for _ in range(self.longest):
+            word = net.decode(meaning, padding, target)[:, -1].argmax(-1, keepdim=True)
+            target = torch.cat([target, word], 1)
+            if (target == END).any(1).all():
+                break
+        return target[:, 1:]
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizer and, where there is one, the scheduler."""
+        optimizer = self.optimizer(self.parameters())
+        return with_scheduler(
+            self.trainer, optimizer, self.scheduler, self.scheduler_interval, self.scheduler_length_name
+        )
+
+    def _loss(self, batch: tuple[Tensor, Tensor], smoothing: float) -> Tensor:
+        source, target = batch
+        logits = self.net(source, target[:, :-1])
+        return F.cross_entropy(
+            logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD, label_smoothing=smoothing
+        )
