@@ -247,17 +247,17 @@ def test_one_argument_is_changed_at_a_time(data, results_folder):
     (results_folder / "plain-0.json").write_text(json.dumps(run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)))
     (results_folder / "costs.json").write_text(json.dumps({"full": 1.0, "shares": {}, "asked": ["0"]}))
     found = dict(compare.variations(WORKLOAD, "small"))
-    assert found["tolerance=1e-2"] == ["callbacks.freezing.policy.tolerance=1e-2"]
+    assert found["tolerance=1e-3"] == ["callbacks.freezing.policy.tolerance=1e-3"]
     assert found["evaluation_samples=16"] == ["callbacks.freezing.evaluation_samples=16"]
     assert found["evaluations=25"] == ["callbacks.freezing.evaluate_every_n_steps=1"]  # of 12 steps
     for overrides in found.values():
         run_module.configured(WORKLOAD, "small", data, overrides)
 
     plain = results.read_all(WORKLOAD, "small")[0]
-    ours = [dataclasses.replace(plain, method=method) for method in ("freezing", "tolerance=1e-2")]
+    ours = [dataclasses.replace(plain, method=method) for method in ("freezing", "tolerance=1e-3")]
     text = figures.sensitivity([plain, *ours])
     assert "| the defaults | 1 |" in text
-    assert "| `tolerance=1e-2` | 1 |" in text
+    assert "| `tolerance=1e-3` | 1 |" in text
     assert figures.sensitivity([plain]) == ""
 
 

@@ -146,7 +146,7 @@ class FreezingPolicy(Annealing):
 
     def __init__(
         self,
-        tolerance: float = 1e-3,
+        tolerance: float = 3e-4,
         patience: int = 2,
         pretrained: bool = False,
         peer_tolerance: float = 0.05,
