@@ -117,6 +117,7 @@ def test_the_public_names():
         "RunRecorder",
         "ScriptedPolicy",
         "SimilarityPreservingLoss",
+        "SlopePolicy",
         "similarity_preserving_loss",
     ]
     assert all(hasattr(lightning_egeria, name) for name in lightning_egeria.__all__)

@@ -209,7 +209,7 @@ def test_the_metric_of_a_sweeper_must_be_one_that_is_logged(egeria_train, capsys
     ("line", "answers"),
     [
         ("mod", {"model=", "model."}),
-        ("model=", {"model=resnet20", "model=resnet56", "model=timm"}),
+        ("model=re", {"model=resnet20", "model=resnet56"}),
         ("callbacks.freezing.policy.tol", {"callbacks.freezing.policy.tolerance="}),
         ("optimizer=adamw model.optimizer.w", {"model.optimizer.weight_decay="}),
     ],

@@ -189,7 +189,7 @@ def run(
         length = {"max_epochs": -1, "max_steps": steps} if steps is not None else {}
         trainer = trainer_of(config, [callback for callback in (freezing, curve) if callback is not None], **length)
         trainer.fit(model, datamodule=cache if cache is not None else datamodule)
-        if curve.points[-1]["step"] < trainer.global_step:  # it ended inside an epoch
+        if not curve.points or curve.points[-1]["step"] < trainer.global_step:  # it ended between two validations
             trainer.validate(model, datamodule=datamodule, verbose=False)
     command = f"python -m benchmarks.proof.compare {workload} --size {size} --methods {label or method} --seeds {seed}"
     return {

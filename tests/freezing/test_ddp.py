@@ -568,7 +568,8 @@ def test_a_checkpoint_of_some_ranks_resumes_on_others(before, after, tmp_path):
 
 def run_deterministic(path, resumed):
     module = Module()
-    freezing = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=3, deterministic=True, workers=0)
+    policy = FreezingPolicy(pretrained=True, peer_tolerance=0.9)
+    freezing = KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=3, deterministic=True, workers=0)
     saved = L.pytorch.callbacks.ModelCheckpoint(path, filename="{step}", every_n_train_steps=8, save_top_k=-1)
     if resumed:
         fit(module, freezing, steps=30, ckpt_path=f"{path}/step={resumed}.ckpt")

@@ -93,9 +93,9 @@ class TestRest:
 
     def test_the_reason_tells_the_numbers(self):
         policy = started()
-        feed(policy, [[2e-4, 5e-4, MOVES, MOVES]])
-        reason = policy.observe(1, [2e-4, 5e-4, MOVES, MOVES], 0.1, None).reason
-        assert "5.0e-04" in reason
+        feed(policy, [[2e-4, 2.5e-4, MOVES, MOVES]])
+        reason = policy.observe(1, [2e-4, 2.5e-4, MOVES, MOVES], 0.1, None).reason
+        assert "2.5e-04" in reason
         assert "2 evaluations in a row" in reason
 
 
