@@ -89,13 +89,19 @@ class Curve(lightning.Callback):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without Lightning's notes on what hardware is not used."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers")
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
-        warnings.filterwarnings("ignore", message=".*lower value for log_every_n_steps")
-        yield
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers")
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+            warnings.filterwarnings("ignore", message=".*lower value for log_every_n_steps")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def configured(workload: str, size: str, data: str, overrides: Sequence[str] = ()) -> DictConfig:
