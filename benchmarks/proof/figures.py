@@ -197,6 +197,9 @@ def main() -> None:
     """Write all of them."""
     for workload, about in WORKLOADS.items():
         for folder in sorted(path for path in (RESULTS / workload).glob("*") if path.is_dir()):
+            if not (folder / "costs.json").is_file():
+                print(f"{workload} {folder.name}: not complete")
+                continue
             runs = read_all(workload, folder.name)
             if not any(run.method == "plain" for run in runs):
                 continue

@@ -37,6 +37,7 @@ from lightning_egeria.report import Savings, savings_table
 STATE_VERSION = 4
 EVALUATIONS_PER_RUN = 50  # bounds the evaluations' cost by that many forwards, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
+LEAST_STEPS_BETWEEN_EVALUATIONS = 8  # in fewer, whatever learns hardly moves either
 
 
 class KnowledgeGuidedFreezing(pl.Callback):
@@ -48,7 +49,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
     Args:
         policy: decides when; `FreezingPolicy()` if None. It is copied at each start of `fit`.
         layer_modules: paths of the layer modules in execution order; None finds them.
-        evaluate_every_n_steps: optimizer steps between evaluations; None makes 50 evaluations of the whole run.
+        evaluate_every_n_steps: optimizer steps between evaluations; None makes 50 evaluations of the whole run, but not
+            more than one in 8 steps. Plasticity is what changes in these steps: a shorter interval needs a smaller
+            tolerance.
         refresh_every_n_evaluations: after so many, the reference model takes over the weights of the moment. More than
             one is for a `SlopePolicy`.
         evaluation_samples: how many samples of a batch are compared at most.
@@ -211,7 +214,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         elif math.isinf(steps) or steps < 0:
             self._every = EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN
         else:
-            self._every = max(1, round(steps / EVALUATIONS_PER_RUN))
+            self._every = max(LEAST_STEPS_BETWEEN_EVALUATIONS, round(steps / EVALUATIONS_PER_RUN))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze again what the checkpoint had frozen, now that the optimizers are there."""

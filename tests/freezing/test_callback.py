@@ -244,7 +244,7 @@ def test_the_evaluation_interval_follows_from_the_length_of_the_run():
         net = module()
         fit(net, callback, At(2, lambda trainer, _: setattr(trainer, "should_stop", True)), epochs=epochs)
         every[epochs] = callback._every
-    assert every == {2: 1, 100: 10}  # 5 steps an epoch: 10 and 500 steps in all, 50 evaluations
+    assert every == {2: 8, 100: 10}  # 5 steps an epoch: 10 and 500 steps in all, 50 evaluations
 
 
 def test_plasticity_is_zero_for_a_model_that_does_not_move():
