@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
@@ -218,12 +219,12 @@ class FreezingEngine:
         if passing is None and holds_shards(self.prefix.module):
             self._snapshot_due = True
         else:
-            self._take_snapshot(passing)
+            self._take_snapshot(passing.weights if passing is not None else None)
 
-    def _take_snapshot(self, passing: PassingWeights | None) -> None:
+    def _take_snapshot(self, weights: Mapping[str, Tensor] | None) -> None:
         self._snapshot_due = False
         try:
-            self.pool.take_snapshot(self.prefix.module, passing.weights if passing is not None else None)
+            self.pool.take_snapshot(self.prefix.module, weights)
         except Exception as error:  # packing runs the user's own code, which may raise anything
             self._failed(f"{type(error).__name__}: {error}")
 
@@ -238,7 +239,7 @@ class FreezingEngine:
         if passing is not None:
             passing.stop()
             if self._wants_reference():
-                self._take_snapshot(passing)
+                self._take_snapshot({**passing.weights, **passing.buffers})
 
     def end_backward(self, device: torch.device) -> None:
         """The backward is done."""

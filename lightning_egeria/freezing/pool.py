@@ -204,6 +204,10 @@ class ReferencePool:
 def _gathered(parcel: Parcel, network: Mapping[str, nn.Module], weights: Mapping[str, Tensor] | None) -> Parcel:
     """The parcel, with gathered weights in the place of those that are divided among ranks."""
     if weights is not None:
-        named = (pair for path, entry in network.items() for pair in entry.named_parameters(path))
-        parcel.tensors = fill(parcel.tensors, {id(parameter): name for name, parameter in named}, weights)
+        names = {
+            id(tensor): name
+            for path, entry in network.items()
+            for name, tensor in (*entry.named_parameters(path), *entry.named_buffers(path))
+        }
+        parcel.tensors = fill(parcel.tensors, names, weights)
     return parcel

@@ -18,15 +18,18 @@ class PassingWeights:
 
     Attributes:
         weights: copies in host memory of the gathered weights, by name.
+        buffers: copies of the buffers of before the forward, which changes them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._replacements = ForwardReplacements()
         self.weights: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
 
     def start(self) -> None:
         """Look on from here on."""
+        self.buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in self._module.named_buffers()}
         for path, part in self._module.named_modules():
             if is_sharded(part):
                 self._replacements.replace(part, functools.partial(self._look, path, part))
@@ -70,17 +73,20 @@ def undivided(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
 
 
 def fill(tensors: list[Tensor], names: Mapping[int, str], weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors, with copies of the gathered weights in the place of those that are divided.
+    """The tensors, with those that were copied earlier in their place.
 
     Args:
         tensors: some of them divided.
-        names: of those, by the ``id`` of the tensor.
-        weights: gathered, by name.
+        names: of weights and buffers, by the ``id`` of the tensor.
+        weights: gathered, by name, and buffers.
 
     Raises:
         KeyError: one was not gathered.
     """
-    return [weights[names[id(tensor)]] if is_distributed(tensor) else tensor for tensor in tensors]
+    return [
+        weights[names[id(tensor)]] if is_distributed(tensor) or names.get(id(tensor)) in weights else tensor
+        for tensor in tensors
+    ]
 
 
 def _is_of_fsdp(hook: Any) -> bool:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from collectives import Collectives
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import all_well, in_ranks
-from test_ddp import Deciding, Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
+from test_ddp import Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing import engine
 from lightning_egeria.freezing.capture import StepCapture
@@ -131,7 +131,7 @@ class Snapshots(L.Callback):
 
 def guided():
     return KnowledgeGuidedFreezing(
-        Deciding(),
+        FreezingPolicy(patience=3, pretrained=True, peer_tolerance=0.9),
         evaluate_every_n_steps=2,
         refresh_every_n_evaluations=2,
         check_ranks=True,
