@@ -134,7 +134,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def results_folder(tmp_path, monkeypatch):
-    for module in (workloads, results, compare, figures):
+    for module in (workloads, results, costs, figures):
         monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
     results.costs_of.cache_clear()
     yield tmp_path / "results" / WORKLOAD / "small"
@@ -182,7 +182,7 @@ def test_costs_times_and_tables_come_from_the_files(data, results_folder):
         path = results_folder / path.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(run(WORKLOAD, "small", method, 0, data, depth=2, overrides=TINY)))
-    kinds = compare.kinds_of(WORKLOAD, "small")
+    kinds = costs.kinds_of(WORKLOAD, "small")
     assert kinds == {"0", "2"}
     found = {"full": 0.5, "shares": {"2": 0.25}, "asked": sorted(kinds)}
     (results_folder / "costs.json").write_text(json.dumps(found))

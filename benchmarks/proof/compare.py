@@ -11,33 +11,14 @@ deep static freezing goes follow from them, and from the cost of the steps, whic
 """
 
 import argparse
-import json
 import subprocess
 import sys
 
 from benchmarks.proof import costs
 from benchmarks.proof.results import costs_of, read
-from benchmarks.proof.workloads import OF_THE_POLICY, RESULTS, VARIATIONS, WORKLOADS, result_path
+from benchmarks.proof.workloads import OF_THE_POLICY, VARIATIONS, WORKLOADS, result_path
 
 FOLLOWERS = ("shortened", "static")
-
-
-def kinds_of(workload: str, size: str) -> set[str]:
-    """Kinds of steps in all results that there are."""
-    kinds: set[str] = set()
-    for path in (RESULTS / workload / size).glob("*-*.json"):
-        kinds |= json.loads(path.read_text())["curve"][-1]["batches"].keys()
-    return kinds
-
-
-def measure_costs(workload: str, size: str, data: str) -> None:
-    """Measure the kinds of steps that no file has the cost of yet, and all others anew with them."""
-    path, kinds = RESULTS / workload / size / "costs.json", kinds_of(workload, size)
-    known = set(json.loads(path.read_text())["asked"]) if path.is_file() else set()
-    if not kinds <= known:
-        found = costs.measure(workload, size, data, kinds | known, rounds=3)
-        path.write_text(json.dumps(found | {"asked": sorted(kinds | known)}, indent=1) + "\n")
-        costs_of.cache_clear()
 
 
 def variations(workload: str, size: str) -> list[tuple[str, list[str]]]:
@@ -89,7 +70,8 @@ def main() -> None:
         for label, overrides in variations(name, size):
             for seed in options.seeds:
                 run_missing(name, size, "freezing", seed, options.data, ["--label", label, "--set", *overrides], label)
-        measure_costs(name, size, options.data)
+        costs.measure_missing(name, size, options.data)
+        costs_of.cache_clear()
         return
     methods = options.methods or WORKLOADS[name].methods
     for group in ([m for m in methods if m not in FOLLOWERS], [m for m in methods if m in FOLLOWERS]):
@@ -98,7 +80,8 @@ def main() -> None:
                 if not result_path(name, size, method, seed).is_file():
                     more = arguments_of(method, name, size, seed)
                     run_missing(name, size, method, seed, options.data, more, method)
-        measure_costs(name, size, options.data)
+        costs.measure_missing(name, size, options.data)
+        costs_of.cache_clear()
 
 
 if __name__ == "__main__":

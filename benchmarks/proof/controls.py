@@ -102,23 +102,21 @@ class FreezeOut(KnowledgeGuidedFreezing):
     """
 
     def __init__(self, total_steps: int, **arguments: Any) -> None:
-        self.schedule = FreezeOutSchedule(total_steps)
-        super().__init__(self.schedule, **arguments)
+        super().__init__(FreezeOutSchedule(total_steps), **arguments)
         self._before: list[tuple[nn.Parameter, Tensor, float]] = []
 
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        layers = layer_of_parameters(self) if self._chain is not None else {}
-        max_depth = len(self._chain) - 1 if self._chain is not None else 0
-        schedule = FreezeOutSchedule(self.schedule.total_steps, self.schedule.first)
-        schedule.start(max(1, max_depth))
+        assert self._engine is not None  # there since before the backward of the first step
+        layers, schedule = layer_of_parameters(self), self._engine.policy
+        assert isinstance(schedule, FreezeOutSchedule)
         done = trainer.global_step / schedule.total_steps
         for name, parameter in pl_module.named_parameters():
             if parameter.grad is None:
                 continue
-            layer = layers.get(name)
-            end = 1.0 if layer is None or layer >= max_depth else schedule.share(layer)
+            layer = min(layers.get(name, schedule.max_depth), schedule.max_depth)  # the head learns to the end too
+            end = schedule.share(layer)
             factor = 0.5 * (1 + math.cos(math.pi * min(1.0, done / end))) / end
             self._before.append((parameter, parameter.detach().clone(), factor))
 

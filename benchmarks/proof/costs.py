@@ -76,20 +76,31 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
     }
 
 
+def kinds_of(workload: str, size: str) -> set[str]:
+    """Kinds of steps in all results that there are."""
+    kinds: set[str] = set()
+    for path in (RESULTS / workload / size).glob("*-*.json"):
+        kinds |= json.loads(path.read_text())["curve"][-1]["batches"].keys()
+    return kinds
+
+
+def measure_missing(workload: str, size: str, data: str) -> None:
+    """Measure the kinds of steps that no file has the cost of yet, and all others anew with them."""
+    path, kinds = RESULTS / workload / size / "costs.json", kinds_of(workload, size)
+    known = set(json.loads(path.read_text())["asked"]) if path.is_file() else set()
+    if not kinds <= known:
+        found = measure(workload, size, data, kinds | known, rounds=3)
+        path.write_text(json.dumps(found | {"asked": sorted(kinds | known)}, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure what the results of a workload have in them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--size", default="small")
     parser.add_argument("--data", required=True)
-    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    folder = RESULTS / options.workload / options.size
-    kinds: set[str] = set()
-    for path in folder.glob("*-*.json"):
-        kinds |= json.loads(path.read_text())["curve"][-1]["batches"].keys()
-    costs = measure(options.workload, options.size, options.data, kinds, options.rounds)
-    (folder / "costs.json").write_text(json.dumps(costs, indent=1) + "\n")
+    measure_missing(options.workload, options.size, options.data)
 
 
 if __name__ == "__main__":

@@ -89,9 +89,7 @@ class ImageClassifier(L.LightningModule):
         )
 
 
-def load_weights(
-    net: nn.Module, path: str, left_out: Sequence[str] = ("linear.", "fc.", "classifier.", "head.")
-) -> None:
+def load_weights(net: nn.Module, path: str, left_out: Sequence[str] = HEADS) -> None:
     """Fill `net` from a file in the safetensors format, which holds parameters and buffers by their names.
 
     Args:
