@@ -1,6 +1,8 @@
 """Image classification data that is at hand: scikit-learn's digits, CIFAR-10 and image files from a folder."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -22,10 +24,18 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-class _InMemoryData(L.LightningDataModule):
-    train_set: Dataset[Sample]
-    val_set: Dataset[Sample]
-    test_set: Dataset[Sample]
+class InMemoryData(L.LightningDataModule):
+    """What data sets that lie in memory have in common; `setup` is theirs.
+
+    Args:
+        batch_size: samples of one batch.
+        num_workers: processes of each data loader.
+    """
+
+    train_set: Dataset[Any]
+    val_set: Dataset[Any]
+    test_set: Dataset[Any]
+    collate_fn: Callable[[list[Any]], Any] | None = None  # makes a batch of samples; None: as torch does
 
     def __init__(self, batch_size: int, num_workers: int) -> None:
         super().__init__()
@@ -33,26 +43,38 @@ class _InMemoryData(L.LightningDataModule):
             raise ArgumentError(f"batch_size must be at least 1, not {batch_size}")
         self.batch_size, self.num_workers = batch_size, num_workers
 
-    def train_dataloader(self) -> DataLoader[Sample]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled; a last batch that is not full is left out."""
         return self._loader(self.train_set, training=True)
 
-    def val_dataloader(self) -> DataLoader[Sample]:
+    def val_dataloader(self) -> DataLoader[Any]:
         """In order, complete."""
         return self._loader(self.val_set)
 
-    def _loader(self, samples: Dataset[Sample], training: bool = False) -> DataLoader[Sample]:
+    def check_train_size(self, size: int, available: int, what: str) -> None:
+        """See that a part of the training samples can be had.
+
+        Raises:
+            ArgumentError: it is smaller than a batch, or larger than what there is.
+        """
+        if not self.batch_size <= size <= available:
+            raise ArgumentError(
+                f"train_size must lie between batch_size ({self.batch_size}) and the {available} {what}, not {size}"
+            )
+
+    def _loader(self, samples: Dataset[Any], training: bool = False) -> DataLoader[Any]:
         return DataLoader(
             samples,
             batch_size=self.batch_size,
             shuffle=training,
             drop_last=training,
+            collate_fn=self.collate_fn,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
 
 
-class DigitsData(_InMemoryData):
+class DigitsData(InMemoryData):
     """1,797 scans of handwritten digits that scikit-learn ships (Alpaydin and Kaynak, 1998), 8 x 8 shown at 32 x 32.
 
     Args:
@@ -93,7 +115,7 @@ class DigitsData(_InMemoryData):
         self.train_set, self.val_set = Subset(samples, train.tolist()), Subset(samples, val.tolist())
 
 
-class Cifar10Data(_InMemoryData):
+class Cifar10Data(InMemoryData):
     """CIFAR-10 (Krizhevsky, 2009) with a validation set held out of the training images.
 
     `root` is in either of two layouts:
@@ -152,11 +174,7 @@ class Cifar10Data(_InMemoryData):
         )
         train, val = torch.from_numpy(np.sort(train)), torch.from_numpy(np.sort(val))
         if self.train_size is not None:
-            if not self.batch_size <= self.train_size <= len(train):
-                raise ArgumentError(
-                    f"train_size must lie between batch_size ({self.batch_size}) and the {len(train)} samples that "
-                    f"the validation set leaves, not {self.train_size}"
-                )
+            self.check_train_size(self.train_size, len(train), "samples that the validation set leaves")
             train = train[balanced_prefix(labels[train], self.train_size)]
         self.train_set = LabelledImages(images[train], labels[train], CIFAR10_MEAN, CIFAR10_STD, self.augment)
         self.val_set = LabelledImages(images[val], labels[val], CIFAR10_MEAN, CIFAR10_STD)
@@ -181,7 +199,7 @@ class Cifar10Data(_InMemoryData):
         return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels).long()
 
 
-class FolderData(_InMemoryData):
+class FolderData(InMemoryData):
     """Images in files, `root/train/CLASS/*` and `root/val/CLASS/*`, all read into memory at one size.
 
     Args:
@@ -215,11 +233,7 @@ class FolderData(_InMemoryData):
             return
         images, labels = self._read("train")
         if self.train_size is not None:
-            if not self.batch_size <= self.train_size <= len(labels):
-                raise ArgumentError(
-                    f"train_size must lie between batch_size ({self.batch_size}) and the {len(labels)} images in "
-                    f"{self.root / 'train'}, not {self.train_size}"
-                )
+            self.check_train_size(self.train_size, len(labels), f"images in {self.root / 'train'}")
             chosen = balanced_prefix(labels, self.train_size)
             images, labels = images[chosen], labels[chosen]
         self.train_set = LabelledImages(images, labels, IMAGENET_MEAN, IMAGENET_STD, self.augment)

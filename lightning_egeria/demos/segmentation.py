@@ -12,12 +12,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from lightning_egeria.demos.data import IMAGENET_MEAN, IMAGENET_STD
+from lightning_egeria.demos.data import IMAGENET_MEAN, IMAGENET_STD, InMemoryData
 from lightning_egeria.demos.schedules import with_scheduler
-from lightning_egeria.errors import ArgumentError, TrainingDataError
+from lightning_egeria.errors import TrainingDataError
 
 CLASSES = 11
 VOID = 11  # label of pixels that do not count
@@ -47,7 +47,7 @@ class LabelledPixels(Dataset[tuple[Tensor, Tensor]]):
         return image, mask
 
 
-class CamVidData(L.LightningDataModule):
+class CamVidData(InMemoryData):
     """CamVid (Brostow et al., 2009) with 11 classes, as Badrinarayanan et al. (SegNet) split it.
 
     `root` is in either of two layouts:
@@ -67,11 +67,8 @@ class CamVidData(L.LightningDataModule):
     def __init__(
         self, root: str, batch_size: int = 8, train_size: int | None = None, augment: bool = True, num_workers: int = 0
     ) -> None:
-        super().__init__()
-        if batch_size < 1:
-            raise ArgumentError(f"batch_size must be at least 1, not {batch_size}")
-        self.root, self.batch_size, self.train_size = Path(root), batch_size, train_size
-        self.augment, self.num_workers = augment, num_workers
+        super().__init__(batch_size, num_workers)
+        self.root, self.train_size, self.augment = Path(root), train_size, augment
 
     def setup(self, stage: str) -> None:
         """Read both splits, once.
@@ -83,22 +80,10 @@ class CamVidData(L.LightningDataModule):
             return
         images, masks = self._read("train")
         if self.train_size is not None:
-            if not self.batch_size <= self.train_size <= len(images):
-                raise ArgumentError(
-                    f"train_size must lie between batch_size ({self.batch_size}) and the {len(images)} training "
-                    f"images, not {self.train_size}"
-                )
+            self.check_train_size(self.train_size, len(images), "training images")
             images, masks = images[: self.train_size], masks[: self.train_size]
         self.train_set = LabelledPixels(images, masks, self.augment)
         self.val_set = LabelledPixels(*self._read("val"))
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled; a last batch that is not full is left out."""
-        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """In order, complete."""
-        return DataLoader(self.val_set, self.batch_size, num_workers=self.num_workers)
 
     def _read(self, split: str) -> tuple[Tensor, Tensor]:
         """Return images, uint8 `[N, 3, H, W]`, and labels, uint8 `[N, H, W]`."""

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 from torchmetrics.text import SacreBLEUScore
 
+from lightning_egeria.demos.data import InMemoryData
 from lightning_egeria.demos.schedules import with_scheduler
-from lightning_egeria.errors import ArgumentError, TrainingDataError
+from lightning_egeria.errors import TrainingDataError
 
 PAD, BEGIN, END, UNKNOWN = range(4)
 
@@ -61,7 +61,13 @@ class Vocabulary:
         return " ".join(self.words[number] for number in numbers[:end] if number > END)
 
 
-class TranslationData(L.LightningDataModule):
+def padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A batch: sources `[B, S]` and targets `[B, T]`, each padded with 0 to the longest."""
+    source, target = zip(*pairs, strict=True)
+    return pad_sequence(list(source), batch_first=True), pad_sequence(list(target), batch_first=True)
+
+
+class TranslationData(InMemoryData):
     """Pairs of sentences, one in a line: `train.en`, `train.de`, `val.en`, `val.de` in `root`, or the same with `.gz`.
 
     Multi30k (Elliott et al., 2016) comes like that. Batches are `(source [B, S], target [B, T])`, padded with 0, the
@@ -76,6 +82,8 @@ class TranslationData(L.LightningDataModule):
         num_workers: processes of each data loader.
     """
 
+    collate_fn = staticmethod(padded)
+
     def __init__(
         self,
         root: str,
@@ -86,11 +94,8 @@ class TranslationData(L.LightningDataModule):
         largest_vocabulary: int = 8000,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        if batch_size < 1:
-            raise ArgumentError(f"batch_size must be at least 1, not {batch_size}")
-        self.root, self.languages, self.batch_size = Path(root), (source, target), batch_size
-        self.train_size, self.num_workers = train_size, num_workers
+        super().__init__(batch_size, num_workers)
+        self.root, self.languages, self.train_size = Path(root), (source, target), train_size
         self.largest_vocabulary = largest_vocabulary
 
     def setup(self, stage: str) -> None:
@@ -103,33 +108,12 @@ class TranslationData(L.LightningDataModule):
             return
         train = self._read("train")
         if self.train_size is not None:
-            if not self.batch_size <= self.train_size <= len(train):
-                raise ArgumentError(
-                    f"train_size must lie between batch_size ({self.batch_size}) and the {len(train)} pairs in "
-                    f"{self.root}, not {self.train_size}"
-                )
+            self.check_train_size(self.train_size, len(train), f"pairs in {self.root}")
             train = train[: self.train_size]
         languages = zip(*train, strict=True)
         self.vocabularies = tuple(Vocabulary(sentences, self.largest_vocabulary) for sentences in languages)
-        self.train_set, self.val_set = self._encoded(train), self._encoded(self._read("val"))
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled; a last batch that is not full is left out."""
-        return self._loader(self.train_set, training=True)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """In order, complete."""
-        return self._loader(self.val_set)
-
-    def _loader(self, pairs: list[tuple[Tensor, Tensor]], training: bool = False) -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(
-            pairs,  # type: ignore[arg-type]  # a list is as good as a Dataset
-            self.batch_size,
-            shuffle=training,
-            drop_last=training,
-            collate_fn=padded,
-            num_workers=self.num_workers,
-        )
+        splits = self._encoded(train), self._encoded(self._read("val"))
+        self.train_set, self.val_set = splits  # type: ignore[assignment]  # a list is as good as a Dataset
 
     def _encoded(self, pairs: list[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
         source, target = self.vocabularies
@@ -151,12 +135,6 @@ class TranslationData(L.LightningDataModule):
         if not (self.root / name).is_file():
             raise TrainingDataError(f"data.root={str(self.root)!r} has neither {name} nor {name}.gz")
         return (self.root / name).read_text(encoding="utf-8").splitlines()
-
-
-def padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """A batch: sources `[B, S]` and targets `[B, T]`, each padded with 0 to the longest."""
-    source, target = zip(*pairs, strict=True)
-    return pad_sequence(list(source), batch_first=True), pad_sequence(list(target), batch_first=True)
 
 
 class TranslationTransformer(nn.Module):
