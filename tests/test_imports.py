@@ -55,6 +55,7 @@ ADAPTERS = {
     "freezing.callback",
     "freezing.display",
     "freezing.strategies",
+    "demos.schedules",
     "demos.classifier",
     "demos.data",
     "demos.segmentation",

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import lightning as L
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -12,13 +11,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_egeria.demos.schedules import with_scheduler
+from lightning_egeria.demos.schedules import ScheduledModule
 from lightning_egeria.errors import ArgumentError
 
 HEADS = ("linear.", "fc.", "classifier.", "head.")  # as the demos, torchvision and timm call them
 
 
-class ImageClassifier(L.LightningModule):
+class ImageClassifier(ScheduledModule):
     """Train `net` with cross entropy on batches `(images [B, C, H, W], labels [B])`.
 
     Logs `train/loss`, `val/loss`, `val/acc`, and `test/acc` when the Trainer tests.
@@ -26,11 +25,7 @@ class ImageClassifier(L.LightningModule):
     Args:
         net: maps images `[B, C, H, W]` to logits `[B, num_classes]`.
         num_classes: number of classes.
-        optimizer: called with the parameters, as `functools.partial(torch.optim.SGD, lr=0.1)`.
-        scheduler: called with the optimizer. None keeps the learning rate.
-        scheduler_interval: whether the scheduler steps after each optimizer `"step"` or each `"epoch"`.
-        scheduler_length_name: the name under which the scheduler takes the length of the training, counted in
-            `scheduler_interval` (`"total_steps"` of OneCycleLR, `"T_max"` of CosineAnnealingLR). None: it takes none.
+        optimizer, scheduler, scheduler_interval, scheduler_length_name: as of `ScheduledModule`.
         weights: file to begin with, as for `load_weights`.
     """
 
@@ -44,14 +39,10 @@ class ImageClassifier(L.LightningModule):
         scheduler_length_name: str | None = None,
         weights: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, scheduler, scheduler_interval, scheduler_length_name)
         self.net = net
         if weights is not None:
             load_weights(net, weights)
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.scheduler_interval = scheduler_interval
-        self.scheduler_length_name = scheduler_length_name
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
@@ -80,13 +71,6 @@ class ImageClassifier(L.LightningModule):
         images, labels = batch
         self.test_accuracy(self(images), labels)
         self.log("test/acc", self.test_accuracy)
-
-    def configure_optimizers(self) -> Any:
-        """Build the optimizer and, where there is one, the scheduler."""
-        optimizer = self.optimizer(self.parameters())
-        return with_scheduler(
-            self.trainer, optimizer, self.scheduler, self.scheduler_interval, self.scheduler_length_name
-        )
 
 
 def load_weights(net: nn.Module, path: str, left_out: Sequence[str] = HEADS) -> None:

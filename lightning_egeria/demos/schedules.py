@@ -1,8 +1,10 @@
-"""Learning-rate schedules that are told the length of the run."""
+"""Learning-rate schedules that are told the length of the run, and modules that are given one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import lightning as L
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 
@@ -41,23 +43,39 @@ def step_decay(
     return MultiStepLR(optimizer, [round(share * total_steps) for share in milestones], gamma)
 
 
-def with_scheduler(
-    trainer: Any, optimizer: Optimizer, scheduler: Callable[..., LRScheduler] | None, interval: str, length: str | None
-) -> Any:
-    """What `configure_optimizers` of a LightningModule returns.
+class ScheduledModule(L.LightningModule):
+    """A LightningModule that is given its optimizer and its scheduler.
 
     Args:
-        trainer: knows how long the run will be.
-        optimizer: whose learning rate is scheduled.
+        optimizer: called with the parameters, as `functools.partial(torch.optim.SGD, lr=0.1)`.
         scheduler: called with the optimizer. None keeps the learning rate.
-        interval: whether the scheduler steps after each optimizer `"step"` or each `"epoch"`.
-        length: the name under which the scheduler takes the length of the run, counted in `interval`; None: it takes
-            none.
+        scheduler_interval: whether the scheduler steps after each optimizer `"step"` or each `"epoch"`.
+        scheduler_length_name: the name under which the scheduler takes the length of the training, counted in
+            `scheduler_interval` (`"total_steps"` of OneCycleLR, `"T_max"` of CosineAnnealingLR). None: it takes none.
     """
-    if scheduler is None:
-        return optimizer
-    arguments = {}
-    if length is not None:
-        arguments[length] = trainer.estimated_stepping_batches if interval == "step" else trainer.max_epochs
-    scheduled = {"scheduler": scheduler(optimizer, **arguments), "interval": interval}
-    return {"optimizer": optimizer, "lr_scheduler": scheduled}
+
+    def __init__(
+        self,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None,
+        scheduler_interval: str,
+        scheduler_length_name: str | None,
+    ) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
+        self.scheduler_length_name = scheduler_length_name
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizer and, where there is one, the scheduler."""
+        optimizer = self.optimizer(self.parameters())
+        if self.scheduler is None:
+            return optimizer
+        arguments: dict[str, Any] = {}
+        if self.scheduler_length_name is not None:
+            per_step = self.scheduler_interval == "step"
+            length = self.trainer.estimated_stepping_batches if per_step else self.trainer.max_epochs
+            arguments[self.scheduler_length_name] = length
+        scheduler = self.scheduler(optimizer, **arguments)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.scheduler_interval}}

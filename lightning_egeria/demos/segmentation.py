@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from lightning_egeria.demos.data import IMAGENET_MEAN, IMAGENET_STD, InMemoryData
-from lightning_egeria.demos.schedules import with_scheduler
+from lightning_egeria.demos.schedules import ScheduledModule
 from lightning_egeria.errors import TrainingDataError
 
 CLASSES = 11
@@ -112,7 +111,7 @@ def _pixels(path: Path) -> Any:
         return np.array(image.convert("RGB"))
 
 
-class ImageSegmenter(L.LightningModule):
+class ImageSegmenter(ScheduledModule):
     """Train `net` with cross entropy on batches `(images [B, 3, H, W], labels [B, H, W])`.
 
     Logs `train/loss`, `val/loss` and `val/miou`, the mean intersection over union of the classes.
@@ -120,8 +119,7 @@ class ImageSegmenter(L.LightningModule):
     Args:
         net: maps images to a dictionary whose `"out"` are logits `[B, num_classes, H, W]`, as torchvision's do.
         num_classes: number of classes; one label more, for pixels that do not count.
-        optimizer: called with the parameters.
-        scheduler, scheduler_interval, scheduler_length_name: as of `ImageClassifier`.
+        optimizer, scheduler, scheduler_interval, scheduler_length_name: as of `ScheduledModule`.
     """
 
     def __init__(
@@ -133,10 +131,8 @@ class ImageSegmenter(L.LightningModule):
         scheduler_interval: str = "step",
         scheduler_length_name: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer, scheduler, scheduler_interval, scheduler_length_name)
         self.net = net
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.scheduler_interval, self.scheduler_length_name = scheduler_interval, scheduler_length_name
         self.void = num_classes
         self.val_miou = MulticlassJaccardIndex(num_classes + 1, ignore_index=num_classes)
 
@@ -159,10 +155,3 @@ class ImageSegmenter(L.LightningModule):
         self.val_miou(logits.argmax(1), masks)
         self.log("val/loss", F.cross_entropy(logits, masks, ignore_index=self.void), prog_bar=True, sync_dist=True)
         self.log("val/miou", self.val_miou, prog_bar=True)
-
-    def configure_optimizers(self) -> Any:
-        """Build the optimizer and, where there is one, the scheduler."""
-        optimizer = self.optimizer(self.parameters())
-        return with_scheduler(
-            self.trainer, optimizer, self.scheduler, self.scheduler_interval, self.scheduler_length_name
-        )

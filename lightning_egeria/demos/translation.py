@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.text import SacreBLEUScore
 
 from lightning_egeria.demos.data import InMemoryData
-from lightning_egeria.demos.schedules import with_scheduler
+from lightning_egeria.demos.schedules import ScheduledModule
 from lightning_egeria.errors import TrainingDataError
 
 PAD, BEGIN, END, UNKNOWN = range(4)
@@ -197,15 +196,14 @@ class TranslationTransformer(nn.Module):
         return logits
 
 
-class Translator(L.LightningModule):
+class Translator(ScheduledModule):
     """Train a `TranslationTransformer` with cross entropy; logs `train/loss`, `val/loss` and `val/bleu`.
 
     BLEU is SacreBLEU's of greedy translations, in small letters. The words are those of the Trainer's data module.
 
     Args:
         net: with numbers enough for the words of both languages.
-        optimizer: called with the parameters.
-        scheduler, scheduler_interval, scheduler_length_name: as of `ImageClassifier`.
+        optimizer, scheduler, scheduler_interval, scheduler_length_name: as of `ScheduledModule`.
         label_smoothing: of the cross entropy.
         longest: words of a translation at most.
     """
@@ -220,9 +218,8 @@ class Translator(L.LightningModule):
         label_smoothing: float = 0.1,
         longest: int = 40,
     ) -> None:
-        super().__init__()
-        self.net, self.optimizer, self.scheduler = net, optimizer, scheduler
-        self.scheduler_interval, self.scheduler_length_name = scheduler_interval, scheduler_length_name
+        super().__init__(optimizer, scheduler, scheduler_interval, scheduler_length_name)
+        self.net = net
         self.label_smoothing, self.longest = label_smoothing, longest
         self.val_bleu = SacreBLEUScore(lowercase=True)
 
@@ -253,13 +250,6 @@ class Translator(L.LightningModule):
             if (target == END).any(1).all():
                 break
         return target[:, 1:]
-
-    def configure_optimizers(self) -> Any:
-        """Build the optimizer and, where there is one, the scheduler."""
-        optimizer = self.optimizer(self.parameters())
-        return with_scheduler(
-            self.trainer, optimizer, self.scheduler, self.scheduler_interval, self.scheduler_length_name
-        )
 
     def _loss(self, batch: tuple[Tensor, Tensor], smoothing: float) -> Tensor:
         source, target = batch
