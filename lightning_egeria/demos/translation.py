@@ -31,8 +31,8 @@ class Vocabulary:
     >>> vocabulary = Vocabulary(["a man and a dog", "a man"])
     >>> vocabulary.encode("a cat and a man")
     [1, 4, 3, 3, 4, 5, 2]
-    >>> vocabulary.decode([1, 4, 5, 2, 4])
-    'a man'
+    >>> vocabulary.decode([1, 4, 5, 99, 2, 4])
+    'a man <unknown>'
     """
 
     def __init__(self, sentences: Iterable[str], largest: int = 8000) -> None:
@@ -55,9 +55,10 @@ class Vocabulary:
         return [BEGIN, *(self._numbers.get(word, UNKNOWN) for word in self.split(sentence)), END]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The words up to the end, in one line."""
+        """The words up to the end, in one line; a number that no word has is an unknown one."""
         end = numbers.index(END) if END in numbers else len(numbers)
-        return " ".join(self.words[number] for number in numbers[:end] if number > END)
+        known = (number if number < len(self.words) else UNKNOWN for number in numbers[:end])
+        return " ".join(self.words[number] for number in known if number > END)
 
 
 def padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

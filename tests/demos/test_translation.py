@@ -68,9 +68,9 @@ def test_a_word_sees_those_before_it_only_and_padding_is_not_seen():
     torch.testing.assert_close(net(longer, target), logits, rtol=1e-4, atol=1e-5)
 
 
-def fit(root, epochs, *callbacks):
+def fit(root, epochs, *callbacks, words=20):
     torch.manual_seed(0)
-    net = TranslationTransformer(20, 20, width=32, layers=2, heads=2, dropout=0.0)
+    net = TranslationTransformer(20, words, width=32, layers=2, heads=2, dropout=0.0)
     model = Translator(net, partial(torch.optim.AdamW, lr=3e-3), longest=10)
     trainer = L.Trainer(
         max_epochs=epochs,
@@ -85,6 +85,11 @@ def fit(root, epochs, *callbacks):
     )
     trainer.fit(model, datamodule=TranslationData(str(root), batch_size=8))
     return trainer.callback_metrics
+
+
+def test_a_network_may_say_words_that_the_language_has_not(root):
+    metrics = fit(root, 1, words=500)
+    assert 0 <= float(metrics["val/bleu"]) < 0.5
 
 
 def test_learns_three_sentences_by_heart(root):
