@@ -45,6 +45,7 @@ WORKLOADS = {
     "cifar10_resnet20": Workload("val/acc", 23, ALL, ("data.root={data}/cifar10",), views=4),
     "cifar10_resnet56": Workload("val/acc", 23, SHORT, ("data.root={data}/cifar10",), views=4),
     "cifar10_mobilenetv2": Workload("val/acc", 22, SHORT, ("data.root={data}/cifar10",), views=4),
+    "imagenette_resnet50": Workload("val/acc", 28, SHORT, ("data.root={data}/imagenette",), views=4),
     "camvid_deeplabv3": Workload("val/miou", 21, SHORT, ("data.root={data}/camvid",), views=2),
     "multi30k_transformer": Workload("val/bleu", 43, SHORT, ("data.root={data}/multi30k",), views=0),
     "finetune_imagenette_resnet20": Workload(
