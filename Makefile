@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PACKAGE_FILES := setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-oldest check bench bench-all figures docs notebooks clean
+.PHONY: help train test test-slow test-faults test-soak test-oldest check bench bench-all figures docs notebooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,12 @@ test: $(VENV)/installed-dev ## run the tests
 
 test-slow: $(VENV)/installed-dev ## run the tests that take longer
 	$(BIN)/python -m pytest -m slow
+
+test-faults: $(VENV)/installed-dev ## put every fault into a training job, over and over, and tabulate what held
+	PYTHONPATH=tests $(BIN)/python -m faults.campaign --write $(ARGS)
+
+test-soak: $(VENV)/installed-dev ## freeze and unfreeze for two hours and see that nothing grows (ARGS="--minutes 10")
+	PYTHONPATH=tests $(BIN)/python -m faults.soak $(ARGS)
 
 test-oldest: ## run the tests with the oldest supported versions (its own environment)
 	$(MAKE) test VENV=.venv-oldest PIP_CONSTRAINT=$(CURDIR)/constraints/oldest.txt

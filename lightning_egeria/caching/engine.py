@@ -95,6 +95,7 @@ class PrefixCache:
     ) -> None:
         self.stats = CacheStats()
         self.messages: list[tuple[int, str]] = []
+        self._warned: set[str] = set()
         self._dataset = dataset
         self._directory = directory
         self._limits = limits
@@ -398,7 +399,7 @@ class PrefixCache:
         try:
             store, room = self._directory.open(manifest, size, self._limits.max_bytes, self._limits.min_free_bytes)
         except StoreError as error:
-            self._stop(str(error))
+            self._stop(str(error), cause="the store")
             return
         for level in self._levels:  # the new one gets all the memory
             level.release_memory()
@@ -481,7 +482,7 @@ class PrefixCache:
         if self._changes >= CHANGES_TO_STOP or self._prefix is None:
             self._stop(f"{reason}, for the {self._changes}. time")
         else:
-            self._warn(f"{reason}; all that was cached of them is dropped")
+            self._warn(f"{reason}; all that was cached of them is dropped", reason)
             self._begin_cut(self._prefix, cut.depth)
 
     def _fingerprint(self, cut: _Cut, form: RowForm, with_fields: bool) -> str:
@@ -520,13 +521,13 @@ class PrefixCache:
         if pays:
             self._say(f"it pays: {numbers}, depth {cut.depth}")
         else:
-            self._stop(f"it does not pay: {numbers}, depth {cut.depth}")
+            self._stop(f"it does not pay: {numbers}, depth {cut.depth}", cause="it does not pay")
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, cause: str | None = None) -> None:
         self._drop_levels()
         self._cut = None
         self.stats.off = reason
-        self._warn(f"the cache of the frozen layers is off: {reason}. Training goes on without it")
+        self._warn(f"the cache of the frozen layers is off: {reason}. Training goes on without it", cause or reason)
 
     def _drop_levels(self) -> None:
         if not self._levels:
@@ -551,8 +552,10 @@ class PrefixCache:
     def _say(self, text: str) -> None:
         self.messages.append((logging.INFO, text))
 
-    def _warn(self, text: str) -> None:
-        self.messages.append((logging.WARNING, text))
+    def _warn(self, text: str, cause: str) -> None:
+        """Each freeze begins anew, and what was in the way before may be so again: that is no news."""
+        self.messages.append((logging.INFO if cause in self._warned else logging.WARNING, text))
+        self._warned.add(cause)
 
 
 def _narrowed(flags: np.ndarray[Any, np.dtype[np.bool_]], kept: np.ndarray[Any, np.dtype[np.bool_]]) -> Any:

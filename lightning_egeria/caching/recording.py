@@ -31,13 +31,13 @@ class Recording:
     Args:
         limits: of room.
         stats: where written entries are counted.
-        warn: tells the user.
+        warn: tells the user; called with a text and what it is about.
 
     Attributes:
         active: whether anything is still written.
     """
 
-    def __init__(self, limits: Limits, stats: CacheStats, warn: Callable[[str], None]) -> None:
+    def __init__(self, limits: Limits, stats: CacheStats, warn: Callable[[str, str], None]) -> None:
         self.active = True
         self._limits = limits
         self._stats = stats
@@ -59,7 +59,7 @@ class Recording:
         """
         level = levels[-1]
         if self._error is not None:
-            self._end(self._error, level)
+            self._end("the disk", self._error, level)
         activation, fields, lengths = step.computed, step.loaded.fields, step.loaded.lengths
         if not self.active or activation is None or (with_fields and fields is None):
             return
@@ -106,20 +106,22 @@ class Recording:
         except OSError:
             free = 0
         if not level.store.exists:
-            self._end(f"{level.store.folder} is gone", level)
+            self._end("the folder", f"{level.store.folder} is gone", level)
         elif bytes_on_disk(levels) + size > limits.max_bytes:
-            self._end(f"max_bytes={limits.max_bytes} is reached", level)
+            self._end("max_bytes", f"max_bytes={limits.max_bytes} is reached", level)
         elif free - size < limits.min_free_bytes:
-            self._end(f"less than min_free_bytes={limits.min_free_bytes} would be left on the disk", level)
+            reason = f"less than min_free_bytes={limits.min_free_bytes} would be left on the disk"
+            self._end("min_free_bytes", reason, level)
         return self.active
 
-    def _end(self, reason: str, level: Level) -> None:
+    def _end(self, cause: str, reason: str, level: Level) -> None:
         if self.active:
             self.active = False
             count = int(np.count_nonzero(level.store.index))
             self._warn(
                 f"no more outputs of frozen layers are written: {reason}. {count} of {len(level.store.index)} entries "
-                "are there and stay in use; all other samples run the frozen layers"
+                "are there and stay in use; all other samples run the frozen layers",
+                cause,
             )
 
 

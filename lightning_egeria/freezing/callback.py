@@ -18,7 +18,6 @@ from lightning_egeria.bars import BarEntry
 from lightning_egeria.errors import (
     ArgumentError,
     CheckpointError,
-    TrainingDataError,
     UnsupportedError,
 )
 from lightning_egeria.freezing.display import log_metrics, tell_event, tell_messages
@@ -190,7 +189,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._ranks = Ranks(trainer.strategy.root_device)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start anew; see that there is something to train on."""
+        """Start anew."""
         self._close()
         self._chain = self._engine = None
         self._front_group = (0, 0)
@@ -201,9 +200,12 @@ class KnowledgeGuidedFreezing(pl.Callback):
             return
         steps = trainer.estimated_stepping_batches  # has the data loaders made
         if trainer.num_training_batches == 0 or trainer.limit_train_batches == 0:
-            raise TrainingDataError(
-                "there are no training batches: the train dataloader is empty, or limit_train_batches leaves none of it"
+            self._active = False
+            rank_zero_warn(
+                "freezing: there are no training batches: the train dataloader is empty, or limit_train_batches leaves "
+                "none of it"
             )
+            return
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise UnsupportedError(
                 "LBFGS goes on moving frozen weights, along the directions that it remembers; use an optimizer that "

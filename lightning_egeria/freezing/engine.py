@@ -144,6 +144,7 @@ class FreezingEngine:
         self._compared_samples: int | None = None
         self._failures = 0
         self._late_in_a_row = 0
+        self._nothing_in_a_row, self._told_of_nothing = 0, False
         self._capture: StepCapture | None = None
         # One entry per evaluation step; None where there was nothing to evaluate.
         self._pending: collections.deque[StepCapture | None] = collections.deque()
@@ -442,17 +443,31 @@ class FreezingEngine:
     def _comparable(self, answer: Comparison) -> tuple[float, ...] | None:
         """The plasticity, unless it says nothing.
 
-        Where batches differ in size, so does the noise of what is measured on them. One sample is always as similar to
-        itself as before: its plasticity of zero would look like convergence.
+        Where batches differ in size, so does the noise of what is measured on them.
         """
         if self._compared_samples is None:
             self._compared_samples = answer.samples
-        measured = all(math.isfinite(value) for value in answer.plasticity[self.prefix.depth :])
-        if answer.samples != self._compared_samples or answer.samples == 1 or not measured:
+        active = range(self.prefix.depth, len(answer.plasticity))
+        unmeasured = next((index for index in active if not math.isfinite(answer.plasticity[index])), None)
+        if unmeasured is not None:
+            self._said_nothing(unmeasured, answer.samples)
+        if answer.samples != self._compared_samples or unmeasured is not None:
             self.counts.dropped += 1
             return None
         self.counts.done += 1
+        self._nothing_in_a_row = 0
         return answer.plasticity
+
+    def _said_nothing(self, index: int, samples: int) -> None:
+        self._nothing_in_a_row += 1
+        if self._nothing_in_a_row == FAILURES_TO_STOP and not self._told_of_nothing:
+            self._told_of_nothing = True
+            name = self.prefix.chain.layer_modules[index].name
+            reason = f"what {name!r} gives is not finite, or the same for every sample"
+            if samples == 1:
+                reason = "a batch of one sample has none that it could be like"
+            text = f"{FAILURES_TO_STOP} evaluations in a row said nothing: {reason}; while that is so, nothing freezes"
+            self.messages.append((logging.WARNING, text))
 
     def _take_costs(self, capture: StepCapture) -> None:
         if not capture.timer.timed:

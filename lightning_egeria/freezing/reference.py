@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_egeria.calls import NetworkCall, crop_calls
 from lightning_egeria.compilation import eager
 from lightning_egeria.freezing.precision import Lower, SnapshotNetwork
-from lightning_egeria.freezing.similarity import gram_distance
+from lightning_egeria.freezing.similarity import gram_distance, tells_apart
 from lightning_egeria.layers import LayerChain
 
 Precision = Literal["auto", "int8", "bf16", "float32"]
@@ -206,9 +206,15 @@ def _lower_of(precision: Precision) -> Lower:
 
 
 def distances(first: list[Tensor | None], second: list[Tensor | None]) -> tuple[float, ...]:
-    """SP loss between the Gram matrices of each boundary; NaN where one is missing or the sizes differ."""
+    """SP loss between the Gram matrices of each boundary; NaN where there is nothing to compare.
+
+    That is where one is missing, the sizes differ, or both are the same for every sample: a loss of zero between two
+    that cannot tell samples apart, or have but one, would look like convergence.
+    """
     return tuple(
-        math.nan if a is None or b is None or a.shape != b.shape else float(gram_distance(a, b))
+        math.nan
+        if a is None or b is None or a.shape != b.shape or not (tells_apart(a) or tells_apart(b))
+        else float(gram_distance(a, b))
         for a, b in zip(first, second, strict=True)
     )
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+ROUNDING = 1e-6  # of the entries of a Gram matrix, which are at most 1, in float32
+
 
 def gram_matrix(activation: Tensor) -> Tensor:
     """Similarity of each sample of a batch to each other: ``A A^T`` with rows of unit length.
@@ -43,6 +45,20 @@ def gram_matrix(activation: Tensor) -> Tensor:
         rows = (rows / largest.clamp_min(torch.finfo(rows.dtype).tiny)).float()
         # Of a sample far quieter than the loudest, a row may be shorter than the default eps.
         return F.normalize(rows @ rows.T, p=2.0, dim=1, eps=torch.finfo(torch.float32).tiny)
+
+
+def tells_apart(gram: Tensor) -> bool:
+    """Whether an activation is another for one sample than for the next, beyond rounding.
+
+    Args:
+        gram: shape ``[B, B]``, as `gram_matrix` gives it.
+
+    >>> tells_apart(gram_matrix(torch.tensor([[3.0, 0.0], [0.0, 4.0]])))
+    True
+    >>> tells_apart(gram_matrix(torch.tensor([[3.0, 4.0], [3.0, 4.0]])))
+    False
+    """
+    return bool((gram.amax(0) - gram.amin(0)).max() > ROUNDING)
 
 
 def gram_distance(first: Tensor, second: Tensor) -> Tensor:

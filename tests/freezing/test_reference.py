@@ -119,6 +119,20 @@ def test_a_new_snapshot_takes_over_weights_and_buffers(net, inputs):
     assert after != before
 
 
+def test_what_is_the_same_for_every_sample_is_not_measured(net, inputs):
+    """The first layer module has died; those behind it have nothing to tell apart."""
+    with torch.no_grad():
+        net.first[1].weight.zero_()
+    found = ReferenceModel(chain_of(net, inputs), 10, "float32")(evaluation(copy.deepcopy(net), inputs), snapshot(net))
+    assert all(math.isnan(value) for value in found.plasticity)
+
+
+def test_one_sample_is_not_measured(net, inputs):
+    moved = moved_away(net)
+    found = ReferenceModel(chain_of(net, inputs), 10, "float32")(evaluation(moved, inputs[:1]), snapshot(net))
+    assert all(math.isnan(value) for value in found.plasticity)
+
+
 def test_the_model_and_the_random_state_stay_as_they_were(net, inputs):
     chain = chain_of(net, inputs)
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()

@@ -1,0 +1,129 @@
+"""Numbers that say nothing: not finite, all the same, of one sample, of none."""
+
+import random
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from faults.held import check, fault
+from faults.job import EPOCHS, EVERY, SAMPLES, STEPS, At, Job, Net, images
+from faults.processes import run
+from faults.trainer import clean
+from lightning_egeria import FreezingPolicy
+
+BAD = (float("nan"), float("inf"), -float("inf"))
+
+
+def hasty() -> FreezingPolicy:
+    """Freezes all it can at the first evaluation with any number in it."""
+    return FreezingPolicy(tolerance=1e9, patience=1)
+
+
+class LossFrom:
+    """The loss is a number of no use from a step on."""
+
+    def __init__(self, step: int, value: float) -> None:
+        self.step, self.value = step, value
+
+    def __call__(self, step: int, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.value if step >= self.step else loss
+
+
+def _ended_well(job: Job) -> dict[str, object]:
+    ended = run(job)
+    clean(ended)
+    check(ended.result is not None and ended.result["ended"] == "well", f"training ended: {ended.log[-2000:]}")
+    assert ended.result is not None  # for the type checker
+    return ended.result
+
+
+@fault("numbers", "the loss is NaN or infinite from some step on", "no crash; nothing freezes from then on")
+def loss_not_finite(chance: random.Random, folder: Path) -> None:
+    step = chance.randrange(1, 8)  # steps done when it begins: what the weights are after the step that follows
+    job = Job(folder, policy=Waits(8), at_step=LossFrom(step, chance.choice(BAD)), workers=0)
+    result = _ended_well(job)
+    check(result["events"] == [], f"it froze at {result['events']}, after step {step}")
+    check(result["steps"] == STEPS, "steps are missing")
+
+
+class Waits(FreezingPolicy):
+    """Freezes all it can at the first evaluation with any number in it, after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(tolerance=1e9, patience=1)
+        self.steps = steps
+
+    def observe(self, step, plasticity, learning_rate, loss):  # type: ignore[no-untyped-def]
+        return super().observe(step, plasticity if step > self.steps + EVERY else None, learning_rate, loss)
+
+
+class NotFinite(nn.Module):
+    """Gives numbers of no use for some of the samples."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.arange(len(x)).view(-1, 1, 1, 1) == 0, self.value, x)
+
+
+@fault("numbers", "activations of one sample are NaN or infinite", "no crash; nothing freezes")
+def activations_not_finite(chance: random.Random, folder: Path) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    net.get_submodule(chance.choice(("stem", "a"))).append(NotFinite(chance.choice(BAD)))  # type: ignore[operator]
+    result = _ended_well(Job(folder, policy=hasty(), net=net))
+    check(result["events"] == [], f"it froze at {result['events']}")
+
+
+class Constant(nn.Module):
+    """Forgets which sample it was given."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0 + self.value
+
+
+@fault("numbers", "activations are the same for all samples", "no crash; nothing freezes, and it is told why")
+def activations_constant(chance: random.Random, folder: Path) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    net.stem.append(Constant(chance.choice((0.0, 1.0, 1e-30))))
+    result = _ended_well(Job(folder, policy=hasty(), net=net))
+    check(result["events"] == [], f"it froze at {result['events']}")
+    told = [line for line in result["told"] if "the same for every sample" in line]  # type: ignore[attr-defined]
+    check(len(told) == 1, f"told {result['told']}")
+
+
+@fault("numbers", "batches of one sample", "no crash; nothing freezes, which is told")
+def batches_of_one(chance: random.Random, folder: Path) -> None:
+    job = Job(folder, policy=hasty(), batch_size=1, epochs=2)
+    result = _ended_well(job)
+    check(result["events"] == [], f"it froze at {result['events']}")
+    check(result["steps"] == 2 * SAMPLES, "steps are missing")
+    told = [line for line in result["told"] if "a batch of one sample" in line]  # type: ignore[attr-defined]
+    check(len(told) == 1, f"told {result['told']}")
+
+
+@fault("numbers", "a smaller last batch, down to one sample", "no crash; as without a cache")
+def smaller_last_batch(chance: random.Random, folder: Path) -> None:
+    size = chance.randint(6, 13)
+    found = _ended_well(Job(folder / "cached", batch_size=size))
+    expected = _ended_well(Job(folder / "uncached", batch_size=size, cached=False))
+    check(found["parameters"] == expected["parameters"], "the cache changes the parameters")
+    check(found["events"] == expected["events"], "the cache changes the freezes")
+    check(found["steps"] == EPOCHS * -(-SAMPLES // size), "steps are missing")
+
+
+@fault("numbers", "an empty data set", "what Lightning does without the callback: no step, no crash")
+def empty_epoch(chance: random.Random, folder: Path) -> None:
+    nothing = TensorDataset(*(tensor[:0] for tensor in images().tensors))
+    job = Job(folder, dataset=nothing, cached=chance.random() < 0.5, callbacks=[At(print)])
+    result = _ended_well(job)
+    check(result["steps"] == 0, "there were steps")

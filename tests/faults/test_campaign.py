@@ -1,0 +1,45 @@
+"""Each fault once; `make test-faults` injects each many times."""
+
+import random
+
+import pytest
+
+import faults.campaign as campaign
+from faults.held import FAULTS, CannotError
+
+# A worker takes some seconds to start, a rank that is stopped as many until the other gives up.
+LONG = {"reference worker", "one of two ranks"}
+
+
+def marks_of(fault):
+    return [pytest.mark.slow] if fault.where in LONG or "worker" in fault.what else []
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, id=f.name, marks=marks_of(f)) for f in FAULTS])
+def test_fault(fault, tmp_path):
+    try:
+        fault.inject(random.Random(f"{fault.name} 0"), tmp_path)
+    except CannotError as reason:
+        pytest.skip(str(reason))
+
+
+def test_what_does_not_hold_is_counted_and_its_folder_kept(tmp_path, monkeypatch):
+    def fails(chance, folder):
+        campaign.check(False, "it is not")
+
+    fault = campaign.Fault("nowhere", "nothing", "be something", fails)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    count, failure = campaign.inject(fault, 7)
+    assert count == 1
+    assert "seed 7" in failure
+    assert "it is not" in failure
+    (kept,) = tmp_path.iterdir()
+    assert kept.name.startswith("fails-7-")
+    assert "| nowhere | nothing | be something | 1 | 1 |" in campaign.table([(fault, 1, 1)])
+
+
+def test_the_published_table_has_every_fault_and_none_that_did_not_hold():
+    rows = [line.split(" | ") for line in campaign.TABLE.read_text().splitlines() if line.startswith("| ")][2:]
+    assert [(row[0].removeprefix("| "), row[1]) for row in rows] == [(fault.where, fault.what) for fault in FAULTS]
+    assert all(int(row[3]) > 0 for row in rows)
+    assert all(row[4].removesuffix(" |") == "0" for row in rows)
