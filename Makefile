@@ -1,6 +1,8 @@
 # The two that a newcomer needs: `make train`, `make test`. Nothing but make and Python 3.11 or newer is expected.
 PYTHON ?= python3
 VENV ?= .venv
+# For make test-versions.
+PYTHONS ?= python3.11 python3.12 python3.13
 # Overrides for the training command: make train ARGS="model=resnet56 trainer.max_epochs=5"
 ARGS ?=
 # What make bench runs: a workload of the proof (benchmarks/proof/workloads.py), or the name of a script in benchmarks/.
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 PACKAGE_FILES := setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-faults test-soak test-oldest check bench bench-all figures docs notebooks clean
+.PHONY: help train test test-slow test-faults test-soak test-oldest test-versions check bench bench-all figures docs notebooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,6 +37,10 @@ test-soak: $(VENV)/installed-dev ## freeze and unfreeze for two hours and see th
 
 test-oldest: ## run the tests with the oldest supported versions (its own environment)
 	$(MAKE) test VENV=.venv-oldest PIP_CONSTRAINT=$(CURDIR)/constraints/oldest.txt
+
+test-versions: ## run the tests on each Python of PYTHONS, and with the oldest supported versions (environments of their own)
+	@for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=.venv-$$python || exit 1; done
+	$(MAKE) test-oldest
 
 check: $(VENV)/installed-dev ## lint, formatting, types
 	$(BIN)/ruff check .
@@ -63,7 +69,7 @@ notebooks: $(VENV)/installed-dev ## execute the notebooks
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_notebooks.py
 
 clean: ## remove the environments, builds and caches; keeps runs/
-	rm -rf .venv .venv-oldest build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp makes an install happen once, and again when the requirements change.

@@ -130,6 +130,8 @@ def quota(chance: random.Random, folder: Path) -> None:
     job = Job(folder, saves=False)
     ended = run(job, Limits(chance.randrange(20, 60) * 1024))
     same_as_uninterrupted(ended)
+    assert ended.result is not None  # for the type checker
+    once(ended.result["told"], "File too large")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Numbers that say nothing: not finite, all the same, of one sample, of none."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,13 +13,22 @@ from faults.job import EPOCHS, EVERY, SAMPLES, STEPS, At, Job, Net, images
 from faults.processes import run
 from faults.trainer import clean
 from lightning_egeria import FreezingPolicy
+from lightning_egeria.freezing.policy import Decision
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 
 
-def hasty() -> FreezingPolicy:
-    """Freezes all it can at the first evaluation with any number in it."""
-    return FreezingPolicy(tolerance=1e9, patience=1)
+class Hasty(FreezingPolicy):
+    """Freezes all it can at the first evaluation, after some steps, that has any number in it."""
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__(tolerance=1e9, patience=1)
+        self.after = after
+
+    def observe(
+        self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None
+    ) -> Decision | None:
+        return super().observe(step, plasticity if step > self.after else None, learning_rate, loss)
 
 
 class LossFrom:
@@ -41,22 +51,11 @@ def _ended_well(job: Job) -> dict[str, object]:
 
 @fault("numbers", "the loss is NaN or infinite from some step on", "no crash; nothing freezes from then on")
 def loss_not_finite(chance: random.Random, folder: Path) -> None:
-    step = chance.randrange(1, 8)  # steps done when it begins: what the weights are after the step that follows
-    job = Job(folder, policy=Waits(8), at_step=LossFrom(step, chance.choice(BAD)), workers=0)
+    step = chance.randrange(1, 8)  # an answer comes when the next evaluation is due
+    job = Job(folder, policy=Hasty(after=8 + EVERY), at_step=LossFrom(step, chance.choice(BAD)))
     result = _ended_well(job)
     check(result["events"] == [], f"it froze at {result['events']}, after step {step}")
     check(result["steps"] == STEPS, "steps are missing")
-
-
-class Waits(FreezingPolicy):
-    """Freezes all it can at the first evaluation with any number in it, after some steps."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(tolerance=1e9, patience=1)
-        self.steps = steps
-
-    def observe(self, step, plasticity, learning_rate, loss):  # type: ignore[no-untyped-def]
-        return super().observe(step, plasticity if step > self.steps + EVERY else None, learning_rate, loss)
 
 
 class NotFinite(nn.Module):
@@ -75,7 +74,7 @@ def activations_not_finite(chance: random.Random, folder: Path) -> None:
     torch.manual_seed(0)
     net = Net()
     net.get_submodule(chance.choice(("stem", "a"))).append(NotFinite(chance.choice(BAD)))  # type: ignore[operator]
-    result = _ended_well(Job(folder, policy=hasty(), net=net))
+    result = _ended_well(Job(folder, policy=Hasty(), net=net))
     check(result["events"] == [], f"it froze at {result['events']}")
 
 
@@ -95,7 +94,7 @@ def activations_constant(chance: random.Random, folder: Path) -> None:
     torch.manual_seed(0)
     net = Net()
     net.stem.append(Constant(chance.choice((0.0, 1.0, 1e-30))))
-    result = _ended_well(Job(folder, policy=hasty(), net=net))
+    result = _ended_well(Job(folder, policy=Hasty(), net=net))
     check(result["events"] == [], f"it froze at {result['events']}")
     told = [line for line in result["told"] if "the same for every sample" in line]  # type: ignore[attr-defined]
     check(len(told) == 1, f"told {result['told']}")
@@ -103,7 +102,7 @@ def activations_constant(chance: random.Random, folder: Path) -> None:
 
 @fault("numbers", "batches of one sample", "no crash; nothing freezes, which is told")
 def batches_of_one(chance: random.Random, folder: Path) -> None:
-    job = Job(folder, policy=hasty(), batch_size=1, epochs=2)
+    job = Job(folder, policy=Hasty(), batch_size=1, epochs=2)
     result = _ended_well(job)
     check(result["events"] == [], f"it froze at {result['events']}")
     check(result["steps"] == 2 * SAMPLES, "steps are missing")
