@@ -220,12 +220,14 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze again what the checkpoint had frozen, now that the optimizers are there."""
-        restored, self._restored = self._restored, None
         self.events = []
+        restored = self._restored
         if not self._active or restored is None or restored["chain"] is None:
+            self._restored = None
             return
         self._note_parameters(pl_module)
         self._engine = self._start_engine(trainer, pl_module, LayerChain.from_state(restored["chain"]), restored)
+        self._restored = None  # not before: a checkpoint that is written on an exception holds it
         if self.frozen_depth:
             self._prefix_changed(trainer)
 
@@ -343,8 +345,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Plain types only: the layer chain, the policy, and what has happened so far.
 
-        In a deterministic run also the weights of the reference, which is as much again as the model's own.
+        In a deterministic run also the weights of the reference, which is as much again as the model's own. A state
+        that was loaded stays what it is until training starts.
         """
+        if self._restored is not None:
+            return self._restored
         engine = self._engine
         return {
             "version": STATE_VERSION,
@@ -368,6 +373,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 f"lightning_egeria reads version {STATE_VERSION}"
             )
         self._restored = state_dict
+        self.events = [FreezingEvent(**event) for event in state_dict["events"]]
 
     def _start_over_if_more_learns(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A callback that releases a backbone after some epochs puts layers in front of those that were found."""

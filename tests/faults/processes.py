@@ -151,6 +151,7 @@ def after_a_while(chance: random.Random, longest_s: float, number: signal.Signal
 
 def _in_process(job: Job, begin: Callable[[], None] | None) -> None:
     os.setsid()  # whatever it starts belongs to its session
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored by what runs in the background
     log = os.open(job.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

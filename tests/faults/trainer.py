@@ -50,7 +50,7 @@ def same_as_uninterrupted(ended: Ended) -> None:
 def _told_to_end(number: signal.Signals, chance: random.Random, folder: Path) -> None:
     workers = int(chance.random() < 0.25)  # the others have the reference in the thread of the trainer
     job = Job(folder, workers=workers)
-    ended = run(job, AtLine(chance.randrange(lines()), SignalSelf(number)).begin)
+    ended = run(job, AtLine(chance.randrange(lines(workers) * 9 // 10), SignalSelf(number)).begin)
     clean(ended)
     check(ended.result is not None, f"it did not end in order: {ended.log[-2000:]}")
     same_as_uninterrupted(run(job))
@@ -80,7 +80,7 @@ def raised(chance: random.Random, folder: Path) -> None:
 @fault("trainer", "SIGKILL at any line, with a worker", "nothing left; started again, it ends as if uninterrupted")
 def killed_with_worker(chance: random.Random, folder: Path) -> None:
     job = Job(folder, workers=1)
-    ended = run(job, AtLine(chance.randrange(lines()), SignalSelf(signal.SIGKILL)).begin)
+    ended = run(job, AtLine(chance.randrange(lines(1) * 9 // 10), SignalSelf(signal.SIGKILL)).begin)
     clean(ended)
     check(ended.exit_status == -signal.SIGKILL, f"it was to be killed, and ended with {ended.exit_status}")
     same_as_uninterrupted(run(job))

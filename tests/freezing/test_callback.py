@@ -341,6 +341,23 @@ def test_the_state_is_plain_and_another_version_is_refused(tmp_path):
         fit(module(), other, epochs=1)
 
 
+def test_a_run_that_was_over_keeps_what_it_was_when_it_is_resumed(tmp_path):
+    """Nothing is trained, so nothing is frozen again; what is saved then is what was loaded."""
+
+    class Saves(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    first, again = freezing(ScriptedPolicy({2: 1})), freezing(ScriptedPolicy({2: 1}))
+    fit(module(), first, Saves())
+    trainer = fit(module(), again, ckpt_path=tmp_path / "last.ckpt")
+    assert again.events == first.events != []
+    assert again.frozen_depth == 1
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
+    states = [torch.load(tmp_path / name, weights_only=True)["callbacks"] for name in ("last.ckpt", "again.ckpt")]
+    assert states[0] == states[1]
+
+
 def test_a_checkpoint_of_another_network_is_refused():
     callback = freezing(ScriptedPolicy({2: 1}))
     fit(module(), callback, epochs=1)
@@ -431,6 +448,7 @@ class Empty(Dataset):
 
 
 @pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
 @pytest.mark.parametrize("how", [{"data": DataLoader(Empty())}, {"limit_train_batches": 0}])
 def test_no_training_batches(how):
     callback = freezing()
