@@ -45,7 +45,9 @@ ORDER = [
     [""],
     ["demos", "demos.images", "demos.mobilenet", "demos.resnet", "demos.schedules"],
     ["demos.classifier", "demos.data"],
-    ["demos.segmentation", "demos.translation"],
+    ["demos.segmentation", "demos.squad", "demos.translation"],
+    ["demos.question_answering"],
+    ["demos.masked_language"],
     ["configuration"],
     ["train"],
 ]
