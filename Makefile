@@ -30,7 +30,7 @@ test-slow: $(VENV)/installed-dev ## run the tests that take longer
 	$(BIN)/python -m pytest -m slow
 
 test-faults: $(VENV)/installed-dev ## put every fault into a training job, over and over, and tabulate what held
-	PYTHONPATH=tests $(BIN)/python -m faults.campaign --write $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m faults.campaign $(ARGS)
 
 test-soak: $(VENV)/installed-dev ## freeze and unfreeze for two hours and see that nothing grows (ARGS="--minutes 10")
 	PYTHONPATH=tests $(BIN)/python -m faults.soak $(ARGS)

@@ -148,7 +148,7 @@ def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
 @fault(
     "cache",
     "a full disk (a file system of 16 to 64 kB)",
-    "as without a cache; one warning of each way in which it shows",
+    "as without a cache; each way in which it shows is told once",
 )
 def disk_full(chance: random.Random, folder: Path) -> None:
     size = f"size={chance.randrange(16, 64)}k,mode=700"

@@ -6,7 +6,8 @@ Every injection is random and follows from its seed. The folder of one that did 
 """
 
 import argparse
-import collections
+import json
+import platform
 import random
 import shutil
 import sys
@@ -27,7 +28,8 @@ import faults.trainer
 import faults.worker  # noqa: F401
 from faults.held import FAULTS, CannotError, Fault
 
-TABLE = Path(__file__).parent / "outcome.md"
+OUTCOME = Path(__file__).parent / "outcome.json"
+TABLE = OUTCOME.with_suffix(".md")
 
 
 def inject(fault: Fault, seed: int) -> tuple[int, str | None]:
@@ -48,11 +50,13 @@ def inject(fault: Fault, seed: int) -> tuple[int, str | None]:
     return count if count is not None else 1, None
 
 
-def table(rows: list[tuple[Fault, int, int]]) -> str:
+def table(outcome: dict[str, list[int]]) -> str:
     """The outcome in Markdown."""
     lines = ["| | fault | must happen | injected | did not hold |", "| --- | --- | --- | --- | --- |"]
-    lines += [f"| {f.where} | {f.what} | {f.must} | {injected} | {failed} |" for f, injected, failed in rows]
-    about = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {sys.version.split()[0]}"
+    for fault in FAULTS:
+        injected, failed = outcome.get(fault.name, (0, 0))
+        lines.append(f"| {fault.where} | {fault.what} | {fault.must} | {injected} | {failed} |")
+    about = f"torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}"
     return "\n".join([*lines, "", f"`make test-faults`, {about}."]) + "\n"
 
 
@@ -60,25 +64,24 @@ def main() -> None:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--only", nargs="+", help="the others keep what they have in the table")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help=f"write the table to {TABLE.name}")
     options = parser.parse_args()
-    rows = []
+    outcome = json.loads(OUTCOME.read_text()) if options.only and OUTCOME.is_file() else {}
     for fault in FAULTS:
         if options.only and fault.name not in options.only:
             continue
-        began, outcomes = time.monotonic(), []
-        for seed in range(options.first_seed, options.first_seed + options.times):
-            outcomes.append(inject(fault, seed))
-        failures = [failure for _, failure in outcomes if failure is not None]
-        rows.append((fault, sum(count for count, _ in outcomes), len(failures)))
-        print(f"{time.monotonic() - began:6.0f} s  {fault.name}: {rows[-1][1]} injected, {len(failures)} did not hold")
-        for failure, times in collections.Counter(failures).most_common(5):
-            print(f"    {times} x {failure}", flush=True)
-    if options.write:
-        TABLE.write_text(table(rows))
-    sys.exit(any(failed for *_, failed in rows))
+        began = time.monotonic()
+        found = [inject(fault, seed) for seed in range(options.first_seed, options.first_seed + options.times)]
+        failures = [failure for _, failure in found if failure is not None]
+        outcome[fault.name] = [sum(count for count, _ in found), len(failures)]
+        seconds = time.monotonic() - began
+        print(f"{seconds:6.0f} s  {fault.name}: {outcome[fault.name][0]} injected, {len(failures)} did not hold")
+        for failure in failures[:5]:
+            print(f"    {failure}", flush=True)
+        OUTCOME.write_text(json.dumps(outcome, indent=1) + "\n")
+        TABLE.write_text(table(outcome))
+    sys.exit(any(failed for _, failed in outcome.values()))
 
 
 if __name__ == "__main__":

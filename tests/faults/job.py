@@ -243,6 +243,7 @@ class Job:
             "steps": trainer.global_step,
             "parameters": fingerprint(module),
             "finite": all(bool(value.isfinite().all()) for value in module.state_dict().values()),
+            "answers": getattr(getattr(freezing._engine, "policy", None), "answers", 0),
             "events": [[event.step, event.depth] for event in freezing.events],
             "told": [str(warning.message) for warning in told],
             "cache": vars(loader.stats) if self.cached else None,

@@ -185,4 +185,6 @@ def _left_by(pid: int, shared: set[str]) -> list[str]:
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    """Of the kinds that torch and Python make; other programs have theirs."""
+    folder = Path("/dev/shm")
+    return {path.name for kind in ("torch_*", "sem.*", "psm_*", "mp-*") for path in folder.glob(kind)}

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from faults.held import baseline, check, fault, once
-from faults.job import STEPS, At, Job, Net
+from faults.job import EVERY, STEPS, At, Job, Net
 from faults.processes import LIMIT_S, Ended, run
 from faults.trainer import clean, same_as_uninterrupted
 from lightning_egeria import KnowledgeGuidedFreezing
 
 FAILED = "reference model"
 WAIT_S = 20.0  # for an answer; a worker takes some seconds to start
+ANSWERS = (STEPS - EVERY) // EVERY - 3  # in a run without a fault, at least
+MOST_LOST = 4
 NO_MORE = "no more layer modules will freeze"
 
 
@@ -107,7 +109,7 @@ def _struck(act: ToWorker, chance: random.Random, folder: Path) -> None:
     result = trained_to_the_end(run(job))
     if waits:
         once(result["told"], FAILED)
-        check(result["events"][-1][1] == 2, f"freezing did not go on after it: {result['events']}")
+        check(result["answers"] >= ANSWERS - MOST_LOST, f"{result['answers']} answers of {ANSWERS}: it did not go on")
 
 
 @fault("reference worker", "SIGKILL", "training goes on; one warning; a new worker, and freezing goes on")
