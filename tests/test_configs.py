@@ -13,11 +13,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.data import Cifar10Data, DigitsData
 from lightning_egeria.demos.resnet import CifarResNet
-from lightning_egeria.demos.segmentation import ImageSegmenter
-from lightning_egeria.demos.translation import Translator
+from lightning_egeria.demos.schedules import ScheduledModule
 from lightning_egeria.train import CONFIG_DIR
 
 GROUPS = (
@@ -59,7 +57,7 @@ def test_instantiates(configure, group, option):
     logger = hydra.utils.instantiate(config.logger) if config.get("logger") else False
     trainer = hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=logger)
 
-    assert isinstance(model, ImageClassifier | ImageSegmenter | Translator)
+    assert isinstance(model, ScheduledModule)
     assert isinstance(model.net, nn.Module)
     assert isinstance(datamodule, L.LightningDataModule)
     assert isinstance(trainer, L.Trainer)

@@ -65,10 +65,7 @@ class CacheDirectory:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.path.stat()
         except OSError as error:
-            wanted = "made" if make else "read"
-            raise CacheError(
-                f"the cache directory {self.path} cannot be {wanted}: {error.strerror or error}"
-            ) from error
+            raise _unusable(self.path, "made" if make else "read", error) from error
         if not stat.S_ISDIR(status.st_mode):
             raise CacheError(f"the cache directory {self.path} is no directory")
         if status.st_uid != os.geteuid():
@@ -93,6 +90,13 @@ class CacheDirectory:
             if not remove_store(folder):
                 raise
             store = ActivationStore.create(folder, manifest)  # what was there was damaged
+        try:
+            return store, self._room(store, wanted, max_bytes, min_free_bytes)
+        except (OSError, CacheError) as error:
+            store.close()
+            raise StoreError(str(error)) from error
+
+    def _room(self, store: ActivationStore, wanted: int, max_bytes: int, min_free_bytes: int) -> int:
         with contextlib.suppress(OSError):
             os.utime(store.folder)
         others = sorted(self.summaries(), key=lambda summary: -summary.used_seconds_ago)
@@ -105,8 +109,7 @@ class CacheDirectory:
             if summary.folder != store.folder and remove_store(summary.folder):
                 taken -= summary.bytes_on_disk
         free = shutil.disk_usage(self.path).free - min_free_bytes + store.disk_bytes
-        room = min(free, max_bytes - taken)
-        return store, max(0, room)
+        return max(0, min(free, max_bytes - taken))
 
     def half_of_the_disk(self) -> int:
         """Bytes: half of what is free, or taken by the stores that are here."""
@@ -118,15 +121,22 @@ class CacheDirectory:
         return remove_store(folder)
 
     def summaries(self) -> list[StoreSummary]:
-        """All stores, and all folders that look like one."""
+        """All stores, and all folders that look like one.
+
+        Raises:
+            CacheError: the directory cannot be read.
+        """
+        try:
+            folders = sorted(self.path.iterdir())
+        except OSError as error:
+            raise _unusable(self.path, "read", error) from error
         found = []
-        for folder in sorted(self.path.iterdir()):
-            if (
-                folder.is_dir()
-                and not folder.is_symlink()
-                and any((folder / name).exists() for name in (MANIFEST, LOCK))
-            ):
-                found.append(self._summary(folder))
+        for folder in folders:
+            # Names of stores are hexadecimal; no other is read, nor written to a terminal.
+            if folder.name.isascii() and folder.name.isalnum() and not folder.is_symlink():
+                with contextlib.suppress(OSError):  # gone meanwhile, or nobody may look into it
+                    if folder.is_dir() and any((folder / name).exists() for name in (MANIFEST, LOCK)):
+                        found.append(self._summary(folder))
         return found
 
     def verify(self, folder: Path) -> tuple[int, int]:
@@ -137,7 +147,7 @@ class CacheDirectory:
         """
         store = ActivationStore(folder)
         try:
-            buffer = np.empty(store.manifest.activation_bytes, np.uint8)
+            buffer = store.buffer()
             present = np.flatnonzero(store.index)
             sound = sum(
                 store.read(int(number), buffer) is not None and store.read_fields(int(number)) is not None
@@ -163,6 +173,10 @@ class CacheDirectory:
         present = int(np.count_nonzero(store.index))
         store.close()
         return StoreSummary(folder, store.manifest, None, size, present, is_in_use(folder), time.time() - used)
+
+
+def _unusable(path: Path, wanted: str, error: OSError) -> CacheError:
+    return CacheError(f"the cache directory {path} cannot be {wanted}: {error.strerror or error}")
 
 
 def default_cache_dir() -> Path:

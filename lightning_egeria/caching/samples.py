@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_KINDS = _TENSOR, _ARRAY, _BYTES, _PLAIN, _STAND_IN = "tensor", "array", "bytes", "plain", "stand-in"
+_TENSOR, _ARRAY, _BYTES, _PLAIN, _STAND_IN = "tensor", "array", "bytes", "plain", "stand-in"
+MAX_NUMBERS = 2**20  # in a list that is left out: its stand-in takes memory
+_MAX_DIMENSIONS = 64  # of numpy
+_CACHED_HEAD_BYTES = 1024
+# Of tensors: what can be filled, compared and made of bytes. Quantised ones end the process when they are printed.
+_TORCH_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16"),
+        *("float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+        *("float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+    if hasattr(torch, name)
+}
+# Of arrays, as numpy writes them: byte order, kind, bytes or letters. Numpy itself reads whole expressions.
+_ARRAY_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,4}", re.ASCII)
 
 
 class StandIn(NamedTuple):
@@ -107,17 +123,19 @@ def encode(leaves: list[Any]) -> bytes:
 
     Raises:
         TypeError: a leaf is neither a tensor, an array, a number, a list of numbers, a text, bytes, None nor a
-            `StandIn`.
+            `StandIn`, or too large to be described.
     """
     described: list[list[Any]] = []
     blobs: list[bytes] = []
     for leaf in leaves:
         if isinstance(leaf, StandIn):
+            if not _is_left_out(leaf):
+                raise TypeError(f"a field of dtype {leaf.dtype!r} and shape {leaf.shape} cannot be left out")
             described.append([_STAND_IN, list(leaf.shape), leaf.dtype, leaf.kind])
-        elif type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized:
+        elif type(leaf) is Tensor and leaf.layout is torch.strided and leaf.dtype in _TORCH_DTYPES.values():
             blobs.append(bytes_of(leaf))
             described.append([_TENSOR, list(leaf.shape), str(leaf.dtype).removeprefix("torch.")])
-        elif isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "?biufcSU":
+        elif isinstance(leaf, (np.ndarray, np.generic)) and _ARRAY_DTYPE.fullmatch(leaf.dtype.str):
             blobs.append(leaf.tobytes())
             described.append([_ARRAY, list(leaf.shape), leaf.dtype.str, isinstance(leaf, np.generic)])
         elif type(leaf) is bytes:
@@ -127,7 +145,10 @@ def encode(leaves: list[Any]) -> bytes:
             described.append([_PLAIN, leaf])
         else:
             raise TypeError(f"a field of type {type(leaf).__name__} cannot be kept on disk")
-    head = json.dumps(described, separators=(",", ":")).encode()
+    try:
+        head = json.dumps(described, separators=(",", ":")).encode()
+    except ValueError as error:  # a number of thousands of digits
+        raise TypeError(f"a field cannot be kept on disk: {error}") from error
     return b"".join([len(head).to_bytes(4, "little"), head, *blobs])
 
 
@@ -138,8 +159,9 @@ def decode(data: bytes) -> list[Any]:
         ValueError: ``data`` is not what `encode` makes.
     """
     end = 4 + int.from_bytes(data[:4], "little")
+    head = data[4:end]
     leaves: list[Any] = []
-    for part in _parts_of(data[4:end]):
+    for part in _parts_of(head) if len(head) <= _CACHED_HEAD_BYTES else _parts_of.__wrapped__(head):
         raw = data[end : end + part.size]
         if len(raw) != part.size:
             raise ValueError("not the fields of a sample: it is shorter than it says")
@@ -147,11 +169,15 @@ def decode(data: bytes) -> list[Any]:
         if part.kind == _BYTES:
             leaves.append(raw)
         elif part.kind == _TENSOR:
+            if part.dtype is torch.bool and raw.strip(b"\0\1"):
+                raise ValueError("not the fields of a sample: neither true nor false")
             tensor = torch.frombuffer(bytearray(raw), dtype=part.dtype) if raw else torch.empty(0, dtype=part.dtype)
             leaves.append(tensor.reshape(part.shape))
         elif part.kind == _ARRAY:
             array = np.frombuffer(bytearray(raw), part.dtype).reshape(part.shape)
-            leaves.append(array[()] if part.value else array)
+            leaves.append(_checked(array)[()] if part.value else _checked(array))
+        elif isinstance(part.value, StandIn):  # of a list
+            leaves.append(part.value.leaf())
         else:
             leaves.append(list(part.value) if isinstance(part.value, list) else part.value)
     if end != len(data):
@@ -170,25 +196,66 @@ class _Part(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _parts_of(head: bytes) -> tuple[_Part, ...]:
     """What the head of an encoded sample describes. Most samples of a dataset have the same."""
-    parts = []
     try:
-        for kind, *rest in json.loads(head):
-            if kind == _PLAIN:
-                parts.append(_Part(kind, 0, value=rest[0]))
-            elif kind == _STAND_IN:
-                parts.append(_Part(kind, 0, value=StandIn(tuple(rest[0]), rest[1], rest[2]).leaf()))
-            elif kind == _BYTES:
-                parts.append(_Part(kind, int(rest[0])))
-            else:
-                shape = tuple(map(int, rest[0]))
-                dtype: Any = _torch_dtype(rest[1]) if kind == _TENSOR else np.dtype(rest[1])
-                scalar = kind != _TENSOR and bool(rest[2])
-                parts.append(_Part(kind, math.prod(shape) * dtype.itemsize, dtype, shape, scalar))
-    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, UnicodeDecodeError, OverflowError) as error:
+        parts = tuple(_part_of(*described) for described in json.loads(head))
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not the fields of a sample: {error}") from error
-    if any(part.size < 0 or part.kind not in _KINDS for part in parts):
-        raise ValueError("not the fields of a sample: it says what no sample can be")
-    return tuple(parts)
+    if sum(part.kind == _STAND_IN for part in parts) > 1:
+        raise ValueError("not the fields of a sample: more than one of them is left out")
+    return parts
+
+
+def _part_of(kind: str, first: Any, dtype: Any = "", last: Any = False) -> _Part:
+    """One leaf of an encoded sample.
+
+    Raises:
+        ValueError: there is no such leaf.
+    """
+    if kind == _PLAIN and (first is None or type(first) in (bool, int, float, str) or is_numbers(first)):
+        return _Part(kind, 0, value=first)
+    if kind == _BYTES and type(first) is int and first >= 0:
+        return _Part(kind, first)
+    if kind == _STAND_IN and _is_left_out(leaf := StandIn(_shape(first), dtype, last)):
+        return _Part(kind, 0, value=leaf if last == _PLAIN else leaf.leaf())
+    if kind == _TENSOR:
+        shape, known = _shape(first), _torch_dtype(dtype)
+        return _Part(kind, math.prod(shape) * known.itemsize, known, shape)
+    if kind == _ARRAY and _ARRAY_DTYPE.fullmatch(dtype) and type(last) is bool:
+        shape, array_dtype = _shape(first), np.dtype(dtype)
+        if not last or not shape:
+            return _Part(kind, math.prod(shape) * array_dtype.itemsize, array_dtype, shape, last)
+    raise ValueError("there is no such leaf")
+
+
+def _shape(described: Any) -> tuple[int, ...]:
+    shape = tuple(described)
+    # The product of all but the zeros is what torch and numpy count with.
+    fits = all(type(size) is int and size >= 0 for size in shape) and math.prod(size or 1 for size in shape) < 2**48
+    if not fits or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError("it has a shape that no sample can have")
+    return shape
+
+
+def _is_left_out(leaf: StandIn) -> bool:
+    """Whether it can be made without taking much memory."""
+    if leaf.kind == _PLAIN:
+        return leaf.dtype == "" and len(leaf.shape) == 1 and leaf.shape[0] <= MAX_NUMBERS
+    if leaf.kind == _ARRAY:
+        return bool(_ARRAY_DTYPE.fullmatch(leaf.dtype))
+    return leaf.kind == _TENSOR and leaf.dtype in _TORCH_DTYPES
+
+
+def _checked(array: np.ndarray) -> np.ndarray:
+    """The array, unless it has values that numpy never makes: reading one of them raises, or worse.
+
+    Raises:
+        ValueError: it has.
+    """
+    if array.dtype.kind == "b" and (array.view(np.uint8) > 1).any():
+        raise ValueError("not the fields of a sample: neither true nor false")
+    if array.dtype.kind == "U" and (array.reshape(-1).view(array.dtype.byteorder + "u4") > 0x10FFFF).any():
+        raise ValueError("not the fields of a sample: there is no such letter")
+    return array
 
 
 def copy_of(leaf: Any) -> Any:
@@ -220,9 +287,9 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"not the fields of a sample: there is no dtype {name!r}")
+    dtype: torch.dtype | None = _TORCH_DTYPES.get(str(name))
+    if dtype is None:
+        raise ValueError(f"there is no dtype {name!r:.40}")
     return dtype
 
 

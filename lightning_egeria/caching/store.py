@@ -4,6 +4,7 @@ A store is a folder of three files. ``manifest.json`` says what the entries are;
 at ``number * slot_bytes``: a header with the lengths and checksums, the other fields of the sample, the activation;
 ``index`` holds four bytes per entry, written last: a part of the header's checksum, or zero. An entry counts only where
 index, header and data agree, so one that is absent, torn, changed or of another store is a miss and never an error.
+What is read is not believed: no allocation is larger than the file that asks for it, and links are not followed.
 
 Slots that were not written take no room on a file system with sparse files. Several processes may read and write one
 store: whoever writes an entry writes the same bytes.
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
+import stat
 import struct
 import sys
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
 try:
@@ -30,14 +34,17 @@ try:
 except ImportError as error:  # Windows
     raise ImportError("the cache of the frozen prefix needs a POSIX system, such as Linux or macOS") from error
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, ENTRIES, INDEX, LOCK = "manifest.json", "entries", "index", "lock"
 MAX_DIMENSIONS = 6
-MAX_ENTRIES = 2**40
-# magic, dimensions, shape, bytes of the activation, bytes of the fields, number of the entry, checksums of both parts
-_HEADER = struct.Struct(f"<4sI{MAX_DIMENSIONS}QQQQQQ")
-_MAGIC = b"LE01"
+MAX_ENTRIES = 2**28  # an index of 1 GiB, which is held in memory
+MAX_SLOT_BYTES = 2**31 - 2**12  # what one call of the system reads or writes
+MAX_MANIFEST_BYTES = 2**16
+# name of the store, dimensions, shape, bytes of the activation, bytes of the fields, number of the entry, checksums of
+# both parts
+_HEADER = struct.Struct(f"<QQ{MAX_DIMENSIONS}QQQQQQ")
 _ALIGNMENT = 64
+_VALUE_BYTES = {str(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class StoreError(Exception):
@@ -91,18 +98,34 @@ class Manifest:
         try:
             state = json.loads(text)
             version = state.pop("format")
-            manifest = cls(**{**state, "order": tuple(state["order"])})
-            numbers = (manifest.entries, manifest.activation_bytes, manifest.field_bytes, *manifest.order)
-            texts = [manifest.fingerprint, manifest.dtype, *manifest.about.keys(), *manifest.about.values()]
-            sound = all(type(number) is int and number >= 0 for number in numbers)
-            sound = sound and all(type(text) is str for text in texts)
+            if version != FORMAT:
+                raise StoreError(
+                    f"the store has format {version!r:.20}, this version of lightning_egeria reads {FORMAT}"
+                )
+            about = {_printable(key): _printable(value) for key, value in state["about"].items()}
+            manifest = cls(**{**state, "order": tuple(state["order"]), "about": about})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise StoreError(f"{MANIFEST} is not that of a store: {error}") from error
-        if version != FORMAT:
-            raise StoreError(f"the store has format {version!r}, this version of lightning_egeria reads {FORMAT}")
-        if not sound or manifest.entries * manifest.slot_bytes > MAX_ENTRIES * _ALIGNMENT:
-            raise StoreError(f"{MANIFEST} says what no store can be")
+            raise StoreError(f"{MANIFEST} is not that of a store: {error!r:.200}") from error
+        manifest.check()
         return manifest
+
+    def check(self) -> None:
+        """See that a store can be like this.
+
+        Raises:
+            StoreError: it cannot.
+        """
+        numbers = (self.entries, self.activation_bytes, self.field_bytes, *self.order)
+        sound = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        sound = sound and type(self.dtype) is str and type(self.fingerprint) is str and self.fingerprint.isascii()
+        if not sound or not self.fingerprint.isalnum() or self.dtype not in _VALUE_BYTES:
+            raise StoreError(f"{MANIFEST} says what no store can be")
+        dimensions = len(self.order) - 1  # without that of the batch
+        if self.entries > MAX_ENTRIES or self.slot_bytes > MAX_SLOT_BYTES or dimensions > MAX_DIMENSIONS:
+            raise StoreError(
+                f"{self.entries} entries of {self.slot_bytes} bytes with {dimensions} dimensions are more than "
+                f"a store can hold: {MAX_ENTRIES} of {MAX_SLOT_BYTES} bytes with {MAX_DIMENSIONS}"
+            )
 
 
 class ActivationStore:
@@ -122,6 +145,8 @@ class ActivationStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
+        self._name = xxhash.xxh3_64_intdigest(self.manifest.fingerprint.encode())
+        self._value_bytes = _VALUE_BYTES[self.manifest.dtype]
         self.index = np.zeros(0, np.uint32)
         self._files: list[int] = []
         try:
@@ -145,11 +170,13 @@ class ActivationStore:
         Raises:
             StoreError: the folder holds a store of other entries, or cannot be written.
         """
+        manifest.check()
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
+            _check_folder(folder)
             for name, size in ((LOCK, 0), (ENTRIES, 0), (INDEX, manifest.entries * 4)):
                 # Another process may be doing the same: what exists is left as it is, and only ever extended.
-                file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                file = _open_file(folder / name, os.O_RDWR | os.O_CREAT)
                 try:
                     if os.fstat(file).st_size < size:
                         os.ftruncate(file, size)
@@ -157,8 +184,8 @@ class ActivationStore:
                     os.close(file)
             if not (folder / MANIFEST).exists():
                 draft = folder / f"{MANIFEST}.{os.getpid()}"
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-                with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as stream:
+                file = _open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                with os.fdopen(file, "w", encoding="utf-8") as stream:
                     stream.write(manifest.to_json())
                 draft.replace(folder / MANIFEST)
         except OSError as error:
@@ -184,7 +211,7 @@ class ActivationStore:
         self.index[new] = data[new]
 
     def write(self, number: int, activation: npt.NDArray[np.uint8], shape: tuple[int, ...], fields: bytes) -> int:
-        """Write one entry; returns its bytes, or 0 if it is larger than a slot.
+        """Write one entry; returns its bytes, or 0 if there is no slot for it or it is larger than its slot.
 
         Args:
             number: of the entry.
@@ -197,9 +224,11 @@ class ActivationStore:
         """
         if activation.nbytes > self.manifest.activation_bytes or len(fields) > self.manifest.field_bytes:
             return 0
+        if not 0 <= number < self.manifest.entries or len(shape) > MAX_DIMENSIONS:
+            return 0
         padded = [*shape, *[0] * (MAX_DIMENSIONS - len(shape))]
         header = _HEADER.pack(
-            _MAGIC,
+            self._name,
             len(shape),
             *padded,
             activation.nbytes,
@@ -217,17 +246,24 @@ class ActivationStore:
         self.index[number] = mark
         return size
 
+    def buffer(self) -> npt.NDArray[np.uint8]:
+        """Memory for the largest activation that is there: no more than the file, whatever the manifest says."""
+        return np.empty(min(self.manifest.activation_bytes, os.fstat(self._entries).st_size), np.uint8)
+
     def read(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[int, ...] | None:
         """Read the activation of one entry.
 
         Args:
             number: of the entry.
-            into: ``[activation_bytes]`` at least; what is behind the activation may be overwritten too.
+            into: ``[bytes]`` that the activation fits into; what is behind it may be overwritten too.
 
         Returns:
             The shape of the activation without the batch dimension; None for a miss.
         """
-        front = bytearray(_HEADER.size + self.manifest.field_bytes)
+        size = _HEADER.size + self.manifest.field_bytes
+        if not self._reaches(number, size):
+            return None
+        front = bytearray(size)
         try:
             count = os.preadv(self._entries, [front, into.data], number * self.manifest.slot_bytes)
             parts = self._checked(number, front[: _HEADER.size])
@@ -243,6 +279,8 @@ class ActivationStore:
     def read_fields(self, number: int) -> bytes | None:
         """Read the other fields of the sample; None for a miss."""
         size = _HEADER.size + self.manifest.field_bytes
+        if not self._reaches(number, size):
+            return None
         try:
             front = os.pread(self._entries, size, number * self.manifest.slot_bytes)
             parts = self._checked(number, front[: _HEADER.size])
@@ -280,8 +318,17 @@ class ActivationStore:
             os.close(self._files.pop())
 
     def _open(self, name: str, flags: int) -> int:
-        self._files.append(os.open(self.folder / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW))
+        self._files.append(_open_file(self.folder / name, flags))
         return self._files[-1]
+
+    def _reaches(self, number: int, size: int) -> bool:
+        """Whether the file goes on so far behind the beginning of an entry: else that much memory is not asked for."""
+        if not 0 <= number < len(self.index):
+            return False
+        try:
+            return number * self.manifest.slot_bytes + size <= os.fstat(self._entries).st_size
+        except OSError:
+            return False
 
     def _checked(self, number: int, header: bytes | bytearray) -> tuple[tuple[int, ...], int, int, int, int] | None:
         """Shape, both lengths and both checksums of an entry, if its header is what the index says it is."""
@@ -293,13 +340,16 @@ class ActivationStore:
             if len(written) != 4 or int.from_bytes(written, sys.byteorder) != mark:
                 return None
             self.index[number] = mark
-        magic, dimensions, *rest = _HEADER.unpack(header)
+        name, dimensions, *rest = _HEADER.unpack(header)
         length, field_length, written_number, checksum, field_checksum = rest[MAX_DIMENSIONS:]
-        if magic != _MAGIC or dimensions > MAX_DIMENSIONS or written_number != number:
+        if name != self._name or dimensions > MAX_DIMENSIONS or written_number != number:
             return None
         if length > self.manifest.activation_bytes or field_length > self.manifest.field_bytes:
             return None
-        return tuple(rest[:dimensions]), length, field_length, checksum, field_checksum
+        shape = tuple(rest[:dimensions])
+        if math.prod(shape) * self._value_bytes != length:
+            return None
+        return shape, length, field_length, checksum, field_checksum
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -309,20 +359,21 @@ def read_manifest(folder: Path) -> Manifest:
         StoreError: there is none, or it is damaged.
     """
     try:
-        file = os.open(folder / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with os.fdopen(file, encoding="utf-8") as stream:
-            manifest = Manifest.from_json(stream.read(2**20))
+        _check_folder(folder)
+        with os.fdopen(_open_file(folder / MANIFEST, os.O_RDONLY), "rb") as stream:
+            manifest = Manifest.from_json(stream.read(MAX_MANIFEST_BYTES).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"{folder}: {error}") from error
     if manifest.fingerprint != folder.name:
-        raise StoreError(f"{folder} holds the store {manifest.fingerprint!r}")
+        raise StoreError(f"{folder} holds the store {manifest.fingerprint!r:.80}")
     return manifest
 
 
 def is_in_use(folder: Path) -> bool:
     """Whether a process has the store open."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        _check_folder(folder)
+        lock = _open_file(folder / LOCK, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -337,7 +388,8 @@ def is_in_use(folder: Path) -> bool:
 def remove_store(folder: Path) -> bool:
     """Delete a store that no process has open; returns whether it is gone."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        _check_folder(folder)
+        lock = _open_file(folder / LOCK, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -351,6 +403,44 @@ def remove_store(folder: Path) -> bool:
     finally:
         os.close(lock)
     return True
+
+
+def _check_folder(folder: Path) -> None:
+    """See that it is a folder, and nobody else's.
+
+    Raises:
+        OSError: it is not, or cannot be looked at.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.ENOTDIR, "it is no folder, or a link to one")
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise OSError(errno.EPERM, "it belongs to another user, or others may write to it")
+
+
+def _open_file(path: Path, flags: int) -> int:
+    """Open a file, and make it for its user only.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, a pipe or a device.
+    """
+    # Without waiting: a pipe would be opened once somebody opens its other end.
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, f"{path.name} is no file")
+
+
+def _printable(text: str) -> str:
+    """A text without what a terminal would obey.
+
+    Raises:
+        TypeError: it is no text.
+    """
+    if type(text) is not str:
+        raise TypeError(f"a text is expected, not {type(text).__name__}")
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _mark(header: bytes | bytearray) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,42 @@ class Policy(Protocol):
 def is_whole(value: object, least: int) -> bool:
     """Whether ``value`` is a whole number of at least ``least``."""
     return isinstance(value, int) and value >= least
+
+
+@contextlib.contextmanager
+def checkpoint_read() -> Iterator[None]:
+    """Around what reads the state of freezing from a checkpoint.
+
+    Raises:
+        CheckpointError: in the place of what is raised by a state that is not one.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        text = f"the freezing state in the checkpoint is damaged: {type(error).__name__}: {error}"
+        raise CheckpointError(text) from error
+
+
+def count_of(value: object, least: int = 0, most: float = math.inf) -> int:
+    """``value``, if it is a whole number in the bounds.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r:.40} is not a whole number from {least} to {most}")
+    return value
+
+
+def number_of(value: object) -> float:
+    """``value``, if it is a number; infinite ones and NaN are.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.40} is not a number")
+    return float(value)  # type: ignore[arg-type]  # it is one of the two
 
 
 class Annealing:
@@ -104,6 +141,11 @@ class Annealing:
         """Remember the rate at the oldest freeze."""
         if self._lr_at_freeze is None:
             self._lr_at_freeze = learning_rate
+
+    def _load_rates(self, state: dict[str, Any]) -> None:
+        before, at_freeze = state["previous_lr"], state["lr_at_freeze"]
+        self._previous_lr = None if before is None else number_of(before)
+        self._lr_at_freeze = None if at_freeze is None else number_of(at_freeze)
 
 
 class FreezingPolicy(Annealing):
@@ -215,7 +257,7 @@ class FreezingPolicy(Annealing):
         self._first.append(list(plasticity))
         if len(self._first) < self.patience:
             return None
-        means = [sum(column) / len(column) for column in zip(*self._first, strict=True)]
+        means = [sum(column) / len(column) for column in zip(*self._first, strict=False)]
         self._first, self._compares = [], False
         depth, largest = 0, max(means)
         while depth < self._max_depth and means[depth] < self.peer_tolerance * largest:
@@ -238,12 +280,19 @@ class FreezingPolicy(Annealing):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.depth = state["depth"]
-        self._at_rest = list(state["at_rest"])
-        self._first = [list(row) for row in state["first"]]
-        self._compares = state["compares"]
-        self._previous_lr, self._lr_at_freeze = state["previous_lr"], state["lr_at_freeze"]
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        with checkpoint_read():
+            self.depth = count_of(state["depth"], most=self._max_depth)
+            self._at_rest = [count_of(count) for count in state["at_rest"]]
+            self._first = [[number_of(value) for value in row] for row in state["first"]]
+            if any(len(row) <= self._max_depth for row in self._first):
+                raise ValueError("it is of fewer layer modules")
+            self._compares = bool(state["compares"])
+            self._load_rates(state)
 
 
 class ScriptedPolicy:
@@ -296,5 +345,10 @@ class ScriptedPolicy:
         return {"done": self._done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self._done = state["done"]
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        with checkpoint_read():
+            self._done = count_of(state["done"])

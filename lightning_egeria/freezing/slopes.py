@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.freezing.plasticity import PlasticitySeries
-from lightning_egeria.freezing.policy import Annealing, Decision, is_whole
+from lightning_egeria.freezing.policy import Annealing, Decision, checkpoint_read, count_of, is_whole, number_of
 
 FIRST_SLOPES = 5  # slopes before any counts as calm: the largest of fewer says little
 
@@ -149,7 +150,7 @@ class SlopePolicy(Annealing):
     def _guide(self, plasticity: Sequence[float], learning_rate: float) -> Decision | None:
         while len(self._tracks) < len(plasticity):
             self._tracks.append(_Track(PlasticitySeries(self.window_evaluations)))
-        for track, value in zip(self._tracks[self.depth :], plasticity[self.depth :], strict=True):
+        for track, value in zip(self._tracks[self.depth :], plasticity[self.depth :], strict=False):
             self._follow(track, value)
         decision = self._calm_front()
         if decision is None:
@@ -204,14 +205,23 @@ class SlopePolicy(Annealing):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.stage, self.depth = Stage(state["stage"]), state["depth"]
-        self.window_evaluations, self.patience = state["window_evaluations"], state["patience"]
-        self._losses, self._window_loss = list(state["losses"]), state["window_loss"]
-        self._largest_loss = state["largest_loss"]
-        self._previous_lr, self._lr_at_freeze = state["previous_lr"], state["lr_at_freeze"]
-        self._tracks = []
-        for entry in state["tracks"]:
-            series = PlasticitySeries(self.window_evaluations)
-            series.load_state_dict(entry["series"])
-            self._tracks.append(_Track(**{**entry, "series": series}))
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        with checkpoint_read():
+            self.stage, self.depth = Stage(state["stage"]), count_of(state["depth"], most=self._max_depth)
+            self.window_evaluations = count_of(state["window_evaluations"], least=2, most=sys.maxsize)
+            self.patience = count_of(state["patience"], least=1)
+            self._losses = [number_of(loss) for loss in state["losses"]]
+            self._window_loss = None if state["window_loss"] is None else number_of(state["window_loss"])
+            self._largest_loss = number_of(state["largest_loss"])
+            self._load_rates(state)
+            self._tracks = [self._track_of(entry) for entry in state["tracks"]]
+
+    def _track_of(self, state: dict[str, Any]) -> _Track:
+        series = PlasticitySeries(self.window_evaluations)
+        series.load_state_dict({key: [number_of(value) for value in values] for key, values in state["series"].items()})
+        numbers = number_of(state["largest_slope"]), number_of(state["slope"])
+        return _Track(series, count_of(state["slopes"]), *numbers, count_of(state["calm"]))

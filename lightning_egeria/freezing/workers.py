@@ -36,7 +36,7 @@ class Worker:
     """A process that holds one object and calls it with what it is given, in order.
 
     Attributes:
-        ended: whether a call failed because the process had ended.
+        ended: whether it was killed, or a call failed because the process had ended.
 
     Args:
         make: called without arguments in the process; gives the object.
@@ -91,7 +91,7 @@ class Worker:
 
     def kill(self, reason: str) -> None:
         """End the process; the calls without an answer fail with ``reason``."""
-        self._reason = reason
+        self._reason, self.ended = reason, True
         self._process.kill()
 
     def close(self) -> None:

@@ -6,15 +6,19 @@ import dataclasses
 import json
 import math
 import os
+import stat
+import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lightning_egeria.errors import RecordError
 
 FILE_NAME = "egeria.json"
 VERSION = 1
 LONGEST = 2000  # entries of each series: when there are more, neighbours are put together
+LARGEST_BYTES = 2**28  # of a file that is read
+_EVENT = {"step": int, "kind": str, "depth": int, "reason": str}
 
 
 @dataclasses.dataclass
@@ -141,8 +145,12 @@ class RunRecord:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}, allow_nan=False))
-        beside.replace(path)
+        try:
+            beside.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}, allow_nan=False))
+            beside.replace(path)
+        except OSError:  # the disk is full, say
+            beside.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RunRecord:
@@ -154,25 +162,25 @@ class RunRecord:
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
         try:
-            state = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            state = json.loads(_text_of(path))
+        except (OSError, ValueError, RecursionError) as error:
             raise RecordError(
                 f"{path} cannot be read as the record of a run: {error}. Add RunRecorder() to the Trainer's callbacks"
             ) from error
         if not isinstance(state, dict) or state.pop("version", None) != VERSION:
             raise RecordError(f"{path} is not a record of version {VERSION}, which this version of the package reads")
-        kinds = {
-            "evaluations": EvaluationPoint,
-            "steps": StepTimes,
-            "metrics": MetricPoint,
-            "cache": CachePoint,
-        }
         try:
-            for field, kind in kinds.items():
-                state[field] = [kind(**entry) for entry in state[field]]
-            return cls(**state)
-        except (TypeError, KeyError) as error:
+            record: RunRecord = _of_type(cls, state, "the record")
+            for event in record.events:
+                for name, kind in _EVENT.items():
+                    event[name] = _of_type(kind, event.get(name), f"{name!r} of an event")
+            if record.savings is not None:
+                _of_type(float | None, record.savings.get("seconds_saved"), "'seconds_saved'")
+        except TypeError as error:
             raise RecordError(f"{path} is damaged: {error}") from error
+        if any(times.batches < 1 for times in record.steps):
+            raise RecordError(f"{path} is damaged: there are steps without a batch")
+        return record
 
     def add_step(self, times: StepTimes) -> None:
         """Add the times of the newest batch."""
@@ -202,6 +210,54 @@ def finite(values: Iterable[float]) -> list[float | None]:
     [1.0, None]
     """
     return [value if math.isfinite(value) else None for value in values]
+
+
+def _text_of(path: Path) -> str:
+    """What stands in a file.
+
+    Raises:
+        OSError: it cannot be read, or cannot be a record: a pipe, say, or a file without an end.
+        ValueError: it is no text.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_BYTES:
+        raise OSError(f"it is no file, or larger than {LARGEST_BYTES} bytes")
+    return path.read_text(encoding="utf-8")
+
+
+_FIELDS: dict[Any, dict[str, Any]] = {
+    kind: get_type_hints(kind) for kind in (RunRecord, EvaluationPoint, StepTimes, MetricPoint, CachePoint)
+}
+
+
+def _of_type(kind: Any, value: Any, where: str) -> Any:
+    """What stands at some place of a JSON file, as the type that belongs there.
+
+    Numbers are finite, and texts can be written to any file.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    whole, parts = get_origin(kind), get_args(kind)
+    if whole in (types.UnionType, Union):
+        return None if value is None else _of_type(parts[0], value, where)
+    fields = _FIELDS.get(kind)
+    if fields is not None and type(value) is dict and value.keys() == fields.keys():
+        return kind(**{name: _of_type(fields[name], value[name], repr(name)) for name in fields})
+    if whole is list and type(value) is list:
+        inside = f"an entry of {where}"
+        return [_of_type(parts[0], entry, inside) for entry in value]
+    if whole is dict and type(value) is dict:
+        return {_of_type(str, key, where): _of_type(parts[1], entry, where) for key, entry in value.items()}
+    if kind is str and type(value) is str:
+        return value.encode(errors="replace").decode()
+    if kind is int and type(value) is int and abs(value) < 2**63:
+        return value
+    if kind is float and type(value) in (int, float) and abs(value) < 1e300:
+        return value
+    if kind is Any:
+        return value
+    raise TypeError(f"{where} is not what it should be")
 
 
 def _joined_pairs(steps: Sequence[StepTimes]) -> Iterable[StepTimes]:

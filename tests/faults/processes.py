@@ -23,6 +23,7 @@ from faults.job import RESULT, Job
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["faults.job"])
 _PACKAGE = str(Path(lightning_egeria.__file__).parent)
+LOG = "log"  # of a job that was killed before it began there is none
 LIMIT_S = 120.0  # a job takes seconds; one that takes so long hangs
 GRACE_S = 10.0  # for processes on their way out
 
@@ -127,7 +128,8 @@ def finish(
     result = None
     with contextlib.suppress(FileNotFoundError):
         result = json.loads((job.folder / RESULT).read_text())
-    return Ended(exit_status, result, left, seconds, (job.folder / "log").read_text(errors="replace"))
+    log = job.folder / LOG
+    return Ended(exit_status, result, left, seconds, log.read_text(errors="replace") if log.is_file() else "")
 
 
 def lines_of(job: Job) -> int:
@@ -152,7 +154,7 @@ def after_a_while(chance: random.Random, longest_s: float, number: signal.Signal
 def _in_process(job: Job, begin: Callable[[], None] | None) -> None:
     os.setsid()  # whatever it starts belongs to its session
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored by what runs in the background
-    log = os.open(job.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    log = os.open(job.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from faults.trainer import clean, same_as_uninterrupted
 from lightning_egeria import KnowledgeGuidedFreezing
 
 FAILED = "reference model"
-WAIT_S = 20.0  # for an answer; a worker takes some seconds to start
+WAIT_S = 45.0  # for an answer; a worker takes some seconds to start, on a busy machine many
 ANSWERS = (STEPS - EVERY) // EVERY - 3  # in a run without a fault, at least
 MOST_LOST = 4
 NO_MORE = "no more layer modules will freeze"
