@@ -295,7 +295,10 @@ class FrozenPrefix:
         parameters = {name for name, _ in self.module.named_parameters()}
         modules = {path for path, _ in self.module.named_modules()}
         missing = [name for name in self.chain.prefix_parameters(len(self.chain)) if name not in parameters]
-        missing += [path for m in self.chain.layer_modules for path in (m.boundary, *m.members) if path not in modules]
+        missing += [
+            path for m in self.chain.layer_modules for path in (m.boundary, *m.members, *m.units) if path not in modules
+        ]
+        missing += [path for path in self.chain.entries if path not in modules]
         if missing:
             raise CheckpointError(
                 f"the checkpoint's layer chain does not fit {type(self.module).__name__}: it lacks {missing[0]!r}"

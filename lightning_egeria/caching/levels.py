@@ -259,8 +259,9 @@ class Level:
                 sound[place] = False
                 self.store.forget(number)
                 continue
-            raw = torch.from_numpy(buffer[: shape[0] * self.form.piece_bytes].copy())
-            parts.append(raw.view(self.form.dtype).view(shape))
+            row = torch.empty(shape, dtype=self.form.dtype)
+            _as_bytes(row.unsqueeze(0))[0] = buffer[: shape[0] * self.form.piece_bytes]
+            parts.append(row)
         data = torch.empty((sum(len(p) for p in parts), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
         if parts:
             torch.cat(parts, out=data)

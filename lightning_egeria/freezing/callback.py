@@ -24,7 +24,7 @@ from lightning_egeria.freezing.display import log_metrics, tell_event, tell_mess
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent, LastEvaluation
 from lightning_egeria.freezing.first_step import FirstStep
 from lightning_egeria.freezing.limits import find_chain
-from lightning_egeria.freezing.policy import FreezingPolicy, Policy
+from lightning_egeria.freezing.policy import FreezingPolicy, Policy, checkpoint_read
 from lightning_egeria.freezing.pool import ReferencePool, idle_workers
 from lightning_egeria.freezing.ranks import Ranks, prefix_buffers
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
@@ -226,7 +226,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._restored = None
             return
         self._note_parameters(pl_module)
-        self._engine = self._start_engine(trainer, pl_module, LayerChain.from_state(restored["chain"]), restored)
+        with checkpoint_read():
+            chain = LayerChain.from_state(restored["chain"])
+        self._engine = self._start_engine(trainer, pl_module, chain, restored)
         self._restored = None  # not before: a checkpoint that is written on an exception holds it
         if self.frozen_depth:
             self._prefix_changed(trainer)
@@ -442,10 +444,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
         )
         self._bar_entry = BarEntry(trainer, "frozen", lambda: f"{prefix.depth}/{len(chain)}")
         if restored is not None:
-            policy.load_state_dict(restored["policy"])
-            self.events = [FreezingEvent(**event) for event in restored["events"]]
-            prefix.set_depth(restored["depth"])
-            engine.load_state_dict(restored["engine"])
+            with checkpoint_read():
+                policy.load_state_dict(restored["policy"])
+                self.events = [FreezingEvent(**event) for event in restored["events"]]
+                prefix.set_depth(restored["depth"])
+                engine.load_state_dict(restored["engine"])
         if not engine.pool.has_snapshot:
             engine.refresh_reference(self._first_step.weights if self._first_step is not None else None)
         return engine

@@ -37,17 +37,21 @@ class _Place:
         self._make = make
         self._threads = threads
         self._snapshot = -1  # number of the one that the reference here was made from
+        self._answer: Future[Comparison] | None = None  # to the last evaluation
         self._inline = make() if threads is None else None
         self.worker = Worker(make, threads) if threads is not None else None
         self.busy_since = 0.0
 
     def evaluate(self, evaluation: Parcel, snapshot: Parcel, number: int) -> Future[Comparison]:
+        if self._answer is not None and self._answer.exception() is not None:
+            self._snapshot = -1  # the one that came with that evaluation may not have arrived
         newer = snapshot if number != self._snapshot else pack(None)
         self._snapshot, self.busy_since = number, time.monotonic()
         if self.worker is not None:
-            return self.worker.call(evaluation, newer)
+            self._answer = self.worker.call(evaluation, newer)
+            return self._answer
         assert self._inline is not None
-        answer: Future[Comparison] = Future()
+        answer = self._answer = Future()
         try:
             evaluation.wait()
             snapshot.wait()

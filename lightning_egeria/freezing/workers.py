@@ -30,6 +30,7 @@ from lightning_egeria.freezing.parcels import Parcel, pack, unpack
 
 NICENESS = 10  # of 19: with every core taken, a worker gets about a tenth of one
 _LENGTH = struct.Struct("<Q")
+_PIECE_BYTES = 16 * 2**20
 
 
 class Worker:
@@ -203,9 +204,12 @@ def _receive(stream: Any) -> bytearray:
 
 
 def _read_exactly(stream: Any, length: int) -> bytearray:
-    data = bytearray(length)
+    """Room is made as the bytes come: what a library prints before `serve` would be taken for a length."""
+    data = bytearray()
     filled = 0
     while filled < length:
+        if filled == len(data):
+            data += bytes(min(_PIECE_BYTES, length - filled))
         count = stream.readinto(memoryview(data)[filled:])
         if not count:
             raise EOFError

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         figure.savefig(out / f"{name}.png", dpi=150)
-    (out / "report.html").write_text(text)
+    (out / "report.html").write_text(text, encoding="utf-8", errors="replace")
     print(f"{out / 'report.html'} and {len(drawn)} pictures beside it")
     return 0
 

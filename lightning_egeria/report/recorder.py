@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,6 +85,7 @@ class RunRecorder(pl.Callback):
         self._batches = 0
         self._evaluated = -1
         self._freezing: KnowledgeGuidedFreezing | None = None
+        self._told = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin anew."""
@@ -194,7 +196,12 @@ class RunRecorder(pl.Callback):
             point = CachePoint(trainer.global_step, stats.hits, stats.advanced, stats.misses, stats.bytes_on_disk)
             self.record.cache.append(point)
         if trainer.is_global_zero and self.path is not None:
-            self.record.write(self.path)
+            try:
+                self.record.write(self.path)
+            except OSError as error:  # tried again with the next
+                if not self._told:
+                    rank_zero_warn(f"the record of the run cannot be written to {self.path}: {error}. Training goes on")
+                self._told = True
 
 
 def _exposed_communication(trainer: pl.Trainer) -> float:

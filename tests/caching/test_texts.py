@@ -99,31 +99,41 @@ def compare(make, cache_dir, **options):
     return plain, cached, wrapped
 
 
+def assert_same_training_as_said(plain, cached, told):
+    """Bit for bit, unless the cache has found and said that on this processor a sample's bits depend on its batch."""
+    if "the last bits depend on where in a batch a sample is" not in told:
+        assert_same_training(plain, cached)
+        return
+    assert len(plain.losses) == len(cached.losses)
+    torch.testing.assert_close(torch.stack(plain.losses), torch.stack(cached.losses), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(plain.state_dict(), cached.state_dict(), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["tensor", "list"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_entries_have_the_length_of_their_sample(tmp_path, kind, workers):
+def test_entries_have_the_length_of_their_sample(tmp_path, kind, workers, caplog):
     plain, cached, wrapped = compare(TextClassifier, tmp_path / "cache", kind=kind, num_workers=workers)
     assert wrapped.stats.off is None
     assert wrapped.stats.hits > 150
     assert wrapped.stats.advanced > 20
     assert wrapped.stats.not_loaded > 150
-    assert_same_training(plain, cached)
+    assert_same_training_as_said(plain, cached, caplog.text)
 
 
-def test_a_mask_that_is_made_of_the_tokens(tmp_path):
+def test_a_mask_that_is_made_of_the_tokens(tmp_path, caplog):
     """They have to be loaded, but the frozen layers are left out all the same."""
     plain, cached, wrapped = compare(TextClassifier, tmp_path / "cache", collate=masked_by_value)
     assert wrapped.stats.hits > 150
     assert wrapped.stats.not_loaded == 0
-    assert_same_training(plain, cached)
+    assert_same_training_as_said(plain, cached, caplog.text)
 
 
-def test_a_loss_at_each_position(tmp_path):
+def test_a_loss_at_each_position(tmp_path, caplog):
     """The labels are made of the tokens, so these are loaded."""
     plain, cached, wrapped = compare(Tagger, tmp_path / "cache")
     assert wrapped.stats.hits > 150
     assert wrapped.stats.not_loaded == 0
-    assert_same_training(plain, cached)
+    assert_same_training_as_said(plain, cached, caplog.text)
 
 
 def test_a_loss_that_learns_from_padding_keeps_the_cache_off(tmp_path):

@@ -274,7 +274,6 @@ def test_pool(monkeypatch):
     run_state_machine_as_test(PoolMachine, settings=SETTINGS)
 
 
-@pytest.mark.xfail(reason="a place takes a snapshot for delivered that the failed call brought along", strict=True)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_snapshot_that_did_not_arrive_is_sent_again(workers, monkeypatch):
     monkeypatch.setattr(pool_module, "Worker", HeldWorker)

@@ -161,3 +161,13 @@ def test_the_command_is_in_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py", "--lr", "0.1"])
     fit(RunRecorder(tmp_path / "egeria.json"), epochs=1)
     assert json.loads((tmp_path / "egeria.json").read_text())["about"]["command"] == "train.py --lr 0.1"
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
+def test_a_record_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
+    (tmp_path / "file").write_text("")
+    recorder = RunRecorder(tmp_path / "file" / "egeria.json")
+    with pytest.warns(UserWarning, match="the record of the run cannot be written to .* Training goes on") as told:
+        fit(recorder)
+    assert len([warning for warning in told if "cannot be written" in str(warning.message)]) == 1
+    assert recorder.record.steps
