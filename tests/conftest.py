@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+import hypothesis
 import lightning as L
 import pytest
 import torch
@@ -23,6 +24,9 @@ _GRACE_S = 5.0
 # tqdm's monitor is one thread per process that outlives every progress bar.
 tqdm.monitor_interval = 0
 
+
+# pytest tests/fuzz --hypothesis-profile=campaign: as many inputs as there is time for.
+hypothesis.settings.register_profile("campaign", max_examples=20_000, print_blob=True)
 
 # Networks in tests are small: more threads only wait for each other, and for whatever else the machine does.
 torch.set_num_threads(1)
