@@ -11,8 +11,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch", "lightning_egeria"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch", "lightning_egeria"])
 TIMEOUT_S = 120
 # Without an interface gloo asks what the host's name stands for, which may be nothing.
 LOCAL = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
@@ -32,9 +32,9 @@ def in_ranks(count, function, *arguments, nodes=1, timeout_s=TIMEOUT_S):
     """
     port, processes, ends = free_port(), [], []
     for rank in range(count):
-        here, there = _PROCESSES.Pipe(duplex=False)
+        here, there = PROCESSES.Pipe(duplex=False)
         place = divmod(rank, count // nodes)
-        process = _PROCESSES.Process(target=_run, args=(there, place, port, function, arguments))
+        process = PROCESSES.Process(target=_run, args=(there, place, port, function, arguments))
         process.start()
         there.close()
         processes.append(process)

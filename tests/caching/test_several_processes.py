@@ -25,8 +25,8 @@ def run(cache_dir, options=None, net=None, strategy=None, own_sampler=False, sch
     if net is SyncedNet:
         # It refuses SyncBatchNorm on the CPU, for the sake of which `Synced` has another forward.
         DistributedDataParallel._passing_sync_batchnorm_handle = lambda self, module: None
-    module = Classifier(net() if net is not None else None)
     torch.manual_seed(0)
+    module = Classifier(net() if net is not None else None)
     dataset = images(count=48)
     if own_sampler:
         rank = int(os.environ["LOCAL_RANK"])

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,12 +15,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from ranks import PROCESSES
 
 import lightning_egeria
 from faults.job import RESULT, Job
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["faults.job"])
 _PACKAGE = str(Path(lightning_egeria.__file__).parent)
 LOG = "log"  # of a job that was killed before it began there is none
 LIMIT_S = 120.0  # a job takes seconds; one that takes so long hangs
@@ -98,7 +96,7 @@ def run(
 def start(job: Job, begin: Callable[[], None] | None = None) -> BaseProcess:
     """Start a job; to be followed by `finish`."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    process = _PROCESSES.Process(target=_in_process, args=(job, begin))
+    process = PROCESSES.Process(target=_in_process, args=(job, begin))
     process.start()
     return process
 
@@ -181,9 +179,20 @@ def _session(pid: int) -> list[int]:
 
 
 def _left_by(pid: int, shared: set[str]) -> list[str]:
-    return [f"process {other}" for other in _session(pid)] + [
-        f"shared memory {name}" for name in sorted(_shared_memory() - shared)
-    ]
+    new = _shared_memory() - shared
+    if new:  # perhaps of another program that runs beside
+        new -= _mapped(new)
+    return [f"process {other}" for other in _session(pid)] + [f"shared memory {name}" for name in sorted(new)]
+
+
+def _mapped(names: set[str]) -> set[str]:
+    """Those in the memory of a process that lives."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            text = maps.read_text()
+            found |= {name for name in names if name in text}
+    return found
 
 
 def _shared_memory() -> set[str]:
