@@ -120,7 +120,9 @@ class Saves(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         draft = self.path.with_suffix(".draft")
+        before, tempfile.tempdir = tempfile.tempdir, str(self.path.parent)  # Lightning's own file, if it is killed here
         trainer.save_checkpoint(draft)
+        tempfile.tempdir = before
         if trainer.is_global_zero:
             draft.replace(self.path)
 
