@@ -25,8 +25,11 @@ _GRACE_S = 5.0
 tqdm.monitor_interval = 0
 
 
+# The same inputs every time: what a change did not break does not fail.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 # pytest tests/fuzz --hypothesis-profile=campaign: as many inputs as there is time for.
-hypothesis.settings.register_profile("campaign", max_examples=20_000, print_blob=True)
+hypothesis.settings.register_profile("campaign", max_examples=20_000, derandomize=False, print_blob=True)
 
 # Networks in tests are small: more threads only wait for each other, and for whatever else the machine does.
 torch.set_num_threads(1)

@@ -112,6 +112,8 @@ def same_leaf(first: Any, second: Any) -> bool:
         return bool(first.dtype == second.dtype and torch.equal(bits_of(first), bits_of(second)))
     if isinstance(first, np.ndarray) and first.dtype != object:
         return first.dtype == second.dtype and first.shape == second.shape and bool(first.tobytes() == second.tobytes())
+    if isinstance(first, list):  # as a whole, one with NaN in it is not equal to itself
+        return len(first) == len(second) and all(map(same_leaf, first, second))
     try:
         return bool(first == second) or (first != first and second != second)
     except Exception as error:  # whatever the user's own type raises

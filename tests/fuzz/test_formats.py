@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from formats import EXACT, MISS, OTHER, formats
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_egeria.caching.command import main as egeria_cache
@@ -213,6 +213,7 @@ def test_what_is_too_large_to_be_described_is_not_encoded():
         max_size=4,
     )
 )
+@example([[float("nan"), 1]])
 def test_whatever_is_encoded_comes_back(leaves):
     found = decode(encode(leaves))
     assert len(found) == len(leaves)
