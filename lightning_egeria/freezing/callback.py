@@ -220,10 +220,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze again what the checkpoint had frozen, now that the optimizers are there."""
-        self.events = []
         restored = self._restored
         if not self._active or restored is None or restored["chain"] is None:
-            self._restored = None
+            self._restored, self.events = None, []
             return
         self._note_parameters(pl_module)
         with checkpoint_read():
@@ -367,7 +366,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         """Keep the state until training starts; the model may freeze only once its optimizers are there.
 
         Raises:
-            CheckpointError: the checkpoint was written by another version of this class.
+            CheckpointError: the checkpoint was written by another version of this class, or is damaged.
         """
         if state_dict.get("version") != STATE_VERSION:
             raise CheckpointError(
@@ -375,7 +374,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 f"lightning_egeria reads version {STATE_VERSION}"
             )
         self._restored = state_dict
-        self.events = [FreezingEvent(**event) for event in state_dict["events"]]
+        with checkpoint_read():
+            self.events = [FreezingEvent(**event) for event in state_dict["events"]]
 
     def _start_over_if_more_learns(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A callback that releases a backbone after some epochs puts layers in front of those that were found."""
@@ -446,7 +446,6 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if restored is not None:
             with checkpoint_read():
                 policy.load_state_dict(restored["policy"])
-                self.events = [FreezingEvent(**event) for event in restored["events"]]
                 prefix.set_depth(restored["depth"])
                 engine.load_state_dict(restored["engine"])
         if not engine.pool.has_snapshot:

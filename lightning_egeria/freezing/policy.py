@@ -257,6 +257,7 @@ class FreezingPolicy(Annealing):
         self._first.append(list(plasticity))
         if len(self._first) < self.patience:
             return None
+        # A row from a damaged checkpoint may be longer; none is too short.
         means = [sum(column) / len(column) for column in zip(*self._first, strict=False)]
         self._first, self._compares = [], False
         depth, largest = 0, max(means)

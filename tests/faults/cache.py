@@ -17,7 +17,7 @@ import torch
 from faults.held import CannotError, check, fault, lines, once
 from faults.job import CACHE, CHECKPOINT, Job, Net
 from faults.processes import AtLine, finish, run, start
-from faults.trainer import same_as_uninterrupted
+from faults.trainer import ended_well, same_as_uninterrupted
 
 PAGE = 4096
 
@@ -106,11 +106,10 @@ def two_models(chance: random.Random, folder: Path) -> None:
     processes = [(start(one), one) for one in (job, other)]
     found, beside = (finish(process, one) for process, one in processes)
     same_as_uninterrupted(found)
-    expected = run(alone)
-    check(beside.result is not None and expected.result is not None, f"it did not end: {beside.log[-2000:]}")
-    assert beside.result is not None  # for the type checker
-    assert expected.result is not None
-    check(beside.result["parameters"] == expected.result["parameters"], "the second model's parameters are others")
+    check(
+        ended_well(beside)["parameters"] == ended_well(run(alone))["parameters"],
+        "the second model's parameters are others",
+    )
 
 
 class Limits:
@@ -129,9 +128,8 @@ def quota(chance: random.Random, folder: Path) -> None:
     # Checkpoints need more than that: they are left out.
     job = Job(folder, saves=False)
     ended = run(job, Limits(chance.randrange(20, 60) * 1024))
-    same_as_uninterrupted(ended)
-    assert ended.result is not None  # for the type checker
-    once(ended.result["told"], "no more outputs of frozen layers are written: writing to")
+    result = same_as_uninterrupted(ended)
+    once(result["told"], "no more outputs of frozen layers are written: writing to")
 
 
 @contextmanager
@@ -154,9 +152,8 @@ def disk_full(chance: random.Random, folder: Path) -> None:
     size = f"size={chance.randrange(16, 64)}k,mode=700"
     with _mounted(folder / CACHE, "-t", "tmpfs", "-o", size, "tmpfs"):
         ended = run(Job(folder))
-        same_as_uninterrupted(ended)
-        assert ended.result is not None  # for the type checker
-        told = [line for line in ended.result["told"] if "cache" in line]
+        result = same_as_uninterrupted(ended)
+        told = [line for line in result["told"] if "cache" in line]
         check(len(told) > 0, "it was not told")
         for kind in ("max_bytes", "writing to", "is off"):
             check(sum(kind in line for line in told) <= 1, f"told twice: {told}")
@@ -171,9 +168,8 @@ def read_only(chance: random.Random, folder: Path) -> None:
             (folder / CHECKPOINT).unlink()
         subprocess.run(["mount", "-o", "remount,ro", str(cache)], check=True)
         ended = run(Job(folder))
-        same_as_uninterrupted(ended)
-        assert ended.result is not None  # for the type checker
-        once(ended.result["told"], "Read-only file system")
+        result = same_as_uninterrupted(ended)
+        once(result["told"], "Read-only file system")
 
 
 class Removes:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, Sampler, TensorDataset
 from faults.held import check, fault
 from faults.job import CACHE, CHECKPOINT, EPOCHS, SAMPLES, EpochOrder, Job, images
 from faults.processes import run
-from faults.trainer import clean, same_as_uninterrupted
+from faults.trainer import clean, ended_well, same_as_uninterrupted
 
 
 class ItemError(Exception):
@@ -45,14 +45,10 @@ def item_raises(chance: random.Random, folder: Path) -> None:
 def _same_with_and_without(folder: Path, **arguments: Any) -> None:
     """A job gives the same with the cache that is there already as without one."""
     (folder / CHECKPOINT).unlink(missing_ok=True)
-    found, expected = run(Job(folder, **arguments)), run(Job(folder / "uncached", cached=False, **arguments))
-    for ended in (found, expected):
-        clean(ended)
-        check(ended.result is not None and ended.result["ended"] == "well", f"training ended: {ended.log[-2000:]}")
-    assert found.result is not None  # for the type checker
-    assert expected.result is not None
-    check(found.result["parameters"] == expected.result["parameters"], "the cache changes the parameters")
-    check(found.result["events"] == expected.result["events"], "the cache changes the freezes")
+    found = ended_well(run(Job(folder, **arguments)))
+    expected = ended_well(run(Job(folder / "uncached", cached=False, **arguments)))
+    check(found["parameters"] == expected["parameters"], "the cache changes the parameters")
+    check(found["events"] == expected["events"], "the cache changes the freezes")
     check((folder / CACHE).is_dir(), "there was no cache")
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from faults.held import check, fault
 from faults.job import EPOCHS, EVERY, SAMPLES, STEPS, At, Job, Net, images
 from faults.processes import run
-from faults.trainer import clean
+from faults.trainer import ended_well
 from lightning_egeria import FreezingPolicy
 from lightning_egeria.freezing.policy import Decision
 
@@ -41,19 +41,11 @@ class LossFrom:
         return loss * self.value if step >= self.step else loss
 
 
-def _ended_well(job: Job) -> dict[str, object]:
-    ended = run(job)
-    clean(ended)
-    check(ended.result is not None and ended.result["ended"] == "well", f"training ended: {ended.log[-2000:]}")
-    assert ended.result is not None  # for the type checker
-    return ended.result
-
-
 @fault("numbers", "the loss is NaN or infinite from some step on", "no crash; nothing freezes from then on")
 def loss_not_finite(chance: random.Random, folder: Path) -> None:
     step = chance.randrange(1, 8)  # an answer comes when the next evaluation is due
     job = Job(folder, policy=Hasty(after=8 + EVERY), at_step=LossFrom(step, chance.choice(BAD)))
-    result = _ended_well(job)
+    result = ended_well(run(job))
     check(result["events"] == [], f"it froze at {result['events']}, after step {step}")
     check(result["steps"] == STEPS, "steps are missing")
 
@@ -74,7 +66,7 @@ def activations_not_finite(chance: random.Random, folder: Path) -> None:
     torch.manual_seed(0)
     net = Net()
     net.get_submodule(chance.choice(("stem", "a"))).append(NotFinite(chance.choice(BAD)))  # type: ignore[operator]
-    result = _ended_well(Job(folder, policy=Hasty(), net=net))
+    result = ended_well(run(Job(folder, policy=Hasty(), net=net)))
     check(result["events"] == [], f"it froze at {result['events']}")
 
 
@@ -94,27 +86,27 @@ def activations_constant(chance: random.Random, folder: Path) -> None:
     torch.manual_seed(0)
     net = Net()
     net.stem.append(Constant(chance.choice((0.0, 1.0, 1e-30))))
-    result = _ended_well(Job(folder, policy=Hasty(), net=net))
+    result = ended_well(run(Job(folder, policy=Hasty(), net=net)))
     check(result["events"] == [], f"it froze at {result['events']}")
-    told = [line for line in result["told"] if "the same for every sample" in line]  # type: ignore[attr-defined]
+    told = [line for line in result["told"] if "the same for every sample" in line]
     check(len(told) == 1, f"told {result['told']}")
 
 
 @fault("numbers", "batches of one sample", "no crash; nothing freezes, which is told")
 def batches_of_one(chance: random.Random, folder: Path) -> None:
     job = Job(folder, policy=Hasty(), batch_size=1, epochs=2)
-    result = _ended_well(job)
+    result = ended_well(run(job))
     check(result["events"] == [], f"it froze at {result['events']}")
     check(result["steps"] == 2 * SAMPLES, "steps are missing")
-    told = [line for line in result["told"] if "a batch of one sample" in line]  # type: ignore[attr-defined]
+    told = [line for line in result["told"] if "a batch of one sample" in line]
     check(len(told) == 1, f"told {result['told']}")
 
 
 @fault("numbers", "a smaller last batch, down to one sample", "no crash; as without a cache")
 def smaller_last_batch(chance: random.Random, folder: Path) -> None:
     size = chance.randint(6, 13)
-    found = _ended_well(Job(folder / "cached", batch_size=size))
-    expected = _ended_well(Job(folder / "uncached", batch_size=size, cached=False))
+    found = ended_well(run(Job(folder / "cached", batch_size=size)))
+    expected = ended_well(run(Job(folder / "uncached", batch_size=size, cached=False)))
     check(found["parameters"] == expected["parameters"], "the cache changes the parameters")
     check(found["events"] == expected["events"], "the cache changes the freezes")
     check(found["steps"] == EPOCHS * -(-SAMPLES // size), "steps are missing")
@@ -124,5 +116,5 @@ def smaller_last_batch(chance: random.Random, folder: Path) -> None:
 def empty_epoch(chance: random.Random, folder: Path) -> None:
     nothing = TensorDataset(*(tensor[:0] for tensor in images().tensors))
     job = Job(folder, dataset=nothing, cached=chance.random() < 0.5, callbacks=[At(print)])
-    result = _ended_well(job)
+    result = ended_well(run(job))
     check(result["steps"] == 0, "there were steps")

@@ -14,7 +14,7 @@ from ranks import LOCAL, free_port
 from faults.held import check, fault
 from faults.job import STEPS, Job
 from faults.processes import Ended, finish, start
-from faults.trainer import clean
+from faults.trainer import ended_well
 
 RANKS = 2
 EXCHANGE_S = 8.0  # that a rank waits for another before it gives up
@@ -87,12 +87,7 @@ def _struck(number: signal.Signals, chance: random.Random, folder: Path) -> None
     again = _train(folder / "freezing", True, None)
     whole = _train(folder / "whole", True, None)
     for rank in range(RANKS):
-        for ended in (again[rank], whole[rank]):
-            clean(ended)
-            check(ended.result is not None and ended.result["ended"] == "well", f"it did not end: {ended.log[-2000:]}")
-        found, expected = again[rank].result, whole[rank].result
-        assert found is not None  # for the type checker
-        assert expected is not None
+        found, expected = ended_well(again[rank]), ended_well(whole[rank])
         check(found["parameters"] == expected["parameters"], "other parameters than those of an uninterrupted run")
         check(found["events"] == expected["events"], "other freezes than those of an uninterrupted run")
 

@@ -3,6 +3,7 @@
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,15 +37,21 @@ def clean(ended: Ended) -> None:
     check(ended.result is None or ended.result["threads"] == [], "it left a thread")
 
 
-def same_as_uninterrupted(ended: Ended) -> None:
-    """The job, started again, came to its end as if nothing had been."""
+def ended_well(ended: Ended) -> dict[str, Any]:
+    """The job came to its end and left nothing; returns what it kept."""
     clean(ended)
-    result = ended.result
-    check(result is not None and result["ended"] == "well", f"it did not come to its end: {ended.log[-2000:]}")
-    assert result is not None  # for the type checker
+    result = ended.result or {}
+    check(result.get("ended") == "well", f"it did not come to its end: {ended.log[-2000:]}")
+    return result
+
+
+def same_as_uninterrupted(ended: Ended) -> dict[str, Any]:
+    """The job, started again, came to its end as if nothing had been; returns what it kept."""
+    result = ended_well(ended)
     check(result["steps"] == STEPS, f"{result['steps']} steps instead of {STEPS}")
     check(result["parameters"] == baseline()["parameters"], "other parameters than those of an uninterrupted run")
     check(result["events"] == baseline()["events"], "other freezes than those of an uninterrupted run")
+    return result
 
 
 def _told_to_end(number: signal.Signals, chance: random.Random, folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from faults.held import baseline, check, fault, once
 from faults.job import EVERY, STEPS, At, Job, Net
 from faults.processes import LIMIT_S, Ended, run
-from faults.trainer import clean, same_as_uninterrupted
+from faults.trainer import ended_well, same_as_uninterrupted
 from lightning_egeria import KnowledgeGuidedFreezing
 
 FAILED = "reference model"
@@ -93,12 +93,10 @@ def trapped(seconds: float | None) -> Net:
 
 def trained_to_the_end(ended: Ended) -> dict[str, Any]:
     """Training went on."""
-    clean(ended)
-    check(ended.result is not None and ended.result["ended"] == "well", f"training ended: {ended.log[-2000:]}")
-    assert ended.result is not None  # for the type checker
-    check(ended.result["steps"] == STEPS, f"{ended.result['steps']} steps instead of {STEPS}")
-    check(ended.result["finite"], "a parameter is not finite")
-    return ended.result
+    result = ended_well(ended)
+    check(result["steps"] == STEPS, f"{result['steps']} steps instead of {STEPS}")
+    check(result["finite"], "a parameter is not finite")
+    return result
 
 
 def _struck(act: ToWorker, chance: random.Random, folder: Path) -> None:
