@@ -11,6 +11,7 @@ rounds in which each length has its turn.
 
 import argparse
 import contextlib
+import gc
 import io
 import logging
 import multiprocessing
@@ -166,8 +167,11 @@ def steps_of(layers: int, with_callback: bool) -> tuple[float, float]:
         enable_model_summary=False,
         callbacks=callbacks,
     )
+    gc.collect()
+    gc.disable()
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit(Chain(layers), data)
+    gc.enable()
     return marks[0], statistics.median(marks[3:])
 
 
@@ -186,6 +190,9 @@ def chains(lengths: list[int], rounds: int) -> None:
         seconds = statistics.median(first[length])
         ratio = f"{statistics.median(later[length]):.2f} ({min(later[length]):.2f}-{max(later[length]):.2f})"
         print(f"| {length:,} | {seconds * 1e3:,.1f} ms | {seconds / length * 1e6:,.0f} us | {ratio} |")
+    began = time.perf_counter()
+    gc.collect()
+    print(f"the garbage collector goes through all objects in {(time.perf_counter() - began) * 1e3:,.0f} ms")
 
 
 def main() -> None:

@@ -227,11 +227,7 @@ class Job:
             enable_model_summary=False,
             enable_progress_bar=False,
             num_sanity_val_steps=0,
-            callbacks=[
-                *([freezing] if self.freezing else []),
-                *self.callbacks,
-                *([Saves(checkpoint)] if self.saves else []),
-            ],
+            callbacks=callbacks,
         )
         ended = "well"
         with warnings.catch_warnings(record=True) as told, mock.patch.object(stats, "COMPARED_STEPS", sys.maxsize):
