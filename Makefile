@@ -39,7 +39,7 @@ test-oldest: ## run the tests with the oldest supported versions (its own enviro
 	$(MAKE) test VENV=.venv-oldest PIP_CONSTRAINT=$(CURDIR)/constraints/oldest.txt
 
 test-versions: ## run the tests on each Python of PYTHONS, and with the oldest supported versions (environments of their own)
-	@for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=.venv-$$python || exit 1; done
+	@for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=.venv-$${python##*/} || exit 1; done
 	$(MAKE) test-oldest
 
 check: $(VENV)/installed-dev ## lint, formatting, types
