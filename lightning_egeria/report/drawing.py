@@ -216,6 +216,7 @@ def common_metric(records: Sequence[RunRecord]) -> str:
     return min(shared, key=preference)
 
 
+@mpl.rc_context({"text.parse_math": False})  # names are names, whatever stands between two dollar signs
 def figures_of(records: Sequence[RunRecord], metric: str | None = None) -> dict[str, Figure]:
     """All pictures that the records have something for; those of one run are of the last that froze anything.
 
@@ -223,11 +224,6 @@ def figures_of(records: Sequence[RunRecord], metric: str | None = None) -> dict[
         records: one or more; with more, the first is what the others are compared with.
         metric: to compare runs by.
     """
-    with mpl.rc_context({"text.parse_math": False}):  # names are names, whatever stands between two dollar signs
-        return _figures_of(records, metric)
-
-
-def _figures_of(records: Sequence[RunRecord], metric: str | None) -> dict[str, Figure]:
     record = next((r for r in reversed(records) if r.layer_modules), records[-1])
     drawn: dict[str, Figure] = {}
     if record.steps:

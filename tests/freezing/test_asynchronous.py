@@ -236,7 +236,7 @@ def test_a_signal_to_the_trainer_leaves_no_process(tmp_path, number):
         textwrap.dedent("""
         import time
         from tests.freezing.test_asynchronous import *
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored by what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
         def look(trainer, pl_module):
             if trainer.global_step == 3:
                 print(callback._engine.pool.workers[0].pid, flush=True)

@@ -1,5 +1,6 @@
 """Pictures and the page are made of what was recorded."""
 
+import io
 import re
 
 import pytest
@@ -53,6 +54,15 @@ def test_lines_are_what_was_recorded():
     assert list(bottom.lines[2].get_ydata()) == [1e-4] * 5  # the size of a slope that falls
     (steps,) = report.figures(record)["step_time"].axes
     assert list(steps.lines[0].get_ydata()) == pytest.approx([times.seconds * 1e3 for times in record.steps])
+
+
+def test_names_are_drawn_as_they_are():
+    ours = run("$\\frac$", 0.5, frozen_at=9)
+    ours.layer_modules[0] = "net.$\\sqrt$"
+    for figure in report.figures([run("plain"), ours]).values():
+        figure.savefig(io.BytesIO(), format="svg")  # a formula of LaTeX that has no end would raise
+    (legend,) = [axes.get_legend() for axes in report.figures(ours)["plasticity"].axes if axes.get_legend() is not None]
+    assert legend.get_texts()[0].get_text() == "net.$\\sqrt$"
 
 
 def test_phases_before_and_after():
