@@ -151,20 +151,25 @@ class Annealing:
 class FreezingPolicy(Annealing):
     """Freezes the front of the chain as far as it has come to rest.
 
-    A layer module is at rest when its plasticity was within ``tolerance`` at ``patience`` evaluations in a row.
+    What freezing a prefix costs is what its output would still have changed, and what it saves is the work of the layer
+    modules that freeze with it. So a prefix is at rest when the plasticity of its last layer module was within
+    ``tolerance`` times the share of the chain that would freeze with it, at ``patience`` evaluations in a row, and the
+    deepest one at rest freezes. What layer modules in the middle of it do does not matter: the output is all that the
+    rest of the network sees of them.
+
     Plasticity falls with the square of the learning rate: while a high one keeps the weights moving nothing is at rest,
     and freezing would keep the noise that a lower rate is about to take away. So in a run whose learning rate decays in
     steps the front freezes some evaluations after a step, under a smooth schedule in the last third, and where all is
     still learning nothing does.
 
     Weights that were trained already (``pretrained=True``) are told by comparing layer modules with one another: after
-    the first ``patience`` evaluations, those at the front freeze together whose mean plasticity is below
+    the first ``patience`` evaluations, the deepest prefix freezes whose last layer module has a mean plasticity below
     ``peer_tolerance`` times that of the one that moves most.
 
     Args:
-        tolerance: plasticity of a layer module at rest: the mean squared change, from one reference to the next, of a
-            sample's likeness to the others (its row of the normalised Gram matrix, a vector of length 1); > 0. Larger
-            freezes sooner.
+        tolerance: plasticity at rest, if the whole chain were to freeze: the mean squared change, from one reference to
+            the next, of a sample's likeness to the others (its row of the normalised Gram matrix, a vector of length
+            1); > 0. Larger freezes sooner.
         patience: evaluations in a row that count; at least 1.
         pretrained: whether training begins with weights that were trained on something like this.
         peer_tolerance: of pre-trained weights; in [0, 1). Larger freezes deeper.
@@ -177,18 +182,18 @@ class FreezingPolicy(Annealing):
     Raises:
         ArgumentError: an argument is out of its range.
 
-    >>> policy = FreezingPolicy(tolerance=0.01, patience=2)
-    >>> policy.start(max_depth=2)
-    >>> for step, front in enumerate([0.05, 0.02, 0.008, 0.006, 0.005]):
-    ...     decision = policy.observe(step, [front, 0.1, 0.2], learning_rate=0.1, loss=None)
+    >>> policy = FreezingPolicy(tolerance=0.04, patience=2)
+    >>> policy.start(max_depth=3)
+    >>> for step, second in enumerate([0.05, 0.03, 0.02, 0.01, 0.01]):
+    ...     decision = policy.observe(step, [0.5, second, 0.1, 0.2], learning_rate=0.1, loss=None)
     ...     if decision:
     ...         print(step, decision.depth, decision.reason)
-    3 1 plasticity of 6.0e-03 at most, at rest for 2 evaluations in a row
+    3 2 plasticity of 1.0e-02, within 2.0e-02 for 2 evaluations in a row
     """
 
     def __init__(
         self,
-        tolerance: float = 3e-4,
+        tolerance: float = 4e-4,
         patience: int = 2,
         pretrained: bool = False,
         peer_tolerance: float = 0.05,
@@ -208,7 +213,7 @@ class FreezingPolicy(Annealing):
         self.peer_tolerance = peer_tolerance
         self.depth = 0
         self._max_depth = 0
-        self._at_rest: list[int] = []  # of each layer module: evaluations in a row within the tolerance
+        self._at_rest: list[int] = []  # of the prefix that ends with each layer module: evaluations in a row
         self._first: list[list[float]] = []  # plasticity that pre-trained weights are compared by
         self._compares = pretrained
 
@@ -236,21 +241,27 @@ class FreezingPolicy(Annealing):
             return None
         self._at_rest += [0] * (len(plasticity) - len(self._at_rest))
         for index in range(self.depth, len(plasticity)):
-            self._at_rest[index] = self._at_rest[index] + 1 if plasticity[index] <= self.tolerance else 0
+            at_rest = plasticity[index] <= self._limit(index + 1, plasticity)
+            self._at_rest[index] = self._at_rest[index] + 1 if at_rest else 0
         decision = (self._compared(plasticity) if self._compares else None) or self._rested(plasticity)
         if decision is not None:
             self._froze(learning_rate)
-            self.depth = decision.depth
+            self.depth, self._at_rest = decision.depth, []  # from here on, less would freeze with each
         return decision
 
+    def _limit(self, depth: int, plasticity: Sequence[float]) -> float:
+        return self.tolerance * (depth - self.depth) / len(plasticity)
+
     def _rested(self, plasticity: Sequence[float]) -> Decision | None:
-        depth = self.depth
-        while depth < self._max_depth and self._at_rest[depth] >= self.patience:
-            depth += 1
-        if depth == self.depth:
-            return None
-        largest, fewest = max(plasticity[self.depth : depth]), min(self._at_rest[self.depth : depth])
-        return Decision(depth, f"plasticity of {largest:.1e} at most, at rest for {fewest} evaluations in a row")
+        for depth in range(self._max_depth, self.depth, -1):
+            count = self._at_rest[depth - 1]
+            if count >= self.patience:
+                limit = self._limit(depth, plasticity)
+                reason = (
+                    f"plasticity of {plasticity[depth - 1]:.1e}, within {limit:.1e} for {count} evaluations in a row"
+                )
+                return Decision(depth, reason)
+        return None
 
     def _compared(self, plasticity: Sequence[float]) -> Decision | None:
         """What pre-trained weights allow at once."""
@@ -260,14 +271,13 @@ class FreezingPolicy(Annealing):
         # A row from a damaged checkpoint may be longer; none is too short.
         means = [sum(column) / len(column) for column in zip(*self._first, strict=False)]
         self._first, self._compares = [], False
-        depth, largest = 0, max(means)
-        while depth < self._max_depth and means[depth] < self.peer_tolerance * largest:
-            depth += 1
-        if depth == 0:
-            return None
-        return Decision(
-            depth, f"plasticity of {max(means[:depth]):.1e} at most, beside {largest:.1e} where it is largest"
-        )
+        largest = max(means)
+        for depth in range(self._max_depth, 0, -1):
+            if means[depth - 1] < self.peer_tolerance * largest:
+                return Decision(
+                    depth, f"plasticity of {means[depth - 1]:.1e}, beside {largest:.1e} where it is largest"
+                )
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only."""

@@ -13,7 +13,7 @@ from lightning_egeria.errors import ArgumentError
 from lightning_egeria.freezing.policy import Decision, FreezingPolicy, ScriptedPolicy
 
 NAN, INF = math.nan, math.inf
-STILL, MOVES = 1e-4, 1e-2  # on either side of the tolerance
+STILL, MOVES = 2e-5, 1e-2  # on either side of the tolerance, for one layer module of four and for three
 
 
 def started(max_depth: int = 3, **kwargs) -> FreezingPolicy:
@@ -38,8 +38,21 @@ class TestRest:
         assert feed(started(patience=patience), [[STILL, MOVES, MOVES, MOVES]] * 10) == [(patience - 1, 1)]
 
     def test_the_tolerance_is_absolute_and_included(self):
-        assert feed(started(tolerance=0.5), [[0.5, 0.6, 9.0, 9.0]] * 3) == [(1, 1)]
-        assert feed(started(tolerance=0.5), [[0.6, 9.0, 9.0, 9.0]] * 9) == []
+        assert feed(started(tolerance=0.5), [[0.125, 9.0, 9.0, 9.0]] * 3) == [(1, 1)]
+        assert feed(started(tolerance=0.5), [[0.126, 9.0, 9.0, 9.0]] * 9) == []
+
+    @pytest.mark.parametrize(("second", "depth"), [(0.25, 2), (0.26, 1)])
+    def test_the_tolerance_is_for_the_share_that_would_freeze(self, second, depth):
+        assert feed(started(tolerance=0.5), [[0.1, second, 9.0, 9.0]] * 2) == [(1, depth)]
+
+    def test_what_is_frozen_does_not_count_for_the_share(self):
+        table = [[0.1, 9.0, 9.0, 9.0]] * 2 + [[NAN, 0.2, 9.0, 9.0]] * 5 + [[NAN, 0.12, 9.0, 9.0]] * 2
+        assert feed(started(tolerance=0.5), table) == [(1, 1), (8, 2)]
+
+    def test_evaluations_before_a_freeze_do_not_count_after_it(self):
+        # The second was within the share of two, not within that of one.
+        table = [[0.1, 0.2, 9.0, 9.0], [0.1, 9.0, 9.0, 9.0], [NAN, 0.1, 9.0, 9.0], [NAN, 0.1, 9.0, 9.0]]
+        assert feed(started(tolerance=0.5), table) == [(1, 1), (3, 2)]
 
     def test_evaluations_at_rest_must_be_in_a_row(self):
         table = [[STILL if place % 3 else MOVES, MOVES, MOVES, MOVES] for place in range(30)]
@@ -49,12 +62,14 @@ class TestRest:
     def test_all_that_rest_freeze_in_one_decision(self):
         assert feed(started(), [[STILL, STILL, MOVES, MOVES]] * 3) == [(1, 2)]
 
-    def test_one_that_moves_holds_back_those_behind_it(self):
-        assert feed(started(), [[MOVES, STILL, STILL, STILL]] * 10) == []
+    def test_what_moves_inside_does_not_matter_if_the_output_rests(self):
+        assert feed(started(), [[MOVES, STILL, MOVES, MOVES]] * 3) == [(1, 2)]
+        assert feed(started(), [[STILL, MOVES, STILL, MOVES]] * 3) == [(1, 3)]
 
-    def test_those_behind_wait_for_the_frontmost(self):
-        table = [[MOVES if place < 5 else STILL, STILL, MOVES, MOVES] for place in range(10)]
-        assert feed(started(), table) == [(6, 2)]
+    def test_each_depth_has_a_row_of_its_own(self):
+        table = [[STILL, MOVES, STILL, MOVES], [STILL, STILL, MOVES, MOVES], [STILL, STILL, MOVES, MOVES]]
+        assert feed(started(patience=2), table[:2]) == [(1, 1)]
+        assert feed(started(patience=3), table) == [(2, 1)]
 
     def test_stops_at_the_deepest_allowed_and_needs_no_reference_then(self):
         policy = started(max_depth=2)
@@ -93,9 +108,9 @@ class TestRest:
 
     def test_the_reason_tells_the_numbers(self):
         policy = started()
-        feed(policy, [[2e-4, 2.5e-4, MOVES, MOVES]])
-        reason = policy.observe(1, [2e-4, 2.5e-4, MOVES, MOVES], 0.1, None).reason
-        assert "2.5e-04" in reason
+        feed(policy, [[2e-4, 1.5e-4, MOVES, MOVES]])
+        reason = policy.observe(1, [2e-4, 1.5e-4, MOVES, MOVES], 0.1, None).reason
+        assert "1.5e-04, within 2.0e-04" in reason
         assert "2 evaluations in a row" in reason
 
 
@@ -117,8 +132,8 @@ class TestPretrained:
         assert feed(started(pretrained=True, peer_tolerance=0.1), rows) == []
         assert feed(started(pretrained=True, peer_tolerance=0.11), rows) == [(1, 1)]
 
-    def test_only_the_front_counts(self):
-        assert feed(started(pretrained=True), [[1.0, 0.01, 0.01, 1.0]] * 5) == []
+    def test_the_last_of_the_prefix_counts(self):
+        assert feed(started(pretrained=True), [[0.2, 0.01, 0.3, 1.0]] * 5) == [(1, 2)]
 
     def test_they_are_compared_once_and_go_on_freezing_as_they_come_to_rest(self):
         table = [[0.01, 0.3, 0.5, 1.0]] * 2 + [[NAN, 0.01, 0.5, 1.0]] * 5 + [[NAN, STILL, 0.5, 1.0]] * 3
