@@ -45,8 +45,9 @@ def test_the_oldest_versions_tried_are_the_lower_bounds(setup_cfg):
         parts = [int(part) for part in version.split(".")]
         return parts + [0] * (3 - len(parts))
 
-    for name, version in tried.items():
-        assert numbers(bounds[name]) == numbers(version), name
+    assert tried.keys() - bounds.keys() == {"pyparsing"}  # of which matplotlib 3.8 needs one of its age
+    for name in tried.keys() & bounds.keys():
+        assert numbers(bounds[name]) == numbers(tried[name]), name
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from benchmarks.proof import run as run_module
 from benchmarks.proof.controls import FreezeOut, FreezeOutSchedule, GradientNormTest, LinearFreezing
 from benchmarks.proof.run import run
 from benchmarks.proof.workloads import RESULTS
+from lightning_egeria.caching import stats
 
 TINY = ["data.batch_size=16", "data.train_size=64", "data.val_size=40", "model.net.depth=8"]
 TINY += ["trainer.max_epochs=3", "trainer.check_val_every_n_epoch=1"]
@@ -236,6 +237,7 @@ def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch):
 
 def test_kinds_are_measured_by_short_fits(data, monkeypatch):
     monkeypatch.setattr(costs, "BATCHES", 8)
+    monkeypatch.setattr(stats, "COMPARED_STEPS", sys.maxsize)  # whether so small a cache pays is chance
     config = run_module.configured(WORKLOAD, "small", data, [*TINY, "data.batch_size=8"])
     datamodule = hydra.utils.instantiate(config.data)
     assert set(costs.seconds_of(WORKLOAD, config, datamodule, 0, False)) == {"0"}

@@ -122,12 +122,18 @@ def finish(
     for other in _session(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(other, signal.SIGKILL)
-    left += [f"file {path}" for path in sorted((job.folder / "tmp").rglob("*"))]
+    left += [f"file {path}" for path in sorted((job.folder / "tmp").rglob("*")) if not _is_of_torch(path)]
     result = None
     with contextlib.suppress(FileNotFoundError):
         result = json.loads((job.folder / RESULT).read_text())
     log = job.folder / LOG
     return Ended(exit_status, result, left, seconds, log.read_text(errors="replace") if log.is_file() else "")
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Torch 2.6 writes a module when it is imported, and leaves it where a process ends as those of multiprocessing do."""
+    module = "_remote_module_non_scriptable.py"
+    return path.name == module or (path / module).is_file()
 
 
 def lines_of(job: Job) -> int:
