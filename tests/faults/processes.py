@@ -131,7 +131,7 @@ def finish(
 
 
 def _is_of_torch(path: Path) -> bool:
-    """Torch 2.6 writes a module when it is imported, and leaves it where a process ends as those of multiprocessing do."""
+    """Torch 2.6 writes a module when it is imported, and leaves it where a process ends as multiprocessing has it."""
     module = "_remote_module_non_scriptable.py"
     return path.name == module or (path / module).is_file()
 
