@@ -54,6 +54,12 @@ def interval(values: Sequence[float]) -> float:
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def with_interval(values: Sequence[float], form: str) -> str:
+    """Mean and confidence interval; the mean alone of a single value."""
+    mean = format(statistics.fmean(values), form)
+    return mean if len(values) < 2 else f"{mean} ± {interval(values):.1f}"
+
+
 def time_to(runs: Sequence[Run], plain: Sequence[Run], part: float) -> str:
     """How many times sooner the runs come to a part of what the plain run of the same seed ends with."""
     finals = {run.seed: run.final for run in plain}
@@ -83,17 +89,19 @@ def table(runs: Sequence[Run]) -> str:
     plain = [run for run in runs if run.method == "plain"]
     base, raw = statistics.fmean(r.seconds for r in plain), statistics.fmean(r.points[-1].raw_seconds for r in plain)
     rows = [
-        "| method | seeds | final, % | training time | raw | to plain's final | to 99 % of it | frozen at the end |",
-        "|---|---|---|---|---|---|---|---|",
+        "| method | seeds | final, % | over plain | training time | raw | to plain's final | to 99 % of it | frozen |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for method, title in TITLES.items():
         own = [run for run in runs if run.method == method]
         if not own:
             continue
         finals = [100 * run.final for run in own]
-        spread = "" if len(own) < 2 else f" ± {interval(finals):.1f}"
+        bases = {run.seed: 100 * run.final for run in plain}
+        over = [100 * run.final - bases[run.seed] for run in own if run.seed in bases]
         rows.append(
-            f"| {title} | {len(own)} | {statistics.fmean(finals):.1f}{spread} "
+            f"| {title} | {len(own)} | {with_interval(finals, '.1f')} "
+            f"| {'-' if method == 'plain' else with_interval(over, '+.1f')} "
             f"| {statistics.fmean(run.seconds for run in own) / base:.2f} "
             f"| {statistics.fmean(run.points[-1].raw_seconds for run in own) / raw:.2f} "
             f"| {time_to(own, plain, 1.0)} | {time_to(own, plain, 0.99)} | {frozen_at_the_end(own)} |"
