@@ -287,6 +287,13 @@ def test_the_published_tables_are_what_the_files_give(path):
     assert (beside.read_text() if beside.is_file() else "") == figures.sensitivity(runs)
 
 
+def test_the_readme_shows_what_the_files_give():
+    found = figures.SUMMARY.findall(figures.README.read_text())
+    assert found
+    for _, workload, size, text in found:
+        assert text == figures.summary(results.read_all(workload, size))
+
+
 def test_the_page_shows_every_table_and_picture():
     page = (REPOSITORY / "docs" / "proof.md").read_text()
     shown = [

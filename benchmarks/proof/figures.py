@@ -5,6 +5,7 @@ python -m benchmarks.proof.figures
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,10 @@ from scipy.stats import t as student
 from benchmarks.proof.results import Run, read_all
 from benchmarks.proof.workloads import RESULTS, VARIATIONS, WORKLOADS
 
-PICTURES = Path(__file__).resolve().parents[2] / "docs" / "_static"
+REPOSITORY = Path(__file__).resolve().parents[2]
+PICTURES = REPOSITORY / "docs" / "_static"
+README = REPOSITORY / "README.md"
+SUMMARY = re.compile(r"(<!-- make figures: (\w+) (\w+) -->\n\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
 TITLES = {
     "plain": "plain",
     "shortened": "plain, made as short as ours",
@@ -108,6 +112,17 @@ def table(runs: Sequence[Run]) -> str:
         )
     note = f"Training time of the plain run: {base:.0f} s ({raw:.0f} s by the clock); the others are shares of it."
     return "\n".join([*rows, "", note, ""])
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """The plain run, the shortened one and ours, in a few words: for the README."""
+    base = statistics.fmean(run.seconds for run in runs if run.method == "plain")
+    rows = ["| | final accuracy, % | training time |", "|---|---|---|"]
+    for method in ("plain", "shortened", "freezing", "cached"):
+        own = [run for run in runs if run.method == method]
+        time = statistics.fmean(run.seconds for run in own) / base
+        rows.append(f"| {TITLES[method]} | {with_interval([100 * run.final for run in own], '.1f')} | {time:.2f} |")
+    return "\n".join([*rows, ""])
 
 
 def sensitivity(runs: Sequence[Run]) -> str:
@@ -221,6 +236,7 @@ def main() -> None:
             path = PICTURES / f"proof_{workload}_{folder.name}.png"
             picture(runs, about.metric).savefig(path, dpi=100, metadata={"Software": None})
             print(f"{workload} {folder.name}: {len(runs)} runs, {path}\n{table(runs)}")
+    README.write_text(SUMMARY.sub(lambda found: found[1] + summary(read_all(found[2], found[3])), README.read_text()))
 
 
 if __name__ == "__main__":
