@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import deque
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,7 @@ from lightning_egeria.clock import mark, seconds_between
 from lightning_egeria.freezing.recording import BoundaryRecorder
 from lightning_egeria.layers import LayerChain
 
+LAYERS_MEASURED = 50  # times that a layer module is timed, for the median: the newest
 WARM_UP_STEPS = 3  # after the start and after each change of depth: allocators and caches settle
 
 
@@ -62,8 +64,9 @@ class BoundaryTimer(BoundaryRecorder):
 
 @dataclasses.dataclass
 class _DepthTimes:
-    seconds: list[float] = dataclasses.field(default_factory=list)
     steps: int = 0
+    measured: int = 0  # of them
+    seconds: float = 0.0  # that these took
 
 
 class StepCosts:
@@ -85,7 +88,7 @@ class StepCosts:
         self.evaluation_seconds = 0.0
         self._settling = WARM_UP_STEPS
         self._last_depth = 0
-        self._layer_seconds: list[list[float]] = []
+        self._layer_seconds: deque[list[float]] = deque(maxlen=LAYERS_MEASURED)
 
     def add(self, depth: int, seconds: float, evaluated: bool) -> None:
         """One training step took ``seconds`` with ``depth`` layer modules frozen."""
@@ -98,7 +101,8 @@ class StepCosts:
         if self._settling:
             self._settling -= 1
         else:
-            times.seconds.append(seconds)
+            times.measured += 1
+            times.seconds += seconds
 
     def add_layer_seconds(self, seconds: list[float]) -> None:
         """Measured forward plus backward seconds of each layer module in one step with nothing frozen."""
@@ -107,7 +111,7 @@ class StepCosts:
     def mean_seconds(self, depth: int) -> float | None:
         """Mean seconds of a step at ``depth`` without an evaluation; None if there was none."""
         times = self._by_depth.get(depth)
-        return statistics.fmean(times.seconds) if times and times.seconds else None
+        return times.seconds / times.measured if times and times.measured else None
 
     def layer_shares(self, count: int) -> list[float | None]:
         """Share of a step with nothing frozen that each of the ``count`` layer modules takes; None: not measured."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import pickle
 
 import pytest
 from rich.console import Console
@@ -79,3 +80,13 @@ def test_saved_time_counts_every_step_at_a_depth():
         for _ in range(10):
             costs.add(depth, seconds, evaluated=False)
     assert costs.seconds_saved() == pytest.approx(10 * 1.0 + 10 * 0.5)
+
+
+def test_costs_take_no_more_memory_the_longer_a_run_is():
+    costs, sizes = StepCosts(), []
+    for _ in range(2):
+        for step in range(1000):
+            costs.add(step % 2, 0.25, evaluated=False)
+            costs.add_layer_seconds([0.125, 0.125])
+        sizes.append(len(pickle.dumps(costs)))
+    assert sizes[0] == sizes[1]
