@@ -81,6 +81,15 @@ def time_to(runs: Sequence[Run], plain: Sequence[Run], part: float) -> str:
     return f"{gain:.2f}x" if len(came) == len(ours) else f"{gain:.2f}x in {len(came)} of {len(ours)}"
 
 
+def plain_by_then(runs: Sequence[Run], plain: Sequence[Run]) -> str:
+    """Mean of what the plain runs of the same seeds had at their last validation within the time of the runs."""
+    values = []
+    for run in runs:
+        points = [p for other in plain if other.seed == run.seed for p in other.points if p.seconds <= run.seconds]
+        values += [100 * points[-1].value] if points else []
+    return f"{statistics.fmean(values):.1f}" if values else "-"
+
+
 def frozen_at_the_end(runs: Sequence[Run]) -> str:
     """Smallest and largest final depth over the seeds, and of how many layer modules."""
     modules = max(len(run.layer_modules) for run in runs)
@@ -92,10 +101,9 @@ def table(runs: Sequence[Run]) -> str:
     """Compare the methods of one workload, one row each, as Markdown."""
     plain = [run for run in runs if run.method == "plain"]
     base, raw = statistics.fmean(r.seconds for r in plain), statistics.fmean(r.points[-1].raw_seconds for r in plain)
-    rows = [
-        "| method | seeds | final, % | over plain | training time | raw | to plain's final | to 99 % of it | frozen |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ("method", "seeds", "final, %", "over plain", "training time", "plain by then, %", "raw")
+    columns += ("to plain's final", "to 99 % of it", "frozen")
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for method, title in TITLES.items():
         own = [run for run in runs if run.method == method]
         if not own:
@@ -106,7 +114,7 @@ def table(runs: Sequence[Run]) -> str:
         rows.append(
             f"| {title} | {len(own)} | {with_interval(finals, '.1f')} "
             f"| {'-' if method == 'plain' else with_interval(over, '+.1f')} "
-            f"| {statistics.fmean(run.seconds for run in own) / base:.2f} "
+            f"| {statistics.fmean(run.seconds for run in own) / base:.2f} | {plain_by_then(own, plain)} "
             f"| {statistics.fmean(run.points[-1].raw_seconds for run in own) / raw:.2f} "
             f"| {time_to(own, plain, 1.0)} | {time_to(own, plain, 0.99)} | {frozen_at_the_end(own)} |"
         )
