@@ -101,6 +101,7 @@ def table(runs: Sequence[Run]) -> str:
     """Compare the methods of one workload, one row each, as Markdown."""
     plain = [run for run in runs if run.method == "plain"]
     base, raw = statistics.fmean(r.seconds for r in plain), statistics.fmean(r.points[-1].raw_seconds for r in plain)
+    bases = {run.seed: 100 * run.final for run in plain}
     columns = ("method", "seeds", "final, %", "over plain", "training time", "plain by then, %", "raw")
     columns += ("to plain's final", "to 99 % of it", "frozen")
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -109,7 +110,6 @@ def table(runs: Sequence[Run]) -> str:
         if not own:
             continue
         finals = [100 * run.final for run in own]
-        bases = {run.seed: 100 * run.final for run in plain}
         over = [100 * run.final - bases[run.seed] for run in own if run.seed in bases]
         rows.append(
             f"| {title} | {len(own)} | {with_interval(finals, '.1f')} "
