@@ -44,7 +44,10 @@ class Threefold:
             self.networks = self.in_all_precisions(snapshot)
         calls = crop_calls(evaluation.calls, self.samples)
         moved = self.in_all_precisions(evaluation.network)
-        found = {name: compare_networks(network, moved[name], calls, 0) for name, network in self.networks.items()}
+        by_batch = moved["float32"].training
+        found = {
+            name: compare_networks(network, moved[name], calls, 0, by_batch) for name, network in self.networks.items()
+        }
         samples = found["float32"].samples
         if samples == self.samples:
             self.seen.append({name: compared.values for name, compared in found.items()})

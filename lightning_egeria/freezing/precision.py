@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_egeria.calls import EarlierOutput, NetworkCall
 from lightning_egeria.freezing.int8 import Int8Layers
@@ -31,6 +33,9 @@ class SnapshotNetwork:
         samples: Gram matrices are made of the first ``samples`` samples at most.
         precision: to run in.
 
+    Attributes:
+        training: paths of the modules that were in training mode.
+
     Raises:
         UnsupportedError: nothing of it can run in int8.
     """
@@ -47,6 +52,12 @@ class SnapshotNetwork:
         self._precision = precision
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._entries = entries
+        self._modules = {
+            _join(path, inner): module
+            for path, entry in entries.items()
+            for inner, module in entry.named_modules(remove_duplicate=False)
+        }
+        self.training = frozenset(path for path, module in self._modules.items() if module.training)
         for entry in entries.values():
             entry.requires_grad_(False)
             for part in entry.modules():
@@ -56,11 +67,6 @@ class SnapshotNetwork:
             entry.to(self._dtype)
         if precision == "int8":
             Int8Layers(nn.ModuleList(entries.values()))
-        self._modules = {
-            _join(path, inner): module
-            for path, entry in entries.items()
-            for inner, module in entry.named_modules(remove_duplicate=False)
-        }
 
     def lowered(self, precision: Lower) -> SnapshotNetwork:
         """A copy of it in a lower precision.
@@ -76,10 +82,13 @@ class SnapshotNetwork:
         return SnapshotNetwork(entries, self._chain, self._samples, precision)
 
     @torch.no_grad()
-    def boundary_grams(self, calls: list[NetworkCall], first: int = 0) -> tuple[list[Tensor | None], int]:
+    def boundary_grams(
+        self, calls: list[NetworkCall], first: int = 0, by_batch: Collection[str] = ()
+    ) -> tuple[list[Tensor | None], int]:
         """Gram matrix of each boundary activation, ``[samples, samples]`` each, and how many samples came in.
 
-        Those of layer modules before number ``first`` are left out.
+        Those of layer modules before number ``first`` are left out. Batch normalisation whose path is in ``by_batch``
+        takes the statistics of what it is given, as in training, and not those that it has been keeping.
         """
         recorder = BoundaryRecorder(self._modules, self._chain, self._samples, first)
         outputs: list[list[Tensor]] = []
@@ -95,7 +104,7 @@ class SnapshotNetwork:
         try:
             # It reads the weights of nn.TransformerEncoderLayer past the layers that would run in int8.
             torch.backends.mha.set_fastpath_enabled(fast_path and self._precision != "int8")
-            with torch.random.fork_rng(self._cuda_devices()):
+            with torch.random.fork_rng(self._cuda_devices()), self._normalising_by_batch(by_batch):
                 for call in calls:
                     args, kwargs = apply_to_collection(
                         (call.args, call.kwargs), (Tensor, EarlierOutput), prepare, allow_frozen=True
@@ -105,6 +114,18 @@ class SnapshotNetwork:
             torch.backends.mha.set_fastpath_enabled(fast_path)
             recorder.stop()
         return recorder.grams, recorder.batch_size
+
+    @contextlib.contextmanager
+    def _normalising_by_batch(self, paths: Collection[str]) -> Iterator[None]:
+        found = {self._modules[path] for path in paths if path in self._modules}
+        kept = [(m, m.running_mean, m.running_var) for m in found if isinstance(m, _BatchNorm)]
+        try:
+            for module, *_ in kept:
+                module.running_mean = module.running_var = None
+            yield
+        finally:
+            for module, mean, variance in kept:
+                module.running_mean, module.running_var = mean, variance
 
     def _cuda_devices(self) -> list[torch.device]:
         devices = {tensor.device for entry in self._entries.values() for tensor in entry.parameters()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 import torch
@@ -71,9 +72,11 @@ class ReferenceModel:
     """A copy of the network with the weights of one moment, in evaluation mode and low precision.
 
     Calling it makes one evaluation: how far the network of now has moved away from it. Both run in evaluation mode and
-    in the same precision. What dropout and the statistics of a single batch do to the activations of a training step is
-    many times what some steps do to them, and would hide it; and what low precision does to both cancels out where
-    nothing has changed.
+    in the same precision. What dropout does to the activations of a training step is many times what some steps do to
+    them, and would hide it; and what low precision does to both cancels out where nothing has changed. So does what the
+    statistics of a single batch do: batch normalisation that still learns takes those of the samples compared, the same
+    for both. The running statistics of the one and the other are of different batches, however little was learned in
+    between, and would put a floor under what is measured.
 
     A new snapshot comes along with the first evaluation that it is meant for; the low
     precision is made of it here, so that the training thread has nothing to do with it.
@@ -96,6 +99,7 @@ class ReferenceModel:
         self._reason = "it was asked for"
         self._lowered = False
         self._crops = crops
+        self._takes_batch_statistics: bool | None = None
 
     def __call__(self, evaluation: Evaluation, snapshot: Mapping[str, nn.Module] | None) -> Comparison:
         """Compare.
@@ -119,11 +123,19 @@ class ReferenceModel:
             self._crops = self._cropping_is_safe(self._network, evaluation.calls)
         calls = crop_calls(evaluation.calls, self._samples) if self._crops else evaluation.calls
         moved = SnapshotNetwork(evaluation.network, self._chain, self._samples)
+        if self._takes_batch_statistics is None:
+            self._takes_batch_statistics = _takes_batch_statistics(moved, calls)
+        compare = functools.partial(
+            compare_networks,
+            calls=calls,
+            first=evaluation.first,
+            by_batch=moved.training if self._takes_batch_statistics else (),
+        )
         if not self._lowered and self._precision != "float32":
-            self._network, plasticity = self._lower(self._network, moved, calls, evaluation.first)
+            self._network, plasticity = self._lower(self._network, moved, calls, compare)
         else:
             moved = moved if self._precision == "float32" else moved.lowered(_lower_of(self._precision))
-            plasticity = compare_networks(self._network, moved, calls, evaluation.first)
+            plasticity = compare(self._network, moved)
         self._lowered = True
         return Comparison(
             plasticity=plasticity.values,
@@ -149,18 +161,18 @@ class ReferenceModel:
         )
 
     def _lower(
-        self, full: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], first: int
+        self, full: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], compare: Compare
     ) -> tuple[SnapshotNetwork, NetworksCompared]:
         """The reference that is to be compared with from now on, and how far ``moved`` is from it."""
         asked, self._precision = self._precision, "float32"
         reasons = []
-        wanted = compare_networks(full, moved, calls, first)
+        wanted = compare(full, moved)
         best, found, best_seconds = full, wanted, seconds_of(full, calls) if asked == "auto" else math.inf
         full_seconds = best_seconds
         for precision in _CANDIDATES[asked]:
             try:
                 low = full.lowered(precision)
-                compared = compare_networks(low, moved.lowered(precision), calls, first)
+                compared = compare(low, moved.lowered(precision))
             except Exception as error:  # the user's modules, and some operations know no other dtype
                 reasons.append(f"the network does not run in {precision} ({type(error).__name__}: {error})")
                 continue
@@ -191,13 +203,38 @@ class NetworksCompared:
     samples: int
 
 
+Compare = Callable[[SnapshotNetwork, SnapshotNetwork], NetworksCompared]
+
+
 def compare_networks(
-    reference: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], first: int
+    reference: SnapshotNetwork,
+    moved: SnapshotNetwork,
+    calls: list[NetworkCall],
+    first: int,
+    by_batch: Collection[str] = (),
 ) -> NetworksCompared:
-    """Plasticity of each layer module from number ``first`` on, NaN before."""
-    before, after = reference.boundary_grams(calls, first)[0], moved.boundary_grams(calls, first)[0]
+    """Plasticity of each layer module from number ``first`` on, NaN before.
+
+    Args:
+        reference: the one.
+        moved: the other.
+        calls: what both are run on.
+        first: layer module that still learns.
+        by_batch: paths of the batch normalisation that goes by the statistics of what it is given.
+    """
+    before, _ = reference.boundary_grams(calls, first, by_batch)
+    after, _ = moved.boundary_grams(calls, first, by_batch)
     samples = max((gram.shape[0] for gram in after if gram is not None), default=0)
     return NetworksCompared(tuple(samples * value for value in distances(before, after)), samples)
+
+
+def _takes_batch_statistics(network: SnapshotNetwork, calls: list[NetworkCall]) -> bool:
+    """Whether its batch normalisation does without running statistics; that of others may read them in any case."""
+    try:
+        network.boundary_grams(calls, by_batch=network.training)
+    except Exception:  # classes of the user's own may raise anything
+        return False
+    return True
 
 
 def _lower_of(precision: Precision) -> Lower:

@@ -145,7 +145,7 @@ def test_a_resumed_deterministic_run_is_the_uninterrupted_one_bit_for_bit(tmp_pa
     assert resumed.events == whole.events
     later = [entry for entry in whole._engine.policy.seen if entry[0] > at]
     assert later
-    assert resumed._engine.policy.seen == later
+    assert str(resumed._engine.policy.seen) == str(later)  # with NaN, which is not equal to itself
     assert resumed.savings().evaluations_done == whole.savings().evaluations_done
     assert states_equal(expected, found)
 

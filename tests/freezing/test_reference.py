@@ -61,16 +61,19 @@ def evaluation(net, inputs, first=0, **kwargs):
     return Evaluation([NetworkCall("", (inputs,), kwargs)], snapshot(net), first)
 
 
-def by_hand(net, inputs, samples):
+def by_hand(net, inputs, samples, normalises_by_batch=True):
+    """In evaluation mode, but for batch normalisation: that goes by the samples it is given."""
     net = copy.deepcopy(net).eval()
+    net.first[1].train(normalises_by_batch)
     with torch.no_grad():
         first = net.first(inputs)
         second = net.second(first)
         return [gram_matrix(a[:samples]) for a in (first, second, net.third(second))]
 
 
-def expected(net, moved, inputs, samples):
-    pairs = zip(by_hand(net, inputs, samples), by_hand(moved, inputs, samples), strict=True)
+def expected(net, moved, inputs, samples, normalises_by_batch=True):
+    grams = [by_hand(each, inputs, samples, normalises_by_batch) for each in (net, moved)]
+    pairs = zip(*grams, strict=True)
     return pytest.approx([min(samples, 10) * float(gram_distance(a, b)) for a, b in pairs], abs=1e-6)
 
 
@@ -78,13 +81,45 @@ def expected(net, moved, inputs, samples):
 def test_plasticity_is_how_far_the_network_has_moved_in_evaluation_mode(net, inputs, samples):
     reference = ReferenceModel(chain_of(net, inputs), samples, "float32")
     shown, moved = snapshot(net), moved_away(net)
-    wanted = expected(net, moved, inputs, samples)
+    wanted = expected(net, moved, inputs[:samples], samples)
     nn.init.zeros_(net.third.weight)  # the snapshot does not follow the model
     first = reference(evaluation(moved, inputs), shown)
     assert (first.samples, first.crops) == (min(samples, 10), samples < 10)
     assert (first.precision, first.reason) == ("float32", "it was asked for")
     # The first call tries whether fewer samples do, the second uses what it found.
     assert list(first.plasticity) == wanted
+    assert list(reference(evaluation(moved, inputs), None).plasticity) == wanted
+
+
+def test_running_statistics_are_not_what_a_network_has_learned(net, inputs):
+    moved = copy.deepcopy(net)
+    moved.first[1].running_mean.add_(1)
+    moved.first[1].running_var.mul_(3)
+    found = ReferenceModel(chain_of(net, inputs), 10, "float32")(evaluation(moved, inputs), snapshot(net))
+    assert found.plasticity == (0.0, 0.0, 0.0)
+
+
+def test_batch_normalisation_that_learns_no_longer_keeps_its_statistics(net, inputs):
+    """It has frozen since the snapshot was taken, and learns again after."""
+    reference = ReferenceModel(chain_of(net, inputs), 10, "float32")
+    moved = moved_away(net)
+    frozen = copy.deepcopy(moved)
+    frozen.first.eval()
+    learning = reference(evaluation(moved, inputs), snapshot(net)).plasticity
+    assert list(reference(evaluation(frozen, inputs), None).plasticity) == expected(net, moved, inputs, 10, False)
+    assert reference(evaluation(moved, inputs), None).plasticity == learning
+
+
+def test_batch_normalisation_of_others_may_need_its_running_statistics(net, inputs):
+    class Shifted(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x) + 0 * self.running_mean
+
+    net.first[1] = Shifted(5)
+    moved = moved_away(net)
+    reference = ReferenceModel(chain_of(net, inputs), 10, "float32")
+    wanted = expected(net, moved, inputs, 10, normalises_by_batch=False)
+    assert list(reference(evaluation(moved, inputs), snapshot(net)).plasticity) == wanted
     assert list(reference(evaluation(moved, inputs), None).plasticity) == wanted
 
 
