@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +105,13 @@ class StepCosts:
         else:
             times.measured += 1
             times.seconds += seconds
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around what an evaluation takes of the training thread."""
+        started = time.perf_counter()
+        yield
+        self.evaluation_seconds += time.perf_counter() - started
 
     def add_layer_seconds(self, seconds: list[float]) -> None:
         """Measured forward plus backward seconds of each layer module in one step with nothing frozen."""

@@ -83,12 +83,12 @@ class FreezingEngine:
     """Observes evaluation steps, has the reference compare them, and asks the policy.
 
     Call `begin_step`, `end_forward`, `end_backward`, `end_batch` and `end_step` in this order around each training
-    step. What one evaluation says is applied at the next evaluation step, or with more than one worker that many
-    evaluation steps later. An answer that is not there by then, or that was asked at another prefix version, is dropped
-    and counted.
+    step. What an evaluation says is applied at the end of the first step that finds the answer there; with ``wait_s``
+    always at the next evaluation step. An answer that is not there by then (with more than one worker, that many
+    evaluation steps later), or that was asked at another prefix version, is dropped and counted.
 
-    Of several processes, the first evaluates and decides. It says so to the others at the next evaluation step, and all
-    apply it there.
+    Of several processes, the first evaluates and decides. It tells the others at evaluation steps, and all apply it
+    there.
 
     Args:
         prefix: the frozen prefix of the model in training.
@@ -98,7 +98,7 @@ class FreezingEngine:
         refresh_every_n_evaluations: evaluations after which the reference takes over the weights again.
         evaluation_samples: how many samples of a batch are compared at most.
         in_flight: how many evaluations may be under way; as many as there are workers.
-        wait_s: seconds to wait for an answer that is due; 0 leaves it at that.
+        wait_s: seconds to wait for an answer that is due, so that nothing depends on when it comes; 0: do not wait.
         adapt: evaluate half as often whenever two answers in a row are late.
         step: optimizer steps done before.
         ranks: the processes that train the model; by default all there are.
@@ -278,17 +278,15 @@ class FreezingEngine:
         self._steps_per_batch = step - self._step_before  # more than one with several optimizers
         due = step >= self.next_evaluation
         decision = self._decide(step, learning_rate, due) if self.ranks.leads else None
-        capture, self._capture = self._capture, None
+        self._capture = None
         if self.ranks.several:
             decision = self._agreed(decision, due)
         event = self._apply(step, decision)
         if due:
             self.next_evaluation = step + self.evaluate_every_n_steps
         if due and self.ranks.leads:
-            started = time.perf_counter()
-            self._dispatch(capture)
-            self.refresh_reference()
-            self.costs.evaluation_seconds += time.perf_counter() - started
+            with self.costs.evaluating():
+                self.refresh_reference()
         return event
 
     def _decide(self, step: int, learning_rate: float, due: bool) -> Decision | None:
@@ -297,7 +295,12 @@ class FreezingEngine:
             return None
         if (name := self._learning or self.prefix.learning_parameter()) is not None:
             return self._give_up(name)
-        self.plasticity = self._collect() if due else None
+        self.plasticity = self._collect(due)
+        if due:
+            with self.costs.evaluating():
+                self._dispatch(self._capture)
+            if self.plasticity is None:  # where the reference runs in this thread, the answer is there at once
+                self.plasticity = self._collect(due=False)
         loss = self._mean_loss() if due else None
         decision = self.policy.observe(step, self.plasticity, learning_rate, loss)
         if self.plasticity is not None:
@@ -402,12 +405,13 @@ class FreezingEngine:
                 self.counts.dropped += 1
         self._pending.append(sent)
 
-    def _collect(self) -> tuple[float, ...] | None:
+    def _collect(self, due: bool) -> tuple[float, ...] | None:
+        """What the oldest evaluation under way says, if its answer is there, or must be."""
         for late in [answer for answer in self._overdue if answer.done()]:
             self._overdue.remove(late)
             if (error := late.exception()) is not None:
                 self._failed(str(error))
-        if len(self._pending) < self._in_flight:
+        if not (due and len(self._pending) >= self._in_flight) and not self._answered():
             return None
         capture = self._pending.popleft()
         if capture is None or capture.answer is None:
@@ -431,6 +435,11 @@ class FreezingEngine:
             self.messages.append((logging.INFO, text))
         self._crops, self.precision = answer.crops, answer.precision
         return self._comparable(answer)
+
+    def _answered(self) -> bool:
+        """Whether the oldest evaluation under way is done; where answers are waited for, that must not matter."""
+        oldest = self._pending[0] if self._pending and not self._wait_s else None
+        return oldest is not None and oldest.answer is not None and oldest.answer.done()
 
     def _waited(self, capture: StepCapture) -> Comparison | None:
         if capture.answer is None:

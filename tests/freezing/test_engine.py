@@ -100,19 +100,30 @@ class Run:
         return self
 
 
-def test_what_one_evaluation_says_is_heard_at_the_next():
-    run = Run(Asked()).steps(8)
-    # The reference is made of the weights that were given; step 2 evaluates, step 4 hears of it.
-    assert list(run.policy.plasticity()) == [4, 6, 8]
+@pytest.mark.parametrize(("wait_s", "heard"), [(0.0, [3, 5, 7]), (60.0, [4, 6, 8])])
+def test_what_one_evaluation_says_is_heard_when_it_is_there_or_waited_for_always_at_the_next(wait_s, heard):
+    run = Run(Asked(), wait_s=wait_s).steps(8)
+    # The reference is made of the weights that were given, step 2 evaluates, and the answer comes after it.
+    assert list(run.policy.plasticity()) == heard
     assert [step for step, *_ in run.policy.told] == list(range(1, 9))
     assert [step for step, _, _, loss in run.policy.told if loss is not None] == [2, 4, 6, 8]
+
+
+def test_what_an_evaluation_in_this_thread_says_is_heard_at_once():
+    run = Run(Asked({4: Decision(1, "test")}))
+    run.pool.submit = functools.partial(ReferencePool.submit, run.pool)
+    run.steps(8)
+    assert list(run.policy.plasticity()) == [2, 4, 6, 8]
+    assert [event.step for event in run.events] == [4]
+    assert (run.engine.counts.late, run.engine.counts.dropped, run.engine.counts.done) == (0, 0, 4)
 
 
 def test_a_late_answer_is_dropped_and_counted():
     run = Run(Asked()).steps(5, answers=False)
     run.pool.answer()
     run.steps(5)
-    assert list(run.policy.plasticity()) == [6, 8, 10]
+    # What was asked at step 2 came after step 5, and so did what was asked at step 4.
+    assert list(run.policy.plasticity()) == [6, 7, 9]
     assert (run.engine.counts.late, run.engine.counts.dropped, run.engine.counts.done) == (1, 0, 3)
     assert run.engine.evaluate_every_n_steps == 2
 
@@ -131,7 +142,7 @@ def test_an_evaluation_that_no_worker_is_free_for_is_dropped_and_counted():
     run.steps(5)
     run.pool.busy = False
     run.steps(5)
-    assert list(run.policy.plasticity()) == [8, 10]
+    assert list(run.policy.plasticity()) == [7, 9]
     assert run.engine.counts.dropped == 2
 
 
@@ -139,7 +150,8 @@ def test_with_more_in_flight_an_answer_has_as_many_intervals_time():
     run = Run(Asked(), in_flight=3).steps(7, answers=False)
     run.pool.answer()
     run.steps(5)
-    assert list(run.policy.plasticity()) == [8, 10, 12]
+    # Those of steps 2, 4 and 6 came together.
+    assert list(run.policy.plasticity()) == [8, 9, 10, 11, 12]
     assert run.engine.counts.late == 0
 
 
@@ -184,21 +196,21 @@ def test_a_failure_that_comes_late_is_told_too():
 
 def test_an_answer_about_another_prefix_version_is_dropped_and_counted():
     # Frozen after step 5: the evaluation of step 4 is on its way.
-    run = Run(Asked({5: Decision(1, "test")})).steps(10)
-    assert list(run.policy.plasticity()) == [4, 8, 10]
+    run = Run(Asked({5: Decision(1, "test")})).steps(3).steps(2, answers=False).steps(5)
+    assert list(run.policy.plasticity()) == [3, 7, 9]
     assert run.engine.counts.dropped == 1
     assert [(event.step, event.kind, event.depth, event.reason) for event in run.events] == [(5, "freeze", 1, "test")]
 
 
 def test_plasticity_of_frozen_layer_modules_is_nan():
     run = Run(Asked({3: Decision(2, "test")})).steps(8)
-    values = run.policy.plasticity()[6]
+    values = run.policy.plasticity()[7]
     assert [value != value for value in values] == [True, True, False]
 
 
 def test_a_smaller_batch_is_an_evaluation_that_did_not_happen():
     run = Run(Asked()).steps(5).steps(1, batch_size=5).steps(4)
-    assert list(run.policy.plasticity()) == [4, 6, 10]
+    assert list(run.policy.plasticity()) == [3, 5, 9]
     assert run.engine.counts.dropped == 1
 
 

@@ -379,9 +379,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.step += 1
             event = self.engine.end_step(self.step, learning_rate=0.1)
             for answer, first in self.pool.asked:
-                if answer not in self.made:
-                    self.made[answer] = (len(self.made), self.step, self.prefix.version)
-                    assert first == self.prefix.depth
+                if answer not in self.made:  # it was asked for before anything was decided
+                    self.made[answer] = (len(self.made), self.step, version)
+                    assert first == self.depth
             wanted = decided is not None and decided.depth != self.depth
             assert (event is not None) == wanted
             assert self.prefix.version == version + wanted
@@ -436,14 +436,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert all(answer is None for answer in state["pending"])
 
     def check(self, step, plasticity):
-        """What a policy is told of: exactly the evaluation whose turn it is, of the prefix as it is now, and once."""
+        """What a policy is told of: evaluations in their turn, in time, of the prefix as it is now, and once."""
         numbers = set(plasticity)
         assert len(numbers) == 1
         number = int(plasticity[0])
         (made,) = [made for made in self.made.values() if made[0] == number]
         assert made[2] == self.prefix.version
-        assert step - made[1] == self.in_flight * self.every
-        assert number not in self.believed
+        assert 1 <= step - made[1] <= self.in_flight * self.every
+        assert all(number > earlier for earlier in self.believed)
         self.believed.add(number)
 
     @invariant()
