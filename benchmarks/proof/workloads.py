@@ -48,6 +48,13 @@ WORKLOADS = {
     "imagenette_resnet50": Workload("val/acc", 28, SHORT, ("data.root={data}/imagenette",), views=4),
     "camvid_deeplabv3": Workload("val/miou", 21, SHORT, ("data.root={data}/camvid",), views=2),
     "multi30k_transformer": Workload("val/bleu", 43, SHORT, ("data.root={data}/multi30k",), views=0),
+    "squad_bert": Workload(
+        "val/f1",
+        41,
+        SHORT,
+        ("data.root={data}/squad", "model.weights={data}/checkpoints/squad_bert_small.safetensors"),
+        views=0,
+    ),
     "finetune_imagenette_resnet20": Workload(
         "val/acc",
         None,
