@@ -44,7 +44,7 @@ class Threefold:
             self.networks = self.in_all_precisions(snapshot)
         calls = crop_calls(evaluation.calls, self.samples)
         moved = self.in_all_precisions(evaluation.network)
-        by_batch = moved["float32"].training
+        by_batch = moved["float32"].batch_norms
         found = {
             name: compare_networks(network, moved[name], calls, 0, by_batch) for name, network in self.networks.items()
         }

@@ -34,7 +34,7 @@ class SnapshotNetwork:
         precision: to run in.
 
     Attributes:
-        training: paths of the modules that were in training mode.
+        batch_norms: paths of the batch normalisation that was in training mode.
 
     Raises:
         UnsupportedError: nothing of it can run in int8.
@@ -57,7 +57,9 @@ class SnapshotNetwork:
             for path, entry in entries.items()
             for inner, module in entry.named_modules(remove_duplicate=False)
         }
-        self.training = frozenset(path for path, module in self._modules.items() if module.training)
+        self.batch_norms = frozenset(
+            path for path, module in self._modules.items() if isinstance(module, _BatchNorm) and module.training
+        )
         for entry in entries.values():
             entry.requires_grad_(False)
             for part in entry.modules():

@@ -78,8 +78,8 @@ class ReferenceModel:
     for both. The running statistics of the one and the other are of different batches, however little was learned in
     between, and would put a floor under what is measured.
 
-    A new snapshot comes along with the first evaluation that it is meant for; the low
-    precision is made of it here, so that the training thread has nothing to do with it.
+    A new snapshot comes along with the first evaluation that it is meant for; the low precision is made of it here, so
+    that the training thread has nothing to do with it.
 
     Args:
         chain: the layer chain of the model.
@@ -123,13 +123,13 @@ class ReferenceModel:
             self._crops = self._cropping_is_safe(self._network, evaluation.calls)
         calls = crop_calls(evaluation.calls, self._samples) if self._crops else evaluation.calls
         moved = SnapshotNetwork(evaluation.network, self._chain, self._samples)
-        if self._takes_batch_statistics is None:
+        if self._takes_batch_statistics is None and moved.batch_norms:
             self._takes_batch_statistics = _takes_batch_statistics(moved, calls)
         compare = functools.partial(
             compare_networks,
             calls=calls,
             first=evaluation.first,
-            by_batch=moved.training if self._takes_batch_statistics else (),
+            by_batch=moved.batch_norms if self._takes_batch_statistics else (),
         )
         if not self._lowered and self._precision != "float32":
             self._network, plasticity = self._lower(self._network, moved, calls, compare)
@@ -231,7 +231,7 @@ def compare_networks(
 def _takes_batch_statistics(network: SnapshotNetwork, calls: list[NetworkCall]) -> bool:
     """Whether its batch normalisation does without running statistics; that of others may read them in any case."""
     try:
-        network.boundary_grams(calls, by_batch=network.training)
+        network.boundary_grams(calls, by_batch=network.batch_norms)
     except Exception:  # classes of the user's own may raise anything
         return False
     return True
