@@ -277,8 +277,8 @@ class FreezingEngine:
         """
         self._steps_per_batch = step - self._step_before  # more than one with several optimizers
         due = step >= self.next_evaluation
-        decision = self._decide(step, learning_rate, due) if self.ranks.leads else None
-        self._capture = None
+        capture, self._capture = self._capture, None
+        decision = self._decide(step, learning_rate, due, capture) if self.ranks.leads else None
         if self.ranks.several:
             decision = self._agreed(decision, due)
         event = self._apply(step, decision)
@@ -286,19 +286,21 @@ class FreezingEngine:
             self.next_evaluation = step + self.evaluate_every_n_steps
         if due and self.ranks.leads:
             with self.costs.evaluating():
+                if self._wait_s:  # nobody would wait for what a decision makes void, and its worker would not be free
+                    self._dispatch(capture)
                 self.refresh_reference()
         return event
 
-    def _decide(self, step: int, learning_rate: float, due: bool) -> Decision | None:
+    def _decide(self, step: int, learning_rate: float, due: bool, capture: StepCapture | None) -> Decision | None:
         self.plasticity = None
         if self._gave_up:
             return None
         if (name := self._learning or self.prefix.learning_parameter()) is not None:
             return self._give_up(name)
         self.plasticity = self._collect(due)
-        if due:
+        if due and not self._wait_s:
             with self.costs.evaluating():
-                self._dispatch(self._capture)
+                self._dispatch(capture)
             if self.plasticity is None:  # where the reference runs in this thread, the answer is there at once
                 self.plasticity = self._collect(due=False)
         loss = self._mean_loss() if due else None

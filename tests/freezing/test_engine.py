@@ -162,6 +162,13 @@ def test_a_deterministic_run_waits_for_the_answer():
     assert list(run.policy.plasticity()) == [4]
 
 
+def test_a_deterministic_run_asks_for_nothing_that_a_decision_makes_void():
+    run = Run(Asked({4: Decision(1, "test")}), wait_s=60.0).steps(3).steps(1, answers=False)
+    assert [event.step for event in run.events] == [4]
+    assert run.pool.waiting == []  # nobody would wait for it, and its worker would not be free at step 6
+    assert list(run.steps(4).policy.plasticity()) == [4, 8]
+
+
 def test_waiting_ends():
     run = Run(Asked(), wait_s=0.05).steps(4, answers=False)
     assert run.engine.counts.failed == 1
