@@ -246,6 +246,21 @@ def test_kinds_are_measured_by_short_fits(data, monkeypatch):
     assert {"1 hit", "1 miss"} <= set(costs.seconds_of(WORKLOAD, config, datamodule, 1, True))
 
 
+def test_how_short_a_run_is_made_follows_from_ours_as_far_as_there_are(data, results_folder):
+    results_folder.mkdir(parents=True)
+    plain = run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)
+    ours = run(WORKLOAD, "small", "static", 0, data, depth=2, overrides=TINY)
+    (results_folder / "plain-0.json").write_text(json.dumps(plain))
+    (results_folder / "costs.json").write_text(json.dumps({"full": 1.0, "shares": {"2": 0.25}, "asked": ["0", "2"]}))
+    with pytest.raises(SystemExit, match=r"freezing-0\.json is not there"):
+        compare.arguments_of("shortened", WORKLOAD, "small", 0)
+    (results_folder / "freezing-0.json").write_text(json.dumps(ours | {"evaluation_seconds": 0.0}))
+    assert compare.arguments_of("shortened", WORKLOAD, "small", 0) == ["--steps", "4"]  # 1 + 11 / 4 of 12
+    with_cache = ours | {"evaluation_seconds": 0.5 * ours["curve"][-1]["seconds"]}
+    (results_folder / "cached-0.json").write_text(json.dumps(with_cache))
+    assert compare.arguments_of("shortened", WORKLOAD, "small", 0) == ["--steps", "4"]  # the faster of both
+
+
 def test_one_argument_is_changed_at_a_time(data, results_folder):
     results_folder.mkdir(parents=True)
     (results_folder / "plain-0.json").write_text(json.dumps(run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)))

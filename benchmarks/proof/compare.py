@@ -39,7 +39,11 @@ def arguments_of(method: str, workload: str, size: str, seed: int) -> list[str]:
     """What a run must be told that follows from others of the same seed."""
     if method == "shortened":
         plain = read(result_path(workload, size, "plain", seed))
-        ours = min(read(result_path(workload, size, name, seed)).seconds for name in ("freezing", "cached"))
+        paths = [result_path(workload, size, name, seed) for name in ("freezing", "cached")]
+        done = [read(path).seconds for path in paths if path.is_file()]
+        if not done:
+            raise SystemExit(f"how short the run must be follows from ours: {paths[0]} is not there")
+        ours = min(done)
         return ["--steps", str(max(1, min(plain.steps, round(plain.steps * ours / plain.seconds))))]
     if method == "static":
         return ["--depth", str(read(result_path(workload, size, "freezing", seed)).final_depth)]
