@@ -107,7 +107,7 @@ def quiet() -> Iterator[None]:
 
 def configured(workload: str, size: str, data: str, overrides: Sequence[str] = ()) -> DictConfig:
     """The configuration of a workload."""
-    own = [override.format(data=data) for override in WORKLOADS[workload].overrides]
+    own = [override.format(data=data, size=size) for override in WORKLOADS[workload].overrides]
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return compose(
             CONFIG_NAME,

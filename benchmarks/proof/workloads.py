@@ -19,7 +19,7 @@ class Workload:
         metric: that is logged on the validation data; larger is better.
         paper: percent by which the paper says training becomes faster; None where it has no such workload.
         methods: what is compared.
-        overrides: where the data are; ``{data}`` is the folder with all data sets.
+        overrides: where the data are; ``{data}`` is the folder with all data sets, ``{size}`` that of the experiment.
         views: augmented views of each sample in the cache; 0 where nothing is random.
     """
 
@@ -52,7 +52,7 @@ WORKLOADS = {
         "val/f1",
         41,
         SHORT,
-        ("data.root={data}/squad", "model.weights={data}/checkpoints/squad_bert_small.safetensors"),
+        ("data.root={data}/squad", "model.weights={data}/checkpoints/squad_bert_{size}.safetensors"),
         views=0,
     ),
     "finetune_imagenette_resnet20": Workload(
