@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -54,6 +55,15 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_left() -> Iterator[None]:
+    """The compiler of torch before 2.8 keeps pointers to backends that are gone, and asks them when it meets the same
+    code again: a crash, sooner or later (pytorch#155057)."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)

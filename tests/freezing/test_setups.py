@@ -294,7 +294,6 @@ class CompiledForward(Module):
 
     def __init__(self):
         super().__init__()
-        torch.compiler.reset()
         self.net.deep.forward = torch.compile(self.net.deep.forward, backend="aot_eager")
 
 
