@@ -160,7 +160,8 @@ class FreezingPolicy(Annealing):
     Plasticity falls with the square of the learning rate: while a high one keeps the weights moving nothing is at rest,
     and freezing would keep the noise that a lower rate is about to take away. So in a run whose learning rate decays in
     steps the front freezes some evaluations after a step, under a smooth schedule in the last third, and where all is
-    still learning nothing does.
+    still learning nothing does. An evaluation by which the learning rate has risen says nothing of rest: in a warm-up,
+    what stands still has yet to begin.
 
     Weights that were trained already (``pretrained=True``) are told by comparing layer modules with one another: after
     the first ``patience`` evaluations, the deepest prefix freezes whose last layer module has a mean plasticity below
@@ -216,6 +217,7 @@ class FreezingPolicy(Annealing):
         self._at_rest: list[int] = []  # of the prefix that ends with each layer module: evaluations in a row
         self._first: list[list[float]] = []  # plasticity that pre-trained weights are compared by
         self._compares = pretrained
+        self._lr_then: float | None = None  # at the evaluation before, or at the first step
 
     @property
     def wants_reference(self) -> bool:
@@ -237,11 +239,14 @@ class FreezingPolicy(Annealing):
         if (decision := self._jumped(learning_rate)) is not None:
             self.depth, self._at_rest, self._first, self._compares = 0, [], [], self.pretrained
             return decision
+        if self._lr_then is None:
+            self._lr_then = learning_rate
         if learning_rate == 0 or not plasticity or not all(map(math.isfinite, plasticity[self.depth :])):
             return None
+        rises, self._lr_then = learning_rate > self._lr_then * (1 + 1e-6), learning_rate
         self._at_rest += [0] * (len(plasticity) - len(self._at_rest))
         for index in range(self.depth, len(plasticity)):
-            at_rest = plasticity[index] <= self._limit(index + 1, plasticity)
+            at_rest = not rises and plasticity[index] <= self._limit(index + 1, plasticity)
             self._at_rest[index] = self._at_rest[index] + 1 if at_rest else 0
         decision = (self._compared(plasticity) if self._compares else None) or self._rested(plasticity)
         if decision is not None:
@@ -286,6 +291,7 @@ class FreezingPolicy(Annealing):
             "at_rest": list(self._at_rest),
             "first": [list(row) for row in self._first],
             "compares": self._compares,
+            "lr_then": self._lr_then,
             "previous_lr": self._previous_lr,
             "lr_at_freeze": self._lr_at_freeze,
         }
@@ -303,6 +309,7 @@ class FreezingPolicy(Annealing):
             if any(len(row) <= self._max_depth for row in self._first):
                 raise ValueError("it is of fewer layer modules")
             self._compares = bool(state["compares"])
+            self._lr_then = None if state["lr_then"] is None else number_of(state["lr_then"])
             self._load_rates(state)
 
 

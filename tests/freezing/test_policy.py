@@ -106,6 +106,24 @@ class TestRest:
         assert feed(policy, [[0.0] * 4] * 5, learning_rate=0.0) == []
         assert feed(policy, [[STILL] * 4], learning_rate=0.1) == []
 
+    def test_a_learning_rate_that_rises_says_nothing_of_rest(self):
+        policy = started()
+        assert policy.observe(1, None, 0.01, None) is None
+        warm_up = [(2 * step, 0.01 * step) for step in range(2, 11)]
+        assert [policy.observe(step, [STILL] * 4, rate, None) for step, rate in warm_up] == [None] * 9
+        # It has come to 0.1, between the last two evaluations.
+        assert feed(policy, [[STILL] * 4] * 2, learning_rate=0.1, start=21) == [(22, 3)]
+
+    def test_what_was_seen_before_a_rise_is_not_in_a_row_with_what_follows(self):
+        policy = started(patience=3)
+        assert feed(policy, [[STILL] * 4] * 2, learning_rate=0.05) == []
+        assert feed(policy, [[STILL] * 4] * 4, learning_rate=0.06, start=2) == [(5, 3)]
+
+    def test_a_learning_rate_that_falls_smoothly_does_not_matter(self):
+        policy = started()
+        decisions = [policy.observe(step, [STILL] * 4, 0.1 / step, None) for step in (1, 2)]
+        assert [decision is not None for decision in decisions] == [False, True]
+
     def test_the_reason_tells_the_numbers(self):
         policy = started()
         feed(policy, [[2e-4, 1.5e-4, MOVES, MOVES]])
@@ -138,6 +156,11 @@ class TestPretrained:
     def test_they_are_compared_once_and_go_on_freezing_as_they_come_to_rest(self):
         table = [[0.01, 0.3, 0.5, 1.0]] * 2 + [[NAN, 0.01, 0.5, 1.0]] * 5 + [[NAN, STILL, 0.5, 1.0]] * 3
         assert feed(started(pretrained=True), table) == [(1, 1), (8, 2)]
+
+    def test_they_are_compared_in_a_warm_up_too(self):
+        policy = started(pretrained=True)
+        assert policy.observe(1, [0.01, 0.01, 0.3, 1.0], 0.01, None) is None
+        assert policy.observe(2, [0.02, 0.02, 0.6, 2.0], 0.02, None).depth == 2
 
     def test_nothing_moves_nothing_is_compared(self):
         assert feed(started(pretrained=True, patience=1), [[0.0] * 4]) == [(0, 3)]  # at rest, all of it
