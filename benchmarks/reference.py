@@ -209,7 +209,7 @@ def try_odd(name: str, precision: str) -> str:
     torch.manual_seed(0)
     network = make()
     args, kwargs = call(8)
-    layer_module = LayerModule("network", "", 0, (), ())
+    layer_module = LayerModule("network", "", 0, (), (), (), 1)
     chain = LayerChain((layer_module,), ("",), 0)
     full = SnapshotNetwork({"": network}, chain, 64)
     try:

@@ -125,6 +125,58 @@ def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> li
     return [(name, last_call[name]) for name in names]
 
 
+def _places(graph: set[Node], boundaries: list[Boundary]) -> dict[Node, int]:
+    """Number of the first layer module whose boundary needs each node; that of the head for what none of them needs."""
+    place = dict.fromkeys(graph, len(boundaries))
+    visited: set[Node] = set()
+    for index, (_, call) in enumerate(boundaries):
+        for node in walk(call.nodes_in(graph), visited):
+            place[node] = index
+    return place
+
+
+def last_uses(graph: set[Node], boundaries: list[Boundary]) -> list[int]:
+    """For each layer module, the number of the last that uses what it computes; that of the head for the loss.
+
+    What lies between two boundaries belongs to the layer modules from whose boundaries, or weights, it is computed.
+    """
+    place = _places(graph, boundaries)
+    ends = {node: index for index, (_, call) in enumerate(boundaries) for node in call.nodes_in(graph)}
+    last = [index + 1 for index in range(len(boundaries))]
+    origins: dict[Node, frozenset[int]] = {}
+    for node in _upstream_first(graph):
+        index = place[node]
+        found: set[int] = set()
+        for upstream, _ in node.next_functions:
+            if upstream is None or upstream not in graph:
+                continue
+            if isinstance(leaf_of(upstream), nn.Parameter):
+                found |= {index} - {len(boundaries)}
+            found |= origins[upstream]
+        for origin in found:
+            last[origin] = max(last[origin], index)
+        origins[node] = frozenset({ends[node]}) if node in ends else frozenset(found)
+    return last
+
+
+def _upstream_first(graph: set[Node]) -> list[Node]:
+    """The nodes in an order in which each comes behind all that it is computed from."""
+    waits = dict.fromkeys(graph, 0)
+    users: dict[Node, list[Node]] = {node: [] for node in graph}
+    for node in graph:
+        for upstream, _ in node.next_functions:
+            if upstream is not None and upstream in waits:
+                waits[node] += 1
+                users[upstream].append(node)
+    order = [node for node, count in waits.items() if count == 0]
+    for node in order:
+        for user in users[node]:
+            waits[user] -= 1
+            if waits[user] == 0:
+                order.append(user)
+    return order
+
+
 def separate_shared_weights(
     trace: StepTrace, graph: set[Node], boundaries: list[Boundary]
 ) -> tuple[list[Boundary], int, list[str]]:
@@ -134,11 +186,7 @@ def separate_shared_weights(
     a later layer module, all up to there freeze together; if it is in or behind the head, its first use never freezes.
     """
     beyond = len(boundaries)
-    place = dict.fromkeys(graph, beyond)
-    visited: set[Node] = set()
-    for index, (_, call) in enumerate(boundaries):
-        for node in walk(call.nodes_in(graph), visited):
-            place[node] = index
+    place = _places(graph, boundaries)
     uses: dict[nn.Parameter, tuple[int, int]] = {}
     for node in graph:
         for upstream, _ in node.next_functions:

@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 from lightning_egeria.boundaries import (
     Boundary,
     find_boundaries,
+    last_uses,
     named_boundaries,
     separate_shared_weights,
     trainable_leaves,
@@ -33,6 +34,8 @@ class LayerModule:
         parameters: names of the trainable parameters that this layer module adds to the prefix.
         units: paths of the calls that make it up, in order, none inside another; the last is that of the boundary. A
             step that takes the boundary activation from a cache leaves them out.
+        last_use: number of the last layer module, counted from 0, that uses what this one computes; that of the head,
+            ``len(chain)``, for the loss. Mostly the next one.
     """
 
     name: str
@@ -41,6 +44,7 @@ class LayerModule:
     members: tuple[str, ...]
     parameters: tuple[str, ...]
     units: tuple[str, ...]
+    last_use: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,24 @@ class LayerChain:
     def prefix_parameters(self, depth: int) -> tuple[str, ...]:
         """Names of the trainable parameters in the first ``depth`` layer modules."""
         return tuple(name for layer_module in self.layer_modules[:depth] for name in layer_module.parameters)
+
+    def of_prefixes(self, values: Sequence[float], depth: int) -> tuple[float, ...]:
+        """For each prefix, the largest value of the layer modules that something behind the prefix uses.
+
+        In a chain that is the last one of the prefix. Where there are ways around it (two towers, an encoder that every
+        layer of the decoder looks at, skip connections), what they start from counts too.
+
+        Args:
+            values: one for each layer module from the front.
+            depth: so many are frozen; their values are kept, and do not count for longer prefixes.
+        """
+        found = list(values)
+        passing: list[int] = []  # layer modules that are used behind the one that comes next
+        for index in range(depth, len(found)):
+            passing = [earlier for earlier in passing if self.layer_modules[earlier].last_use > index]
+            found[index] = max(values[earlier] for earlier in (*passing, index))
+            passing.append(index)
+        return tuple(found)
 
     def to_state(self) -> dict[str, Any]:
         """Plain types only, for a checkpoint. `from_state` is the inverse."""
@@ -338,7 +360,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
     paths = {part: path for path, part in modules.items()}
     position = 0
     previous: ModuleCall | None = None
-    for name, boundary in boundaries:
+    for (name, boundary), last_use in zip(boundaries, last_uses(graph, boundaries), strict=True):
         new = walk(boundary.nodes_in(graph), visited)
         members = []
         while position < len(by_end) and by_end[position][1] <= boundary.end:
@@ -362,6 +384,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
                 members=tuple(members),
                 parameters=tuple(names[leaf] for leaf in trainable_leaves(new) if leaf in names),
                 units=_units(trace, graph, previous, boundary),
+                last_use=last_use,
             )
         )
         previous = boundary

@@ -694,6 +694,71 @@ class TestWhatIsFound:
         assert named.names == ("alias", "net.1", "net.2")
 
 
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.text = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.image(x), self.text(x)], 1))
+
+
+class TestWhatIsUsedBehind:
+    """Something else than its last output may leave a prefix."""
+
+    @pytest.mark.parametrize("low_precision", [False, True])
+    def test_in_a_chain_only_the_next_uses_what_one_computes(self, low_precision):
+        net = timm.create_model("resnet18", num_classes=3)
+
+        def step():
+            with torch.autocast("cpu", torch.bfloat16, enabled=low_precision):
+                return net(torch.randn(2, 3, 32, 32)).sum()
+
+        chain = LayerChain.trace(net, step)
+        assert [one.last_use for one in chain.layer_modules] == list(range(1, len(chain) + 1))
+        values = tuple(float(value) for value in torch.rand(len(chain)))
+        assert chain.of_prefixes(values, 0) == values
+
+    def test_two_towers(self):
+        net = Towers()
+        chain = LayerChain.trace(net, lambda: net(torch.randn(3, 4)).sum())
+        assert chain.names == ("image.0", "image.2", "text.0", "text.2")
+        assert [one.last_use for one in chain.layer_modules] == [1, 4, 3, 4]
+        assert chain.of_prefixes([9.0, 5.0, 2.0, 7.0], 0) == (9.0, 5.0, 5.0, 7.0)
+        # What is frozen does not move.
+        assert chain.of_prefixes([float("nan"), float("nan"), 2.0, 7.0], 2)[2:] == (2.0, 7.0)
+
+    def test_skip_connections(self):
+        net = UNet()
+        chain = LayerChain.trace(net, lambda: net(images(16)).sum())
+        last = {one.name: one.last_use for one in chain.layer_modules}
+        assert last == {"down1": 4, "down2": 3, "middle": 3, "up2": 4, "up1": 5}
+
+    def test_an_encoder_that_every_layer_of_the_decoder_looks_at(self):
+        net = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
+        chain = LayerChain.trace(net, lambda: net(torch.randn(2, 5, 8), torch.randn(2, 4, 8)).sum())
+        assert [one.last_use for one in chain.layer_modules] == [1, 4, 3, 4]
+        assert chain.of_prefixes([9.0, 5.0, 2.0, 7.0], 0) == (9.0, 5.0, 5.0, 7.0)
+
+    def test_a_second_head_counts_to_the_end(self):
+        net = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("first", "aside", "second", "third", "head")})
+
+        def step():
+            x = net["first"](torch.randn(2, 4)).tanh()
+            beside = net["aside"](x)
+            return net["head"](net["third"](net["second"](x).tanh()).tanh()).sum() + beside.sum()
+
+        chain = LayerChain.trace(net, step)
+        assert dict(zip(chain.names, (one.last_use for one in chain.layer_modules), strict=True)) == {
+            "first": 2,
+            "aside": 4,
+            "second": 3,
+            "third": 4,
+        }
+
+
 class TestNamed:
     def chain(self, names, net=None):
         net = net or vision("resnet18")()[0]

@@ -33,7 +33,7 @@ from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 EVALUATIONS_PER_RUN = 50  # bounds the evaluations' cost by that many forwards, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
 LEAST_STEPS_BETWEEN_EVALUATIONS = 8  # in fewer, whatever learns hardly moves either

@@ -304,7 +304,8 @@ class FreezingEngine:
             if self.plasticity is None:  # where the reference runs in this thread, the answer is there at once
                 self.plasticity = self._collect(due=False)
         loss = self._mean_loss() if due else None
-        decision = self.policy.observe(step, self.plasticity, learning_rate, loss)
+        told = self.plasticity and self.prefix.chain.of_prefixes(self.plasticity, self.prefix.depth)
+        decision = self.policy.observe(step, told, learning_rate, loss)
         if self.plasticity is not None:
             slopes = [math.nan] * self.prefix.depth + list(getattr(self.policy, "slopes", ()))[self.prefix.depth :]
             self.last_evaluation = LastEvaluation(step, self.plasticity, tuple(slopes))

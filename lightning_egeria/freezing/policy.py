@@ -36,7 +36,8 @@ class Policy(Protocol):
 
         Args:
             step: optimizer steps done so far.
-            plasticity: one value per layer module from the front, NaN where not measured; None between evaluations.
+            plasticity: one value for each prefix: that of its last layer module, or of an earlier one that is used
+                behind it too and moves more; NaN where not measured; None between evaluations.
             learning_rate: of the step that was done.
             loss: mean training loss since the last evaluation step; None between them.
         """
@@ -155,7 +156,7 @@ class FreezingPolicy(Annealing):
     modules that freeze with it. So a prefix is at rest when the plasticity of its last layer module was within
     ``tolerance`` times the share of the chain that would freeze with it, at ``patience`` evaluations in a row, and the
     deepest one at rest freezes. What layer modules in the middle of it do does not matter: the output is all that the
-    rest of the network sees of them.
+    rest of the network sees of them. Where it sees more (another tower, say), that counts too.
 
     Plasticity falls with the square of the learning rate: while a high one keeps the weights moving nothing is at rest,
     and freezing would keep the noise that a lower rate is about to take away. So in a run whose learning rate decays in

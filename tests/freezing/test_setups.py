@@ -1022,6 +1022,35 @@ def test_smooth_schedules_keep_what_is_frozen_and_jumps_let_it_go(schedule):
     assert [event.kind for event in callback.events] == (["freeze", "unfreeze"] if unfreezes else ["freeze"])
 
 
+class Towers(L.LightningModule):
+    """The second was trained before and is tuned gently; the first is new."""
+
+    def __init__(self):
+        super().__init__()
+        self.new = nn.Sequential(*(nn.Linear(8, 8) if place % 2 == 0 else nn.Tanh() for place in range(6)))
+        self.tuned = nn.Sequential(*(nn.Linear(8, 8) if place % 2 == 0 else nn.Tanh() for place in range(6)))
+        self.head = nn.Linear(16, 2)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.head(torch.cat([self.new(x), self.tuned(x)], 1)), y)
+
+    def configure_optimizers(self):
+        fast, slow = [*self.new.parameters(), *self.head.parameters()], self.tuned.parameters()
+        return torch.optim.AdamW([{"params": fast}, {"params": slow, "lr": 1e-6}], lr=3e-3)
+
+
+def test_a_second_tower_at_rest_does_not_freeze_the_first_one():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 8, generator=generator)
+    data = DataLoader(TensorDataset(x, (x[:, 0] * x[:, 1] > 0).long()), batch_size=16)
+    callback = freezing(FreezingPolicy())
+    fit(new(Towers), callback, data=data, epochs=8)
+    assert callback.layer_modules == ["new.0", "new.2", "new.4", "tuned.0", "tuned.2", "tuned.4"]
+    assert max(callback.last_evaluation.plasticity[:3]) > 1e-4 > 1e-6 > max(callback.last_evaluation.plasticity[3:])
+    assert callback.events == []
+
+
 def test_reduce_on_plateau():
     class Plateau(Module):
         def training_step(self, batch, batch_idx):
