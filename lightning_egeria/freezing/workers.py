@@ -48,7 +48,8 @@ class Worker:
     """
 
     def __init__(self, make: Callable[[], Callable[..., Any]], threads: int = 1) -> None:
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+        folders = [entry for entry in sys.path if isinstance(entry, str)]  # type: ignore[redundant-expr]  # not all are
+        program = f"import sys; sys.path[:] = {folders!r}; from {__name__} import serve; serve()"
         hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
         first = pack((make, threads))
         self._process = subprocess.Popen(

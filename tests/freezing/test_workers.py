@@ -65,6 +65,13 @@ def test_state_lives_in_the_process():
     worker.close()
 
 
+def test_what_python_itself_passes_over_in_the_path_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    worker = Worker(lambda: len)
+    assert worker.call(pack("abc")).result(60) == 3
+    worker.close()
+
+
 def test_one_thread_low_priority_and_no_gpu(worker):
     def look():
         import os
