@@ -149,6 +149,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._trainable: set[str] = set()
         self._front_group = (0, 0)  # numbers of the optimizer and of its group
         self._restored: dict[str, Any] | None = None
+        self._stage: str | None = None  # of the Trainer, as its last setup told it
 
     @property
     def layer_modules(self) -> list[str]:
@@ -181,10 +182,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what freezing was not made for, before anything is set up."""
-        if stage == "fit" and self._engine is not None:
-            # The tuner has loaded what an earlier fit had come to; a checkpoint to resume from is read after this.
-            self._restored = None
+        before, self._stage = self._stage, stage
         if stage == "fit":
+            if before is not None:
+                # What an earlier fit left, or the tuner loaded; a checkpoint to resume from is read after this.
+                self._restored = None
             check_strategy(trainer, self.allow_untested)
             self._ranks = Ranks(trainer.strategy.root_device)
 
@@ -365,9 +367,13 @@ class KnowledgeGuidedFreezing(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts; the model may freeze only once its optimizers are there.
 
+        Lightning also calls this to validate, test and predict with a checkpoint, where it means nothing.
+
         Raises:
             CheckpointError: the checkpoint was written by another version of this class, or is damaged.
         """
+        if self._stage not in (None, "fit"):
+            return
         if state_dict.get("version") != STATE_VERSION:
             raise CheckpointError(
                 f"the checkpoint holds freezing state of version {state_dict.get('version')!r}; this version of "

@@ -780,6 +780,45 @@ def test_validating_testing_and_predicting_with_the_same_trainer():
     assert left_behind(module) == []
 
 
+def test_a_checkpoint_that_is_only_validated_or_tested_changes_nothing(tmp_path):
+    class Steps(Module):
+        def validation_step(self, batch, batch_idx):
+            return self.net(batch[0]).mean()
+
+        test_step = predict_step = validation_step
+
+    callback, module = freezing(ScriptedPolicy({3: 2, 8: 1})), new(Steps)
+    path = tmp_path / "early.ckpt"
+    trainer = fit(module, callback, At(lambda trainer, _: trainer.save_checkpoint(path), 6), val=loader(8))
+    before = copy.deepcopy((callback.state_dict(), callback.events))
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        run(module, loader(8), ckpt_path=path)
+        assert (callback.state_dict(), callback.events) == before
+
+    callback, module = freezing(ScriptedPolicy({})), new(Steps)
+    trainer = trainer_of(callback, epochs=1)
+    trainer.validate(module, loader(8), ckpt_path=path, verbose=False)
+    front = module.net.stem[0].weight.detach().clone()
+    trainer.fit(module, loader(), loader(8))
+    assert callback.events == []
+    assert not torch.equal(front, module.net.stem[0].weight)
+
+
+def test_a_fit_that_failed_before_it_began_leaves_nothing_to_the_next(tmp_path):
+    class Fails(L.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            raise RuntimeError("not today")
+
+    path, script = tmp_path / "frozen.ckpt", ScriptedPolicy({3: 2})
+    fit(new(), freezing(script), At(lambda trainer, _: trainer.save_checkpoint(path), 6))
+    callback = freezing(script)
+    with pytest.raises(RuntimeError, match="not today"):
+        fit(new(), callback, Fails(), ckpt_path=path)
+    seen = []
+    fit(new(), callback, At(lambda *_: seen.append(callback.frozen_depth), 1))
+    assert seen == [0]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("finder", ["LearningRateFinder", "BatchSizeFinder"])
 def test_inert_while_callbacks_of_lightning_try_and_at_work_afterwards(finder, order):
