@@ -229,7 +229,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._note_parameters(pl_module)
         with checkpoint_read():
             chain = LayerChain.from_state(restored["chain"])
-        self._engine = self._start_engine(trainer, pl_module, chain, restored)
+        self._start_engine(trainer, pl_module, chain, restored)
         self._restored = None  # not before: a checkpoint that is written on an exception holds it
         if self.frozen_depth:
             self._prefix_changed(trainer)
@@ -276,7 +276,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 never_freeze=self.never_freeze,
             )
             chain = self._first_step.chain(find)
-            self._engine = self._start_engine(trainer, pl_module, chain, None)
+            self._start_engine(trainer, pl_module, chain, None)
             self._first_step = None
             for note in chain.notes:
                 rank_zero_warn(f"freezing: {note}")
@@ -416,7 +416,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def _start_engine(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, restored: dict[str, Any] | None
-    ) -> FreezingEngine:
+    ) -> None:
         prefix = FrozenPrefix(pl_module, chain)
         prefix.listeners.extend(self.step_listeners)
         prefix.check_fits()
@@ -435,7 +435,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._chain = chain
         self._front_group = _group_of(trainer, self._parameters[chain.prefix_parameters(len(chain))[0]])
         workers = idle_workers(pl_module.device) if self.workers is None else self.workers
-        engine = FreezingEngine(
+        self._engine = engine = FreezingEngine(  # from here on, `on_exception` undoes what it has done
             prefix,
             policy,
             ReferencePool(make, chain.entries, workers, self.threads_per_worker, self.timeout_s),
@@ -456,7 +456,6 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 engine.load_state_dict(restored["engine"])
         if not engine.pool.has_snapshot:
             engine.refresh_reference(self._first_step.weights if self._first_step is not None else None)
-        return engine
 
     def _stop_first_step(self) -> FirstStep | None:
         first, self._first_step = self._first_step, None

@@ -369,6 +369,20 @@ def test_a_checkpoint_of_another_network_is_refused():
         fit(module(net=net), other, epochs=1)
 
 
+def test_a_checkpoint_whose_reference_does_not_fit_leaves_nothing_frozen():
+    callback = freezing(ScriptedPolicy({2: 2}))
+    fit(module(), callback, epochs=1)
+    state = callback.state_dict()
+    state["engine"]["reference"] = {}
+    other, net = freezing(ScriptedPolicy({2: 2})), module()
+    other.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="reference model"):
+        fit(net, other, epochs=1)
+    assert all(parameter.requires_grad for parameter in net.parameters())
+    assert not any("train" in vars(part) for part in net.modules())
+    assert all(part.training for part in net.some_name.modules())
+
+
 def test_a_second_fit_starts_anew():
     net, callback = module(), freezing(ScriptedPolicy({2: 2}))
     first = fit(net, callback, epochs=1)
