@@ -113,6 +113,7 @@ class ReferencePool:
         self._threads: list[int | None] = [threads_per_worker] * workers or [None]
         self._places: list[_Place] = []
         self._snapshot: Parcel | None = None
+        self._named: dict[str, int] = {}  # which of its tensors are weights and buffers
         self._number = 0
 
     @property
@@ -138,25 +139,42 @@ class ReferencePool:
             Exception: whatever pickling raises for a part that cannot be sent.
         """
         network = self._network(module)
-        self._keep(_gathered(pack(network), network, weights).to_host())
+        parcel = pack(network)
+        self._name(network, parcel)
+        self._keep(_gathered(parcel, network, weights).to_host())
 
-    def snapshot_tensors(self) -> list[Tensor] | None:
-        """Weights, buffers and other tensors of the snapshot, for a checkpoint."""
+    def snapshot_tensors(self) -> dict[str, Tensor] | None:
+        """Weights and buffers of the snapshot by name, for a checkpoint."""
         if self._snapshot is None:
             return None
         self._snapshot.wait()
-        return list(self._snapshot.tensors)
+        return {name: self._snapshot.tensors[place] for name, place in self._named.items()}
 
-    def restore_snapshot(self, module: nn.Module, tensors: list[Tensor]) -> None:
+    def restore_snapshot(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Put a snapshot together from the structure of ``module`` and what `snapshot_tensors` gave.
 
+        Buffers that the module does not have in this shape, and tensors that hang on it otherwise, are those of now:
+        tables that grow with the input, what a step has left for the end of the epoch.
+
         Raises:
-            CheckpointError: they do not fit.
+            CheckpointError: the weights do not fit.
         """
-        parcel = pack(self._network(module))
-        if [tensor.shape for tensor in parcel.tensors] != [tensor.shape for tensor in tensors]:
-            raise CheckpointError("the reference model in the checkpoint does not fit the model: its tensors differ")
-        self._keep(Parcel(parcel.structure, tensors).to_host())
+        network = self._network(module)
+        parcel = pack(network)
+        self._name(network, parcel)
+        names = _names(network)
+        for place, now in enumerate(parcel.tensors):
+            name = names.get(id(now))
+            then = tensors.get(name) if name is not None else None
+            if then is not None and then.shape == now.shape:
+                parcel.tensors[place] = then
+            elif name is not None and isinstance(now, nn.Parameter):
+                found = "none" if then is None else f"one of shape {tuple(then.shape)}"
+                raise CheckpointError(
+                    f"the reference model in the checkpoint does not fit the model: of {name!r}, of shape "
+                    f"{tuple(now.shape)}, it has {found}"
+                )
+        self._keep(parcel.to_host())
 
     def drop_snapshot(self) -> None:
         """End all workers: nothing is to be compared, until there is a new snapshot. Safe to call twice."""
@@ -199,6 +217,10 @@ class ReferencePool:
     def _network(self, module: nn.Module) -> dict[str, nn.Module]:
         return {path: module.get_submodule(path) for path in self._entries}
 
+    def _name(self, network: Mapping[str, nn.Module], parcel: Parcel) -> None:
+        names = _names(network)
+        self._named = {names[id(tensor)]: place for place, tensor in enumerate(parcel.tensors) if id(tensor) in names}
+
     def _keep(self, parcel: Parcel) -> None:
         self._places = self._places or [_Place(self._make, threads) for threads in self._threads]
         self._snapshot, self.snapshot_bytes = parcel, parcel.size_bytes
@@ -208,10 +230,14 @@ class ReferencePool:
 def _gathered(parcel: Parcel, network: Mapping[str, nn.Module], weights: Mapping[str, Tensor] | None) -> Parcel:
     """The parcel, with gathered weights in the place of those that are divided among ranks."""
     if weights is not None:
-        names = {
-            id(tensor): name
-            for path, entry in network.items()
-            for name, tensor in (*entry.named_parameters(path), *entry.named_buffers(path))
-        }
-        parcel.tensors = fill(parcel.tensors, names, weights)
+        parcel.tensors = fill(parcel.tensors, _names(network), weights)
     return parcel
+
+
+def _names(network: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Of weights and buffers, by the ``id`` of the tensor."""
+    return {
+        id(tensor): name
+        for path, entry in network.items()
+        for name, tensor in (*entry.named_parameters(path), *entry.named_buffers(path))
+    }

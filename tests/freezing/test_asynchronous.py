@@ -150,6 +150,42 @@ def test_a_resumed_deterministic_run_is_the_uninterrupted_one_bit_for_bit(tmp_pa
     assert states_equal(expected, found)
 
 
+def test_a_deterministic_run_resumes_with_what_modules_keep_beside_their_weights(tmp_path):
+    class Keeps(Module):
+        def __init__(self):
+            super().__init__()
+            self.losses, self.table = [], None
+
+        def forward(self, images):
+            if self.table is None:
+                self.table = torch.linspace(0, 1, images.shape[-1])
+            return self.net(images * self.table)
+
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            self.losses.append(loss.detach())
+            return loss
+
+    class Saves(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            pl_module.losses.clear()
+            if trainer.global_step == 15:
+                trainer.save_checkpoint(path)
+
+    def run(*callbacks, **arguments):
+        torch.manual_seed(0)
+        callback = KnowledgeGuidedFreezing(
+            Deciding(tolerance=0.5), evaluate_every_n_steps=2, workers=0, deterministic=True
+        )
+        return fit(callback, *callbacks, module=Keeps(), **arguments), callback
+
+    path = tmp_path / "half.ckpt"
+    expected, whole = run(Saves())
+    found, resumed = run(Saves(), ckpt_path=path)
+    assert resumed.events == whole.events != []
+    assert states_equal(expected, found)
+
+
 def test_without_determinism_a_checkpoint_does_not_hold_the_reference(tmp_path):
     path = tmp_path / "some.ckpt"
 

@@ -125,8 +125,24 @@ def test_a_snapshot_from_a_checkpoint_gives_the_same_numbers(net, pools):
         net[0].weight.mul_(-1)
     second.restore_snapshot(net, kept)
     assert second.submit(given).result().plasticity == expected
-    with pytest.raises(CheckpointError, match="does not fit"):
-        second.restore_snapshot(net, kept[1:])
+    for wrong in (
+        {name: tensor for name, tensor in kept.items() if name != "0.weight"},
+        {**kept, "0.weight": torch.zeros(2, 2)},
+    ):
+        with pytest.raises(CheckpointError, match=r"does not fit the model: of '0\.weight', of shape \(5, 6\)"):
+            second.restore_snapshot(net, wrong)
+
+
+def test_what_is_no_weight_is_of_the_module_that_a_snapshot_is_restored_to(net, pools):
+    first, second = pools(0), pools(0)
+    given, fresh = evaluation(net), copy.deepcopy(net)
+    net.left_behind, net[2].table = [torch.zeros(3)], torch.ones(2)
+    net[2].register_buffer("grows", torch.ones(4), persistent=False)
+    fresh[2].register_buffer("grows", torch.ones(2), persistent=False)
+    first.take_snapshot(net)
+    second.restore_snapshot(fresh, first.snapshot_tensors())
+    assert second.submit(given).result().plasticity == first.submit(given).result().plasticity
+    assert second.snapshot_tensors().keys() == first.snapshot_tensors().keys()
 
 
 def test_a_process_is_for_an_idle_core(monkeypatch):
