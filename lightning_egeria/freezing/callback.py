@@ -403,10 +403,16 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._trainable = _trainable_names(pl_module)
 
     def _front_learning_rate(self, trainer: pl.Trainer) -> float:
-        """Of the parameter group that holds the front of the network; of the first one until the chain is known."""
+        """Of the parameter group that holds the front of the network; of the first one until the chain is known.
+
+        NaN where there is none: some optimizers find the size of their steps themselves.
+        """
         number, group = self._front_group
         optimizers = trainer.optimizers
-        return float(optimizers[number].param_groups[group]["lr"]) if number < len(optimizers) else math.nan
+        try:
+            return float(optimizers[number].param_groups[group]["lr"])
+        except (IndexError, KeyError, TypeError, ValueError):
+            return math.nan
 
     def _prefix_changed(self, trainer: pl.Trainer) -> None:
         prefix = self._engine.prefix if self._engine is not None else None

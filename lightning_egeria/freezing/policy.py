@@ -38,7 +38,7 @@ class Policy(Protocol):
             step: optimizer steps done so far.
             plasticity: one value for each prefix: that of its last layer module, or of an earlier one that is used
                 behind it too and moves more; NaN where not measured; None between evaluations.
-            learning_rate: of the step that was done.
+            learning_rate: of the step that was done; NaN if the optimizer has none, which says nothing.
             loss: mean training loss since the last evaluation step; None between them.
         """
 
@@ -130,6 +130,8 @@ class Annealing:
 
     def _jumped(self, learning_rate: float) -> Decision | None:
         """The decision to unfreeze all, if the learning rate says so. To be asked at every step."""
+        if math.isnan(learning_rate):
+            return None
         before, self._previous_lr = self._previous_lr, learning_rate
         if before is None or self._lr_at_freeze is None or self.unfreeze_on == "never":
             return None
@@ -140,7 +142,7 @@ class Annealing:
 
     def _froze(self, learning_rate: float) -> None:
         """Remember the rate at the oldest freeze."""
-        if self._lr_at_freeze is None:
+        if self._lr_at_freeze is None and not math.isnan(learning_rate):
             self._lr_at_freeze = learning_rate
 
     def _load_rates(self, state: dict[str, Any]) -> None:

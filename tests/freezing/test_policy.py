@@ -106,6 +106,16 @@ class TestRest:
         assert feed(policy, [[0.0] * 4] * 5, learning_rate=0.0) == []
         assert feed(policy, [[STILL] * 4], learning_rate=0.1) == []
 
+    def test_without_a_learning_rate_plasticity_alone_decides(self):
+        policy = started()
+        assert feed(policy, [[STILL] * 4] * 2 + [[NAN] * 4] * 9, learning_rate=NAN) == [(1, 3)]
+
+    def test_a_step_without_a_learning_rate_is_no_jump_and_hides_none(self):
+        policy = started()
+        assert feed(policy, [[STILL] * 4] * 2) == [(1, 3)]
+        assert [policy.observe(2, None, rate, None) for rate in (NAN, 0.1, NAN)] == [None] * 3
+        assert policy.observe(5, None, 0.01, None).depth == 0
+
     def test_a_learning_rate_that_rises_says_nothing_of_rest(self):
         policy = started()
         assert policy.observe(1, None, 0.01, None) is None

@@ -625,6 +625,29 @@ def test_optimizers_leave_alone_what_is_frozen(name):
     assert moved == {"deep", "head"}
 
 
+@pytest.mark.parametrize("defaults", [{"lr": None}, {"lr": "auto"}, {}])
+def test_optimizers_without_a_learning_rate(defaults):
+    class FindsItsOwn(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, defaults)
+
+        @torch.no_grad()
+        def step(self, closure):
+            loss = torch.enable_grad()(closure)()
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.01)
+            return loss
+
+    class Optimized(Module):
+        def configure_optimizers(self):
+            return FindsItsOwn(self.parameters())
+
+    callback = freezing(FreezingPolicy(tolerance=1e6))
+    fit(new(Optimized), callback)
+    assert [event.kind for event in callback.events] == ["freeze"]
+
+
 def test_lbfgs_is_refused_because_it_does_not():
     class Optimized(Module):
         def configure_optimizers(self):

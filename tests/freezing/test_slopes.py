@@ -171,6 +171,12 @@ class TestFreezing:
         assert feed(bootstrapped, [None] * 20, learning_rate=0.0, loss=2.3) == []
         assert bootstrapped.stage is Stage.BOOTSTRAP
 
+    def test_without_a_learning_rate_plasticity_alone_decides(self):
+        without, policy = freeze(guided(), learning_rate=NAN), freeze(guided())
+        assert {**without.state_dict(), "previous_lr": 0.1, "lr_at_freeze": 0.1} == policy.state_dict()
+        assert feed(policy, [None] * 3, learning_rate=NAN) == []
+        assert feed(policy, [None], learning_rate=0.01) == [(0, 0)]
+
 
 class TestBootstrap:
     def policy(self, **kwargs):
