@@ -200,28 +200,16 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._waits = asked
         if not self._active:
             return
-        steps = trainer.estimated_stepping_batches  # has the data loaders made
-        if trainer.num_training_batches == 0 or trainer.limit_train_batches == 0:
-            self._active = False
-            rank_zero_warn(
-                "freezing: there are no training batches: the train dataloader is empty, or limit_train_batches leaves "
-                "none of it"
-            )
-            return
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise UnsupportedError(
                 "LBFGS goes on moving frozen weights, along the directions that it remembers; use an optimizer that "
                 "leaves weights without a gradient alone, as all others of torch do"
             )
-        if self.evaluate_every_n_steps is not None:
-            self._every = self.evaluate_every_n_steps
-        elif math.isinf(steps) or steps < 0:
-            self._every = EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN
-        else:
-            self._every = max(LEAST_STEPS_BETWEEN_EVALUATIONS, round(steps / EVALUATIONS_PER_RUN))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Freeze again what the checkpoint had frozen, now that the optimizers are there."""
+        if self._active:
+            self._every = self.evaluate_every_n_steps or _interval(trainer)
         restored = self._restored
         if not self._active or restored is None or restored["chain"] is None:
             self._restored, self.events = None, []
@@ -333,6 +321,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print what was saved, beside the metrics."""
+        if self._active and (trainer.num_training_batches == 0 or trainer.limit_train_batches == 0):
+            rank_zero_warn(
+                "freezing: there are no training batches: the train dataloader is empty, or limit_train_batches leaves "
+                "none of it"
+            )
         if self._engine is not None and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             Console().print(savings_table(self.savings(), metrics))
@@ -475,6 +468,14 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._engine.close()
         if self._bar_entry is not None:
             self._bar_entry.remove()
+
+
+def _interval(trainer: pl.Trainer) -> int:
+    """Steps between evaluations, by the length of the run; to be asked when the data loaders are there."""
+    steps = trainer.estimated_stepping_batches
+    if math.isinf(steps) or steps < 0:
+        return EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN
+    return max(LEAST_STEPS_BETWEEN_EVALUATIONS, round(steps / EVALUATIONS_PER_RUN))
 
 
 def _trainable_names(module: nn.Module) -> set[str]:

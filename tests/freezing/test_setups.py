@@ -1010,6 +1010,19 @@ def test_iterable_datasets(dataset, arguments):
     assert callback.frozen_depth == 1
 
 
+def test_data_that_the_module_makes_when_fitting_starts():
+    class MakesData(Module):
+        def on_fit_start(self):
+            self.data = loader()
+
+        def train_dataloader(self):
+            return self.data
+
+    callback = KnowledgeGuidedFreezing(Watching(), workers=0)
+    trainer_of(callback, epochs=4).fit(new(MakesData))
+    assert callback.savings().evaluations_done == 2  # 20 steps, 8 from one to the next
+
+
 def test_batches_of_any_kind():
     class Batches(Module):
         def training_step(self, batch, batch_idx):
