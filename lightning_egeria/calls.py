@@ -49,13 +49,25 @@ class CallRecorder:
         keep: Callable[[Tensor], Tensor],
         entered: Callable[[Tensor | None], None] | None = None,
     ) -> None:
-        self.calls: list[NetworkCall] = []
+        self._made: list[NetworkCall] = []
+        self._failure: Exception | None = None
         self._modules = modules
         self._entries = entries
         self._keep = keep
         self._entered = entered
         self._outputs: list[list[Tensor]] = []  # kept alive, or another tensor could take over an id
         self._replacements = ForwardReplacements()
+
+    @property
+    def calls(self) -> list[NetworkCall]:
+        """The calls so far.
+
+        Raises:
+            Exception: what the user's own class raised when its copy was made.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._made
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -74,24 +86,50 @@ class CallRecorder:
 
     def _record(self, entry: str, original: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._entered is not None and not self.calls:
-                self._entered(next(tensor_leaves((args, kwargs)), None))
-            earlier = {
-                id(tensor): EarlierOutput(call, leaf)
-                for call, leaves in enumerate(self._outputs)
-                for leaf, tensor in enumerate(leaves)
-            }
-
-            def keep(tensor: Tensor) -> Tensor | EarlierOutput:
-                return earlier[id(tensor)] if id(tensor) in earlier else self._keep(tensor)
-
-            kept_args, kept_kwargs = apply_to_collection((args, kwargs), Tensor, keep, allow_frozen=True)
+            try:
+                call = self._call(entry, args, kwargs)
+            except Exception as error:  # the network runs all the same; whoever asks for the calls is told
+                self._failure = error
+                return original(*args, **kwargs)
             output = original(*args, **kwargs)
-            self.calls.append(NetworkCall(entry, kept_args, kept_kwargs))
+            self._made.append(call)
             self._outputs.append(list(tensor_leaves(output)))
             return output
 
         return forward
+
+    def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NetworkCall:
+        if self._entered is not None and not self._made:
+            self._entered(next(tensor_leaves((args, kwargs)), None))
+        earlier = {
+            id(tensor): EarlierOutput(call, leaf)
+            for call, leaves in enumerate(self._outputs)
+            for leaf, tensor in enumerate(leaves)
+        }
+
+        def keep(tensor: Tensor) -> Tensor | EarlierOutput:
+            return earlier[id(tensor)] if id(tensor) in earlier else self._keep(tensor)
+
+        kept_args, kept_kwargs = change_leaves((args, kwargs), Tensor, keep)
+        return NetworkCall(entry, kept_args, kept_kwargs)
+
+
+def change_leaves(value: Any, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """As `apply_to_collection`; what cannot be made anew from its parts, and holds no tensor, stays as it is.
+
+    >>> change_leaves(([1.0, 2], range(3)), float, int)
+    ([1, 2], range(0, 3))
+    """
+    if type(value) in (list, tuple):
+        return type(value)(change_leaves(part, kinds, change) for part in value)
+    if type(value) is dict:
+        return {key: change_leaves(part, kinds, change) for key, part in value.items()}
+    try:
+        return apply_to_collection(value, kinds, change, allow_frozen=True)
+    except Exception:  # classes of the user's own may raise anything
+        if next(tensor_leaves(value), None) is not None:
+            raise
+        return value
 
 
 def boundary_activation(output: Any, leaf: int) -> Tensor:
@@ -108,6 +146,6 @@ def crop_calls(calls: list[NetworkCall], samples: int) -> list[NetworkCall]:
         def crop(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
             return tensor[:samples] if tensor.ndim and tensor.shape[0] == sizes[0] else tensor
 
-        args, kwargs = apply_to_collection((call.args, call.kwargs), Tensor, crop, allow_frozen=True)
+        args, kwargs = change_leaves((call.args, call.kwargs), Tensor, crop)
         cropped.append(NetworkCall(call.entry, args, kwargs))
     return cropped

@@ -71,8 +71,13 @@ class StepCapture:
             self.timer.backward_ended = mark(device)
 
     def evaluation(self) -> Evaluation | None:
-        """What the reference is to be given; None if the step did not call the network."""
-        return Evaluation(self._calls.calls, self._network, self._first) if self._calls.calls else None
+        """What the reference is to be given; None if the step did not call the network.
+
+        Raises:
+            Exception: what the user's own class raised when its copy was made.
+        """
+        calls = self._calls.calls
+        return Evaluation(calls, self._network, self._first) if calls else None
 
     def _entered(self, first: Tensor | None) -> None:
         self.timer.began = mark(first.device if first is not None else torch.device("cpu"))

@@ -394,13 +394,13 @@ class FreezingEngine:
 
     def _dispatch(self, capture: StepCapture | None) -> None:
         sent = None
-        evaluation = capture.evaluation() if capture is not None else None
         weights = capture.weights.weights if capture is not None and capture.weights is not None else None
         if self.pool.has_snapshot and self._wants_reference():
-            if capture is not None and evaluation is not None and capture.version == self.prefix.version:
+            if capture is not None and capture.version == self.prefix.version:
                 try:
-                    capture.answer = self.pool.submit(evaluation, weights)
-                except Exception as error:  # packing runs the user's own code, which may raise anything
+                    evaluation = capture.evaluation()
+                    capture.answer = self.pool.submit(evaluation, weights) if evaluation is not None else None
+                except Exception as error:  # keeping and packing run the user's own code, which may raise anything
                     self._failed(f"{type(error).__name__}: {error}")
             if capture is not None and capture.answer is not None:
                 sent = capture

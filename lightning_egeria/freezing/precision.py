@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_egeria.calls import EarlierOutput, NetworkCall
+from lightning_egeria.calls import EarlierOutput, NetworkCall, change_leaves
 from lightning_egeria.freezing.int8 import Int8Layers
 from lightning_egeria.freezing.parcels import pack, unpack
 from lightning_egeria.freezing.recording import BoundaryRecorder
@@ -108,9 +107,7 @@ class SnapshotNetwork:
             torch.backends.mha.set_fastpath_enabled(fast_path and self._precision != "int8")
             with torch.random.fork_rng(self._cuda_devices()), self._normalising_by_batch(by_batch):
                 for call in calls:
-                    args, kwargs = apply_to_collection(
-                        (call.args, call.kwargs), (Tensor, EarlierOutput), prepare, allow_frozen=True
-                    )
+                    args, kwargs = change_leaves((call.args, call.kwargs), (Tensor, EarlierOutput), prepare)
                     outputs.append(list(tensor_leaves(self._entries[call.entry](*args, **kwargs))))
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import random
 import threading
+from collections.abc import Sequence
 
 import lightning as L
 import numpy as np
@@ -1036,6 +1037,55 @@ def test_batches_of_any_kind():
     callback = freezing(Watching())
     fit(new(Batches), callback, data=data)
     assert callback.savings().evaluations_done > 2
+
+
+class Pair(Sequence):
+    """Is not made from a list of what it holds."""
+
+    def __init__(self, first, second):
+        self.parts = [first, second]
+
+    def __getitem__(self, index):
+        return self.parts[index]
+
+    def __len__(self):
+        return 2
+
+
+class Takes(Module):
+    """Its network is given what ``make`` makes of the images."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+        self.net.forward = lambda given: Net.forward(self.net, given[0])
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(self.make(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize("make", [lambda images: (images, range(2)), lambda images: [images, {"a": Pair("b", 1)}]])
+def test_arguments_that_cannot_be_made_anew_from_their_parts(make):
+    plain, watched, callback = new(Takes, make=make), new(Takes, make=make), freezing(Watching())
+    fit(plain)
+    fit(watched, callback)
+    assert callback.savings().evaluations_done >= 2
+    assert equal(plain, watched)
+
+
+def test_images_in_what_cannot_be_made_anew_are_told_of_and_training_goes_on():
+    def make(images):
+        return Pair(images, 1)
+
+    plain, watched, callback = new(Takes, make=make), new(Takes, make=make), freezing(Watching())
+    fit(plain)
+    with (
+        pytest.warns(UserWarning, match="the reference model failed 3 times in a row"),
+        pytest.warns(UserWarning, match=r"the reference model failed: TypeError: .*'second'\. Training goes on"),
+    ):
+        fit(watched, callback)
+    assert equal(plain, watched)
+    assert left_behind(watched) == left_behind(plain)
 
 
 def test_batches_that_are_nothing():
