@@ -101,6 +101,11 @@ class Examination:
                 "the network is not given what the data loader gave (mixing of samples, normalisation or augmentation "
                 "in the training step?), so its frozen front has no fixed output for a sample"
             )
+        if any(one.leaf not in findings.own_rows for one in self._inputs):
+            return Verdict(
+                "the collate function mixes or reorders samples, or normalises over the batch, so a row of the "
+                "network's input is not that of one sample"
+            )
         if len(calls) != len({call.entry for call in calls}):
             return Verdict("the training step calls the network more than once")
         if self._watch.prefix_used is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.samples import StandIn, encode, is_numbers, leaves_of, same_leaf, with_leaves
+from lightning_egeria.caching.samples import StandIn, copy_of, encode, is_numbers, leaves_of, same_leaf, with_leaves
 from lightning_egeria.tracing import tensor_leaves
 
 EXAMINED_SAMPLES = 4
@@ -64,6 +64,7 @@ class Findings:
         must_load: why all fields have to be loaded; None if those of ``inputs`` need not.
         fingerprint: of the data, in hexadecimal.
         structure: a sample with None for its leaves.
+        own_rows: numbers of the batch leaves in which each row is made of one sample, whatever stands beside it.
     """
 
     problem: str | None
@@ -72,6 +73,7 @@ class Findings:
     must_load: str | None = None
     fingerprint: str = ""
     structure: Any = None
+    own_rows: frozenset[int] = frozenset()
 
 
 class Inspector:
@@ -89,7 +91,7 @@ class Inspector:
         self._collate = collate
 
     def examine(self, ids: Sequence[int], seeds: Sequence[int] | None, loaded: list[Any]) -> Findings:
-        """Load some samples twice, and put their fields through the collate function one by one.
+        """Load some samples twice, have the batch collated in several ways, and some samples field by field.
 
         Args:
             ids: of the samples of a batch.
@@ -102,6 +104,8 @@ class Inspector:
                 return self._findings(list(ids[:EXAMINED_SAMPLES]), some, loaded)
             except TypeError as error:
                 return Findings(f"the samples cannot be compared with one another: {error}")
+            except _CollateError as error:
+                return Findings(f"the collate function fails when it is given a part of the batch again ({error})")
 
     def _findings(self, ids: list[int], seeds: list[int] | None, loaded: list[Any]) -> Findings:
         seed_all(1)
@@ -125,7 +129,36 @@ class Inspector:
                 "loading a sample draws random numbers (random augmentation?); FrozenPrefixCache(augmentation_views=4) "
                 "keeps a few variants of each sample instead of ever new ones"
             )
-        return self._look_at_fields(samples, loaded)
+        seed_all(1)
+        before = random_state()
+        batch = self._collated(loaded)
+        drawn = not same_random_state(before, random_state())
+        seed_all(2)
+        if drawn or not _same(batch, self._collated(loaded)):
+            return Findings(
+                "the collate function draws random numbers (mixing or augmentation of whole batches?), so what it "
+                "makes of a sample is not the same each time; draw them for each sample in the dataset, with "
+                "FrozenPrefixCache(augmentation_views=4)"
+            )
+        return dataclasses.replace(self._look_at_fields(samples, loaded), own_rows=self._own_rows(batch, loaded))
+
+    def _collated(self, samples: Sequence[Any]) -> list[Tensor]:
+        """The tensors of the batch, made of copies: the user's function may take samples apart or work in place."""
+        copies = [with_leaves(sample, map(copy_of, leaves_of(sample))) for sample in samples]
+        try:
+            return list(tensor_leaves(self._collate(copies)))
+        except Exception as error:  # the user's function may raise anything
+            raise _CollateError(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+
+    def _own_rows(self, batch: list[Tensor], samples: list[Any]) -> frozenset[int]:
+        """Which leaves of the batch are the same, row by row, when its samples stand in reverse, or in halves."""
+        count = len(samples)
+        own = {number for number, leaf in enumerate(batch) if leaf.ndim and len(leaf) == count}
+        for places in (range(count)[::-1], range(count // 2), range(count // 2, count)):
+            if places:
+                found = self._collated([samples[place] for place in places])
+                own = {n for n in own if n < len(found) and _is_made_of(found[n], batch[n], places)}
+        return frozenset(own)
 
     def _look_at_fields(self, samples: list[Any], loaded: list[Any]) -> Findings:
         """What each field of some samples does to the batch; lengths are those of all that were ``loaded``."""
@@ -139,21 +172,22 @@ class Inspector:
                 encode([leaf])
             except TypeError as error:
                 problem = str(error)
-        batch = list(tensor_leaves(self._collate(samples)))
+        batch = self._collated(samples)
         inputs, varying = [], []
         for number, leaf in enumerate(leaves_of(samples[0])):
             if not (is_numbers(leaf) or (isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim)):
                 continue
             try:
-                found = list(tensor_leaves(self._collate([_with_leaf(sample, number, absent) for sample in samples])))
-            except Exception:  # the user's function may raise anything
+                found = self._collated([_with_leaf(sample, number, absent) for sample in samples])
+            except _CollateError:
                 continue
             if [t.shape for t in found] != [t.shape for t in batch]:
                 continue
             changed = [i for i, (a, b) in enumerate(zip(batch, found, strict=True)) if not same_leaf(a, b)]
             if len(changed) == 1 and problem is None:
                 other_bytes = max(len(encoded_fields(sample, number) or b"") for sample in samples)
-                batch_shape = tuple(batch[changed[0]].shape[1:]) if self._takes_empty(samples, number, batch) else None
+                takes_empty = not is_numbers(leaf) and self._takes_empty(samples, number, batch)
+                batch_shape = tuple(batch[changed[0]].shape[1:]) if takes_empty else None
                 inputs.append(InputField(number, changed[0], other_bytes, batch_shape))
             lengths = tuple(map(length_of, leaf_of_each(loaded, number)))
             if len(set(lengths)) > 1:
@@ -164,8 +198,8 @@ class Inspector:
     def _takes_empty(self, samples: list[Any], number: int, batch: list[Tensor]) -> bool:
         """Whether the batch has all its other leaves, and as many samples, where a leaf of the samples is empty."""
         try:
-            found = list(tensor_leaves(self._collate([_with_leaf(sample, number, empty) for sample in samples])))
-        except Exception:  # the user's function may raise anything
+            found = self._collated([_with_leaf(sample, number, empty) for sample in samples])
+        except _CollateError:
             return False
         differing = [i for i, (a, b) in enumerate(zip(batch, found, strict=False)) if not same_leaf(a, b)]
         if (
@@ -191,6 +225,10 @@ class Inspector:
                 except TypeError:
                     digest.update(type(leaf).__name__.encode())
         return digest.hexdigest()
+
+
+class _CollateError(Exception):
+    """Ends an examination."""
 
 
 def layers_of(dataset: Any) -> Iterator[Any]:
@@ -265,6 +303,15 @@ def leaf_of_each(samples: list[Any], number: int) -> list[Any]:
 def _same(first: Any, second: Any) -> bool:
     a, b = list(leaves_of(first)), list(leaves_of(second))
     return len(a) == len(b) and all(same_leaf(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _is_made_of(part: Tensor, batch: Tensor, places: Sequence[int]) -> bool:
+    """Whether a leaf of some samples of a batch has their rows, or rows that are padded to another length."""
+    if not part.ndim or len(part) != len(places):
+        return False
+    if part.shape[1:] != batch.shape[1:]:
+        return len(part) < len(batch)
+    return same_leaf(part, batch[list(places)])
 
 
 def length_of(leaf: Any) -> int:

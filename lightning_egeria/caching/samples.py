@@ -108,7 +108,7 @@ def same_leaf(first: Any, second: Any) -> bool:
     """
     if type(first) is not type(second):
         return False
-    if isinstance(first, Tensor):
+    if isinstance(first, Tensor) and first.layout is torch.strided and not first.is_quantized:
         return bool(first.dtype == second.dtype and torch.equal(bits_of(first), bits_of(second)))
     if isinstance(first, np.ndarray) and first.dtype != object:
         return first.dtype == second.dtype and first.shape == second.shape and bool(first.tobytes() == second.tobytes())

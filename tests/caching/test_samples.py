@@ -100,3 +100,8 @@ def test_bits_decide():
     assert not same_leaf(torch.tensor([1]), torch.tensor([1.0]))
     assert not same_leaf(np.float32(1), 1.0)
     assert not same_leaf([1], [1, 2])
+
+
+def test_tensors_without_bits_cannot_be_compared():
+    with pytest.raises(TypeError, match="cannot be compared"):
+        same_leaf(torch.eye(3).to_sparse(), torch.eye(3).to_sparse())
