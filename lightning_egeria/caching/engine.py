@@ -188,6 +188,10 @@ class PrefixCache:
         cut = self._cut
         if cut is None or planned.plan.version != self._version or (cut.terms is None) != planned.plan.examine:
             return self._whole(planned, loaded)
+        if loaded.odd or not _has_rows(loaded, cut.terms):
+            if planned.plan.examine:
+                self._finish_without_terms(cut, Verdict(again=True))
+            return self._whole(planned, loaded)
         began = mark(torch.device("cpu"))
         length = self._length(loaded, cut.terms)
         rows, missing = self._rows(planned, len(loaded.loaded), length)
@@ -244,7 +248,7 @@ class PrefixCache:
         """The batch with every input loaded, here and now if need be."""
         if all(loaded.loaded):
             return loaded.batch
-        plan = dataclasses.replace(planned.plan, input_field=None, keep=False, examine=False)
+        plan = dataclasses.replace(planned.plan, input_field=None, length_leaf=None, keep=False, examine=False)
         return self._dataset.__getitems__(plan).batch
 
     # --- the training step ------------------------------------------------------------------------------------------
@@ -351,12 +355,16 @@ class PrefixCache:
 
     def _finish_examination(self, step: Step, cut: _Cut, examination: Examination) -> None:
         verdict = examination.verdict()
-        if verdict.again and cut.examinations < EXAMINATIONS_TO_STOP:
-            cut.examinations += 1
-            return
         if verdict.terms is not None:
             cut.findings, cut.autocast = step.loaded.findings, examination.autocast
             self._open_level(step, cut, verdict)
+        else:
+            self._finish_without_terms(cut, verdict)
+
+    def _finish_without_terms(self, cut: _Cut, verdict: Verdict) -> None:
+        """Try another batch, or another boundary, or stop."""
+        if verdict.again and cut.examinations < EXAMINATIONS_TO_STOP:
+            cut.examinations += 1
             return
         # Where the newly frozen layers cannot all be left out, those that were can still be.
         depth = max((level.cut for level in self._levels), default=0)
@@ -563,6 +571,17 @@ def _narrowed(flags: np.ndarray[Any, np.dtype[np.bool_]], kept: np.ndarray[Any, 
     flags = flags.copy()
     flags[np.flatnonzero(flags)[~kept]] = False
     return flags
+
+
+def _has_rows(loaded: Loaded, terms: Terms | None) -> bool:
+    """Whether what the network is given of the batch has a row for each sample: a collate function may drop some."""
+    if terms is None:
+        return True
+    shapes = [tuple(leaf.shape) for leaf in tensor_leaves(loaded.batch)]
+    if loaded.input_shape is not None and terms.input_field is not None and shapes:
+        shapes[terms.input_field.batch_leaf] = loaded.input_shape
+    count = len(loaded.loaded)
+    return all(one.leaf < len(shapes) and shapes[one.leaf][:1] == (count,) for one in terms.inputs)
 
 
 def _lengths_of(findings: Findings, terms: Terms) -> tuple[int, ...] | None:

@@ -108,6 +108,10 @@ class Examination:
             )
         if len(calls) != len({call.entry for call in calls}):
             return Verdict("the training step calls the network more than once")
+        if step.computed.shape[:1] != (step.samples,):  # frames or crops lie there
+            return Verdict(
+                "the boundary activation does not have the samples of the batch in its first dimension", True
+            )
         if self._watch.prefix_used is not None:
             return Verdict(f"{self._watch.prefix_used} behind the boundary uses what was computed in front of it", True)
         given = {one.leaf: one.argument for one in reversed(self._inputs)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -163,8 +164,8 @@ class Inspector:
     def _look_at_fields(self, samples: list[Any], loaded: list[Any]) -> Findings:
         """What each field of some samples does to the batch; lengths are those of all that were ``loaded``."""
         fingerprint = self._fingerprint()
-        structure = with_leaves(samples[0], iter(lambda: None, 0))
-        if any(repr(with_leaves(sample, iter(lambda: None, 0))) != repr(structure) for sample in loaded):
+        structure = structure_of(samples[0])
+        if any(repr(structure_of(sample)) != repr(structure) for sample in loaded):
             return Findings(None, must_load="the samples differ in structure", fingerprint=fingerprint)
         problem = None
         for leaf in (leaf for sample in samples for leaf in leaves_of(sample)):
@@ -175,7 +176,7 @@ class Inspector:
         batch = self._collated(samples)
         inputs, varying = [], []
         for number, leaf in enumerate(leaves_of(samples[0])):
-            if not (is_numbers(leaf) or (isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim)):
+            if not all(map(has_positions, leaf_of_each(loaded, number))):
                 continue
             try:
                 found = self._collated([_with_leaf(sample, number, absent) for sample in samples])
@@ -279,6 +280,11 @@ def encoded_fields(sample: Any, input_leaf: int | None) -> bytes | None:
         return None
 
 
+def structure_of(sample: Any) -> Any:
+    """The sample with None for its leaves."""
+    return with_leaves(sample, itertools.repeat(None))
+
+
 def _with_leaf(sample: Any, number: int, change: Callable[[Any], Any]) -> Any:
     leaves = list(leaves_of(sample))
     leaves[number] = change(leaves[number])
@@ -312,6 +318,11 @@ def _is_made_of(part: Tensor, batch: Tensor, places: Sequence[int]) -> bool:
     if part.shape[1:] != batch.shape[1:]:
         return len(part) < len(batch)
     return same_leaf(part, batch[list(places)])
+
+
+def has_positions(leaf: Any) -> bool:
+    """Whether it is a tensor or an array with a first dimension, or a list of numbers."""
+    return is_numbers(leaf) or (isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim > 0)
 
 
 def length_of(leaf: Any) -> int:

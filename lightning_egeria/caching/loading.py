@@ -21,10 +21,12 @@ from lightning_egeria.caching.findings import (
     Inspector,
     empty,
     encoded_fields,
+    has_positions,
     kept_random_state,
     leaf_of_each,
     length_of,
     seed_all,
+    structure_of,
 )
 from lightning_egeria.caching.samples import (
     copy_of,
@@ -82,6 +84,8 @@ class Loaded(NamedTuple):
         lengths: of the samples, if the plan asks for them.
         input_shape: shape of the input that is missing from ``batch``; None if it is there.
         findings: if the plan wants them.
+        odd: a sample is None, say because its file cannot be read, or of another structure than that of the plan: what
+            the collate function makes of the whole batch is its own affair, and every sample was loaded.
     """
 
     batch: Any
@@ -91,6 +95,7 @@ class Loaded(NamedTuple):
     lengths: tuple[int, ...] | None
     input_shape: tuple[int, ...] | None
     findings: Findings | None
+    odd: bool = False
 
 
 class PlannedDataset:
@@ -122,7 +127,13 @@ class PlannedDataset:
         return {**vars(self), "_stores": {}, "_known": {}, "_memory_bytes": 0}
 
     def __getitems__(self, plan: Plan) -> Loaded:
-        samples, fields, loaded = self._samples(plan)
+        samples, stored = self._samples(plan)
+        loaded = tuple(place not in stored for place in range(len(samples)))
+        if _are_odd([sample for sample, new in zip(samples, loaded, strict=True) if new], plan):
+            if not all(loaded):
+                samples = self._fetch(list(plan.ids), list(plan.seeds) if plan.seeds is not None else None)
+            every = (True,) * len(samples)
+            return Loaded(self.collate(samples), plan.number, every, None, None, None, None, odd=True)
         findings = lengths = None
         if plan.examine:
             inspector = Inspector(self.dataset, self._fetch, self.collate)
@@ -130,6 +141,10 @@ class PlannedDataset:
         if plan.length_leaf is not None:
             lengths = tuple(map(length_of, leaf_of_each(samples, plan.length_leaf)))
         field, input_shape = plan.input_field, None
+        left_out = field.sample_leaf if field is not None else None
+        fields = None
+        if plan.keep:  # before the user's function, which may change the samples
+            fields = tuple(stored.get(place) or encoded_fields(one, left_out) for place, one in enumerate(samples))
         if field is None or any(loaded):
             batch = self.collate(samples)
         elif field.batch_shape is None:
@@ -147,7 +162,8 @@ class PlannedDataset:
         self._known.clear()
         self._known_bytes = 0
 
-    def _samples(self, plan: Plan) -> tuple[list[Any], tuple[bytes | None, ...] | None, tuple[bool, ...]]:
+    def _samples(self, plan: Plan) -> tuple[list[Any], dict[int, bytes]]:
+        """The samples, and the encoded fields of those that were not loaded, by place."""
         stored, leaves = self._stored(plan)
         samples: dict[int, Any] = {}
         field = plan.input_field
@@ -161,13 +177,7 @@ class PlannedDataset:
         missing = [place for place in range(len(plan.ids)) if place not in samples]
         seeds = [plan.seeds[place] for place in missing] if plan.seeds is not None else None
         samples.update(zip(missing, self._fetch([plan.ids[place] for place in missing], seeds), strict=True))
-        loaded = tuple(place not in stored for place in range(len(plan.ids)))
-        ordered = [samples[place] for place in range(len(plan.ids))]
-        if not plan.keep:
-            return ordered, None, loaded
-        left_out = plan.input_field.sample_leaf if plan.input_field is not None else None
-        kept = [stored.get(place) or encoded_fields(sample, left_out) for place, sample in enumerate(ordered)]
-        return ordered, tuple(kept), loaded
+        return [samples[place] for place in range(len(plan.ids))], stored
 
     def _stored(self, plan: Plan) -> tuple[dict[int, bytes], dict[int, list[Any]]]:
         """Encoded fields and leaves of the samples that need not be loaded, by place."""
@@ -221,6 +231,20 @@ class PlannedDataset:
                 self._stores[folder] = None
         store = self._stores[folder]
         return store.read_fields(entry) if store is not None else None
+
+
+def _are_odd(samples: list[Any], plan: Plan) -> bool:
+    """Whether one of some samples that were loaded is not what the plan takes it for."""
+    if any(sample is None for sample in samples):
+        return True
+    leaves = [plan.input_field.sample_leaf] if plan.input_field is not None else []
+    leaves += [plan.length_leaf] if plan.length_leaf is not None else []
+    if not leaves:
+        return False
+    wanted = repr(plan.structure)
+    return any(repr(structure_of(sample)) != wanted for sample in samples) or not all(
+        has_positions(leaf) for number in leaves for leaf in leaf_of_each(samples, number)
+    )
 
 
 def as_it_is(loaded: Loaded) -> Loaded:

@@ -25,6 +25,7 @@ from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
 
 # Rows of a batch are computed alike up to rounding: of the largest value, in units of the dtype's resolution.
 ROUNDING = 64
+NO_ROWS = "the boundary activation does not have the samples of the batch in its first dimension"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Prover:
     def _prove(self) -> Proof:
         activation = self._boundary(self._calls, seed=1)
         if activation is None or not activation.ndim or activation.shape[0] != self._samples:
-            return Proof("the boundary activation does not have the samples of the batch in its first dimension", True)
+            return Proof(NO_ROWS, True)
         again = self._boundary(self._calls, seed=2)
         if again is None or not same_leaf(activation, again):
             return Proof("the frozen layers give other results each time they run", True)

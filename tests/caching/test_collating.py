@@ -178,3 +178,100 @@ def test_a_collate_function_that_takes_whole_batches_only(tmp_path):
 
     with pytest.warns(UserWarning, match=r"a part of the batch again \(ValueError: eight are wanted\)"):
         compare(tmp_path, lambda: DataLoader(images(), 8, shuffle=True, collate_fn=of_eight), epochs=4)
+
+
+class Unreadable(Dataset):
+    """Gives None for some samples, or a sample without an image."""
+
+    def __init__(self, numbers, instead=None):
+        self.data = images()
+        self.numbers = numbers
+        self.instead = instead
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.instead if index in self.numbers else self.data[index]
+
+
+def readable(samples):
+    return [sample for sample in samples if sample is not None and sample[0] is not None]
+
+
+def dropping(samples):
+    return default_collate(readable(samples))
+
+
+def refilling(samples):
+    kept = readable(samples)
+    return default_collate(kept + kept[: len(samples) - len(kept)])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("instead", [None, (None, 0)])
+@pytest.mark.parametrize("collate", [dropping, refilling])
+def test_samples_that_cannot_be_read(tmp_path, collate, instead, workers):
+    """Their batches are neither written nor taken from the cache."""
+
+    def data():
+        return DataLoader(Unreadable((37,), instead), 8, shuffle=True, collate_fn=collate, num_workers=workers)
+
+    wrapped = compare(tmp_path, data)
+    assert wrapped.stats.off is None
+    assert wrapped.stats.hits > 40
+    assert wrapped.stats.not_loaded > 40
+    assert wrapped.stats.written == 39
+
+
+def test_the_examined_batch_has_a_sample_that_cannot_be_read(tmp_path):
+    """The next one is examined."""
+    unreadable = Unreadable(range(16))
+    wrapped = compare(tmp_path, lambda: DataLoader(unreadable, 8, collate_fn=refilling_from(unreadable.data)))
+    assert wrapped.stats.hits > 40
+    assert wrapped.stats.written == 24
+
+
+def refilling_from(data):
+    return lambda samples: default_collate([data[0] if sample is None else sample for sample in samples])
+
+
+def test_no_batch_without_a_sample_that_cannot_be_read(tmp_path):
+    unreadable = Unreadable(range(0, 40, 8))
+    with pytest.warns(UserWarning, match="off: none of 10 batches showed whether it can be done"):
+        compare(tmp_path, lambda: DataLoader(unreadable, 8, collate_fn=dropping))
+
+
+def test_a_collate_function_that_drops_samples(tmp_path):
+    """A batch with fewer rows than samples is neither written nor taken from the cache."""
+
+    def bright(samples):
+        return default_collate([sample for sample in samples if float(sample[0].mean()) > lowest])
+
+    means = sorted(float(image.mean()) for image, _ in images())
+    lowest = (means[0] + means[1]) / 2
+    wrapped = compare(tmp_path, lambda: DataLoader(images(), 8, shuffle=True, collate_fn=bright))
+    assert wrapped.stats.off is None
+    assert wrapped.stats.hits > 40
+
+
+class OtherFields(Dataset):
+    """One sample has its fields in another order, which the collate function does not mind."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        image, label = images()[index]
+        return {"image": image, "label": label} if index != 39 else {"label": label, "image": image}
+
+
+class ByName(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch["image"], batch["label"]), batch_idx)
+
+
+def test_a_sample_of_another_structure(tmp_path):
+    wrapped = compare(tmp_path, lambda: DataLoader(OtherFields(), 8), ByName)
+    assert wrapped.stats.hits > 40
+    assert wrapped.stats.written == 32

@@ -7,10 +7,10 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from cached_runs import Classifier, fit, images, loader_of
+from cached_runs import Classifier, Net, fit, images, loader_of
 from test_same_training import assert_same_training, pair
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache
 from lightning_egeria.errors import ArgumentError, CacheError
@@ -258,6 +258,33 @@ class Twice(Classifier):
 def test_a_network_that_is_called_twice_keeps_the_cache_off(tmp_path):
     with pytest.warns(UserWarning, match="cache of the frozen layers is off"):
         compare(tmp_path, lambda: loader_of(images()), Twice)
+
+
+class Frames(nn.Module):
+    """Is given frames in the batch dimension, beside one label for all frames of a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, frames, labels):
+        return nn.functional.cross_entropy(self.net(frames).view(len(labels), -1, 4).mean(1), labels)
+
+
+class Videos(Classifier):
+    def __init__(self):
+        super().__init__(Frames())
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0].flatten(0, 1), batch[1])
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def test_frames_in_the_batch_dimension_keep_the_cache_off(tmp_path):
+    videos = TensorDataset(images(120)[:][0].view(40, 3, 3, 8, 8), images()[:][1])
+    with pytest.warns(UserWarning, match="boundary activation does not have the samples of the batch in its first"):
+        compare(tmp_path, lambda: DataLoader(videos, 8, shuffle=True), Videos)
 
 
 class Skipping(nn.Module):
