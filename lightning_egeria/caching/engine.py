@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_egeria.caching.bypass import PrefixBypass
 from lightning_egeria.caching.directory import CacheDirectory
@@ -24,9 +25,9 @@ from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, repla
 from lightning_egeria.caching.planning import Planner
 from lightning_egeria.caching.proof import rows_alike
 from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
-from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
+from lightning_egeria.caching.samples import same_leaf
 from lightning_egeria.caching.stats import Accounts, CacheStats
-from lightning_egeria.caching.steps import PlannedBatch, Read, Step, Terms, marked
+from lightning_egeria.caching.steps import PlannedBatch, Read, Step, Terms, stand_in_batch
 from lightning_egeria.caching.store import FORMAT, Manifest, StoreError
 from lightning_egeria.caching.weights import PrefixWeights
 from lightning_egeria.clock import mark, seconds_between
@@ -109,6 +110,7 @@ class PrefixCache:
         self._dropped: list[Path] = []
         self._changes = 0
         self._step: Step | None = None
+        self._kept_stand_in: Tensor | None = None
         self._examination: Examination | None = None
         self._recording = Recording(limits, self.stats, self._warn)
         self._accounts = Accounts(self.stats)
@@ -141,6 +143,7 @@ class PrefixCache:
         compiled = is_compiled(prefix.module)
         bypass = PrefixBypass(prefix.module, prefix.chain, depth, compiled)
         self._cut = _Cut(depth, bypass, PrefixWeights(prefix, depth, bypass.units), compiled)
+        self._kept_stand_in = None
         self._accounts.restart()
 
     # --- planning: what the batch sampler asks ----------------------------------------------------------------------
@@ -206,11 +209,19 @@ class PrefixCache:
         if loaded.input_shape is not None and cut.terms is not None and cut.terms.input_field is not None:
             number = cut.terms.input_field.batch_leaf
             dtype = list(tensor_leaves(batch))[number].dtype
-            stand_in = stand_in_tensor(loaded.input_shape, dtype, step.device)
-            batch = replace_leaf(batch, number, marked(stand_in) if cut.terms.copies_input else stand_in)
+            batch = replace_leaf(batch, number, self._stand_in(loaded.input_shape, dtype, cut.terms))
+        step.hand_on(batch)
         self.stats.not_loaded += len(absent)
         self._step = step
         return batch
+
+    def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype, terms: Terms) -> Tensor:
+        """For the input of a whole batch: the last one again, unless it was changed since."""
+        kept = self._kept_stand_in
+        if kept is None or kept._version or (kept.shape, kept.dtype, kept.device) != (shape, dtype, self._device):
+            kept = stand_in_batch(shape, terms.input_order, dtype, self._device, terms.copies_input)
+            self._kept_stand_in = kept
+        return kept.detach()
 
     def _length(self, loaded: Loaded, terms: Terms | None) -> int | None:
         """What the samples of the batch are padded to."""
@@ -256,7 +267,7 @@ class PrefixCache:
     def batch_begins(self, batch: Any) -> None:
         """The batch is on its device."""
         if self._step is not None:
-            self._step.source = list(tensor_leaves(batch))
+            self._step.arrive(batch)
 
     def step_begins(self) -> bool:
         """Arm the bypass; returns whether the network is given its real input."""
@@ -345,8 +356,7 @@ class PrefixCache:
         if step is None or step.armed or step.all_loaded or terms is None or terms.input_field is None:
             return
         leaf = terms.input_field.batch_leaf
-        real = list(tensor_leaves(self._whole(step.planned, step.loaded)))[leaf]
-        step.source[leaf].data = real.to(step.source[leaf].device, step.source[leaf].dtype)
+        step.replace(leaf, list(tensor_leaves(self._whole(step.planned, step.loaded)))[leaf])
 
     def _write(self, step: Step, terms: Terms) -> None:
         self._recording.write(step, self._levels, terms.input_field is not None)

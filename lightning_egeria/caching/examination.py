@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_egeria.caching.arguments import GivenInput, Layout, is_given, order_of, shares_memory
 from lightning_egeria.caching.bypass import Passage, PrefixBypass
 from lightning_egeria.caching.findings import Findings, InputField, VaryingField
 from lightning_egeria.caching.proof import Proof, Prover
-from lightning_egeria.caching.steps import GivenInput, Step, Terms, is_given, shares_memory
+from lightning_egeria.caching.steps import Step, Terms
 from lightning_egeria.caching.watch import StepWatch
 from lightning_egeria.calls import CallRecorder
 from lightning_egeria.compilation import eager
@@ -144,6 +145,7 @@ class Examination:
         terms = Terms(
             inputs=self._inputs,
             input_field=field if absent else None,
+            input_order=order_of(list(tensor_leaves(step.loaded.batch))[field.batch_leaf]) if field is not None else (),
             structure=findings.structure,
             length_leaf=varying.sample_leaf if varying is not None and ragged else None,
             length_batch_leaf=varying.batch_leaf if varying is not None and ragged else None,
@@ -179,9 +181,11 @@ class Examination:
                 ]
                 if match:
                     copied, _, leaf = min(match)
-                    self._inputs.append(GivenInput(number, leaf, not copied))
+                    layout = None if copied else Layout.of(step.source[leaf], argument)
+                    self._inputs.append(GivenInput(number, leaf, layout))
                     # Nor may anything be done to the batch on its way to the training step.
                     step.changed_input |= leaf >= len(before) or not is_given(before[leaf], step.source[leaf])
+                    step.changed_input |= not step.is_untouched(leaf)
                 else:
                     step.changed_input = True
         varying = self._varies()

@@ -6,28 +6,21 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_egeria.caching.arguments import GivenInput, is_given, is_view, shares_memory, version_of
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
 from lightning_egeria.caching.findings import InputField
 from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
 from lightning_egeria.caching.loading import Loaded, Plan
-from lightning_egeria.caching.samples import same_leaf
+from lightning_egeria.caching.samples import stand_in_tensor
 from lightning_egeria.clock import mark
 from lightning_egeria.errors import CacheError
 from lightning_egeria.tracing import tensor_leaves
-
-
-class GivenInput(NamedTuple):
-    """An argument of the network that comes from the batch, by number, and the number of its leaf in that."""
-
-    argument: int
-    leaf: int
-    itself: bool  # or a view, and no copy
 
 
 @dataclasses.dataclass
@@ -37,6 +30,7 @@ class Terms:
     Attributes:
         inputs: arguments of the network that come from the batch.
         input_field: the field that need not be loaded; None: all are.
+        input_order: dimensions of its tensor in the batch, from the slowest to the fastest in memory.
         structure: of a sample.
         length_leaf: leaf of a sample that tells its length; None: the activations of all samples are alike in shape.
         length_batch_leaf: leaf of the batch whose second dimension is the length that samples are padded to.
@@ -49,6 +43,7 @@ class Terms:
 
     inputs: list[GivenInput]
     input_field: InputField | None
+    input_order: tuple[int, ...]
     structure: Any
     length_leaf: int | None
     length_batch_leaf: int | None
@@ -63,7 +58,7 @@ class Terms:
     def copies_input(self) -> bool:
         """Whether the network is given a copy of the input that need not be loaded."""
         field = self.input_field
-        return field is not None and any(g.leaf == field.batch_leaf and not g.itself for g in self.inputs)
+        return field is not None and any(g.leaf == field.batch_leaf and g.layout is None for g in self.inputs)
 
     def is_proven(self, size: int) -> bool:
         """Whether a sample's activation is the same in batches of this size."""
@@ -136,6 +131,8 @@ class Step:
         self.waited = waited
         self.device = device
         self.source: list[Tensor] = []
+        self._handed_on: list[tuple[Tensor, int | None]] = []
+        self._versions: list[int | None] = []
         self.length: int | None = None
         self.changed_input = False
         self.began: float | torch.cuda.Event | None = None
@@ -143,6 +140,25 @@ class Step:
         self.computed: Tensor | None = None
         self.full = False
         self.armed = False
+
+    def hand_on(self, batch: Any) -> None:
+        """The batch is on its way to the device."""
+        self._handed_on = [(leaf, version_of(leaf)) for leaf in tensor_leaves(batch)]
+
+    def arrive(self, batch: Any) -> None:
+        """The batch is on its device: of what is still the same tensor, any change since then counts."""
+        known = {id(leaf): version for leaf, version in self._handed_on}
+        self.source = list(tensor_leaves(batch))
+        self._versions = [known.get(id(leaf), version_of(leaf)) for leaf in self.source]
+
+    def is_untouched(self, leaf: int) -> bool:
+        """Whether a tensor of the batch was not changed in place."""
+        return self._versions[leaf] == version_of(self.source[leaf])
+
+    def replace(self, leaf: int, real: Tensor) -> None:
+        """Put what was loaded after all in the place of a stand-in."""
+        self.source[leaf].data = real.to(self.source[leaf].device, self.source[leaf].dtype)
+        self._versions[leaf] = version_of(self.source[leaf])
 
     @property
     def samples(self) -> int:
@@ -195,13 +211,15 @@ class Step:
         """The network is called: see that it gets what the loader gave."""
         self.began = mark(self.device)
         given = list(tensor_leaves((args, kwargs)))
-        for argument, leaf, itself in terms.inputs:
+        for argument, leaf, layout in terms.inputs:
             if argument >= len(given) or leaf >= len(self.source):
                 self.changed_input = True
-            elif itself and not self.all_loaded:  # whatever is done to NaN gives NaN: values would show nothing
-                self.changed_input |= not shares_memory(self.source[leaf], given[argument])
+            elif layout is not None and (not self.all_loaded or shares_memory(self.source[leaf], given[argument])):
+                # Whatever is done to NaN gives NaN: values would show nothing.
+                self.changed_input |= not is_view(self.source[leaf], given[argument], layout)
             else:
                 self.changed_input |= not is_given(self.source[leaf], given[argument])
+            self.changed_input = self.changed_input or not self.is_untouched(leaf)
         if self.changed_input and not self.all_loaded:
             raise CacheError(
                 "the training step changed the input of the network before handing it on, and had not done so when the "
@@ -267,24 +285,26 @@ class _Parts:
         return passage.reached[: len(places)]
 
 
-def marked(stand_in: Tensor) -> Tensor:
-    """A stand-in in which each sample has one value of its own: mixing them would show."""
-    made = stand_in.clone(memory_format=torch.contiguous_format)
-    if made.ndim > 1 and made.numel():
-        made.flatten(1)[:, 0] = torch.arange(len(made), device=made.device).to(made.dtype)
+def stand_in_batch(
+    shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype, device: torch.device, marked: bool
+) -> Tensor:
+    """A stand-in for a batch, with memory of its own: what is done to its dimensions shows in their strides.
+
+    Args:
+        shape: of the batch.
+        order: its dimensions from the slowest to the fastest in memory.
+        dtype: of the batch.
+        device: of the batch.
+        marked: each sample has a value of its own, and each dimension: exchanging them shows in copies too.
+    """
+    made = stand_in_tensor(tuple(shape[dim] for dim in order), dtype, device).clone(
+        memory_format=torch.contiguous_format
+    )
+    made = made.permute(sorted(range(len(order)), key=lambda dim: order[dim]))
+    if marked and made.ndim > 1 and made.numel():
+        count, step = len(made), made.stride(0)
+        made.as_strided((count,), (step,)).copy_(torch.arange(count))
+        for dim in range(1, made.ndim):
+            if made.shape[dim] > 1:
+                made.as_strided((count,), (step,), made.stride(dim)).fill_(dim)
     return made
-
-
-def is_given(leaf: Tensor, argument: Tensor) -> bool:
-    """Whether the network is given this tensor of the batch: itself, another view of all of it, or a copy."""
-    if leaf.numel() != argument.numel():
-        return False
-    if shares_memory(leaf, argument):
-        return True
-    moved = leaf.to(argument.device, argument.dtype).reshape(-1)
-    return same_leaf(moved, argument.detach().reshape(-1))
-
-
-def shares_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are, at least, views of one memory."""
-    return first.device == second.device and first.untyped_storage()._cdata == second.untyped_storage()._cdata

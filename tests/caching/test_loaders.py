@@ -234,6 +234,85 @@ def test_mixing_that_begins_later_is_an_error_where_the_input_is_not_there(tmp_p
         fit(module, loader_of(images()), SCHEDULE, {"cache_dir": tmp_path / "cache"}, epochs=8)
 
 
+class InPlace(Classifier):
+    """Changes the memory of the batch, or looks at it in another order, from some step on."""
+
+    def __init__(self, change, begin=0):
+        super().__init__()
+        self.change, self.begin = change, begin
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.global_step >= self.begin:
+            x = self.change(x)
+        return super().training_step((x, y), batch_idx)
+
+
+def cut_mix(x):
+    x[:, :, 2:6, 2:6] = x[torch.randperm(len(x)), :, 2:6, 2:6]
+    return x
+
+
+def noise(x):
+    return x.add_(torch.randn_like(x))
+
+
+def noisy_copy(x):
+    noise(x)
+    return x.to(memory_format=torch.channels_last)
+
+
+def sometimes_transposed(x):
+    return x.transpose(2, 3) if torch.rand(()) < 0.5 else x
+
+
+@pytest.mark.parametrize("change", [cut_mix, noise, noisy_copy, sometimes_transposed])
+def test_a_change_in_the_memory_of_the_batch_keeps_the_cache_off(tmp_path, change):
+    with pytest.warns(UserWarning, match="off: the network (is|was) not given what the data loader gave"):
+        wrapped = compare(tmp_path, lambda: loader_of(images()), lambda: InPlace(change))
+    assert wrapped.stats.hits == 0
+
+
+def transposed(x):
+    return x.transpose(2, 3)
+
+
+def transposed_copy(x):
+    return x.transpose(2, 3).contiguous()
+
+
+def doubled(x):
+    return x.mul_(2)
+
+
+@pytest.mark.parametrize("change", [transposed, transposed_copy, doubled])
+def test_a_change_in_memory_that_begins_later_is_an_error_where_the_input_is_not_there(tmp_path, change):
+    module, _ = pair(lambda: InPlace(change, begin=26))
+    with pytest.raises(CacheError, match=r"changed the input of the network .* that input was not loaded"):
+        fit(module, loader_of(images()), SCHEDULE, {"cache_dir": tmp_path / "cache"}, epochs=8)
+
+
+def same(x):
+    return x
+
+
+def same_layout(x):
+    return x.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("change", [same, same_layout, transposed, torch.Tensor.contiguous])
+@pytest.mark.parametrize("collate", [None, "channels_last"])
+def test_what_is_done_alike_to_every_batch_is_no_change(tmp_path, change, collate):
+    collate_fn = channels_last if collate is not None else None
+    wrapped = compare(tmp_path, lambda: loader_of(images(43), collate_fn=collate_fn), lambda: InPlace(change))
+    assert wrapped.stats.not_loaded > 40
+
+
+def channels_last(samples):
+    images, labels = torch.utils.data.default_collate(samples)
+    return images.to(memory_format=torch.channels_last), labels
+
+
 class Reading(Classifier):
     """The training step itself looks at the input."""
 
