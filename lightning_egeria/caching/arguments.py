@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_egeria.caching.samples import same_leaf
+from lightning_egeria.tracing import tensor_leaves
+
+KEPT_TENSORS = 64  # of arguments that depend on the length of the batch, masks say
 
 
 class Layout(NamedTuple):
@@ -42,6 +49,101 @@ class GivenInput(NamedTuple):
     argument: int
     leaf: int
     layout: Layout | None  # None: a copy, and no view
+
+
+class _Kept(NamedTuple):
+    tensor: Tensor
+    version: int | None
+    copy: Tensor
+
+
+class OtherArguments:
+    """What the network is given besides the batch: its frozen front may read it, so it must stay what it was.
+
+    For each argument, one value is known for batches of each size and length: the first one that came. Numbers, texts
+    and tensors are compared; what other objects hold is not.
+
+    Args:
+        inputs: numbers of the tensors, among all arguments, that come from the batch.
+    """
+
+    def __init__(self, inputs: set[int]) -> None:
+        self._inputs = inputs
+        self._free: set[int] = set()
+        self._names: set[tuple[str, bool]] | None = None
+        self._plain: dict[Any, Any] = {}
+        self._tensors: dict[Any, _Kept] = {}
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, Tensor]]:
+        """Those that do not come from the batch, with their numbers."""
+        numbered = enumerate(tensor_leaves((args, kwargs)))
+        return [(number, leaf) for number, leaf in numbered if number not in self._inputs]
+
+    def leave_free(self, numbers: set[int]) -> None:
+        """These tensors are read behind the frozen front only."""
+        self._free |= numbers
+
+    def changed(self, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int, length: int | None) -> str | None:
+        """Name of an argument that is not what it was; None: there is none.
+
+        Args:
+            args: of the call of the network.
+            kwargs: of that.
+            samples: of the batch.
+            length: that they are padded to, if they differ in length.
+        """
+        numbers = itertools.count()
+        numbered = [
+            (next(numbers) if isinstance(leaf, Tensor) else None, name, leaf)
+            for name, leaf in _named_leaves(args, kwargs)
+        ]
+        others = [(number, name, leaf) for number, name, leaf in numbered if number not in self._inputs]
+        names = {(name, number is not None) for number, name, _ in others}
+        self._names = names if self._names is None else self._names
+        for name, _ in sorted(names ^ self._names):
+            return name
+        for number, name, leaf in others:
+            if number not in self._free and not self._is_known(leaf, (name, samples, length)):
+                return name
+        return None
+
+    def _is_known(self, leaf: Any, key: tuple[Any, ...]) -> bool:
+        if not isinstance(leaf, Tensor):
+            return same_leaf(self._plain.setdefault(key, leaf), leaf)
+        key = (*key, leaf.shape, leaf.dtype, leaf.device)
+        kept = self._tensors.get(key)
+        if kept is not None and kept.tensor is leaf and None is not kept.version == version_of(leaf):
+            return True  # without waiting for the device
+        if kept is not None and not same_leaf(kept.copy, leaf.detach()):
+            return False
+        copy = kept.copy if kept is not None else leaf.detach().clone()
+        self._tensors[key] = _Kept(leaf, version_of(leaf), copy)
+        if len(self._tensors) > KEPT_TENSORS:
+            del self._tensors[next(iter(self._tensors))]
+        return True
+
+
+def _named_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Tensors in the order of `tensor_leaves`, and what can be compared like them."""
+    for place, value in enumerate(args):
+        yield from _leaves(f"number {place + 1}", value)
+    for name, value in kwargs.items():
+        yield from _leaves(repr(name), value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Tensor, bool, int, float, complex, str, bytes)) or value is None:
+        if not isinstance(value, Tensor) or value.layout is torch.strided:
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{name}[{key!r}]", item)
+    elif isinstance(value, Sequence):
+        for place, item in enumerate(value):
+            yield from _leaves(f"{name}[{place}]", item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(f"{name}.{field.name}", getattr(value, field.name))
 
 
 def is_given(leaf: Tensor, argument: Tensor) -> bool:

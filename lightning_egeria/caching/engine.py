@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import logging
 import time
@@ -281,7 +282,8 @@ class PrefixCache:
             return True
         if cut.terms is None:
             return True
-        cut.bypass.begin(step.passage(cut.bypass, cut.terms, self._levels, prefix.module))
+        load = functools.partial(self._real_input, step, cut.terms)
+        cut.bypass.begin(step.passage(cut.bypass, cut.terms, self._levels, prefix.module, load))
         return step.all_loaded
 
     def forward_ended(self) -> None:
@@ -304,6 +306,13 @@ class PrefixCache:
             self._stop(
                 "the network was not given what the data loader gave (mixing of samples, augmentation on the device?), "
                 "which it had been before"
+            )
+            return
+        if step.changed_argument is not None:
+            self._stop(
+                f"the network was given something else as its argument {step.changed_argument} than before, and its "
+                "frozen layers may use it; if only layers behind them do, hand it on as a tensor",
+                cause="an argument of the network",
             )
             return
         if cut.terms is None:
@@ -353,10 +362,18 @@ class PrefixCache:
     def _load_after_all(self) -> None:
         """The prefix changes between the coming of a batch and its step: put the real input in its place."""
         step, terms = self._step, self._cut.terms if self._cut is not None else None
-        if step is None or step.armed or step.all_loaded or terms is None or terms.input_field is None:
+        if step is None or step.armed or terms is None or terms.input_field is None:
             return
-        leaf = terms.input_field.batch_leaf
-        step.replace(leaf, list(tensor_leaves(self._whole(step.planned, step.loaded)))[leaf])
+        real = self._real_input(step, terms)
+        if real is not None:
+            step.replace(terms.input_field.batch_leaf, real)
+
+    def _real_input(self, step: Step, terms: Terms) -> Tensor | None:
+        """The input of a step that was not loaded; None: it was."""
+        if step.all_loaded or terms.input_field is None:
+            return None
+        self._kept_stand_in = None  # the real one may be written over it
+        return list(tensor_leaves(self._whole(step.planned, step.loaded)))[terms.input_field.batch_leaf]
 
     def _write(self, step: Step, terms: Terms) -> None:
         self._recording.write(step, self._levels, terms.input_field is not None)

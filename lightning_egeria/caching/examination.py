@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_egeria.caching.arguments import GivenInput, Layout, is_given, order_of, shares_memory
+from lightning_egeria.caching.arguments import GivenInput, Layout, OtherArguments, is_given, order_of, shares_memory
 from lightning_egeria.caching.bypass import Passage, PrefixBypass
 from lightning_egeria.caching.findings import Findings, InputField, VaryingField
 from lightning_egeria.caching.proof import Proof, Prover
@@ -67,6 +67,7 @@ class Examination:
         self._compiled = compiled
         self._modules = dict(prefix.module.named_modules())
         self._inputs: list[GivenInput] = []
+        self._others = OtherArguments(set())
         self._gradients: list[Tensor] = []
         self._context = contextlib.ExitStack()
         self._recorder = CallRecorder(self._modules, prefix.chain.entries, lambda t: t.detach().clone())
@@ -142,8 +143,11 @@ class Examination:
         absent = field is not None and proof.without_input and used is None
         reason = findings.must_load or (f"{used} uses them" if used else "more than the prefix needs them")
         ragged = varying is not None and proof.ragged
+        behind = self._watch.read_behind - self._watch.read_in_front
+        self._others.leave_free({number - len(step.source) for number in behind})
         terms = Terms(
             inputs=self._inputs,
+            others=self._others,
             input_field=field if absent else None,
             input_order=order_of(list(tensor_leaves(step.loaded.batch))[field.batch_leaf]) if field is not None else (),
             structure=findings.structure,
@@ -191,6 +195,11 @@ class Examination:
         varying = self._varies()
         if varying is not None:
             step.length = step.source[varying.batch_leaf].shape[1]
+        self._others = OtherArguments({one.argument for one in self._inputs})
+        with _disable_current_modes():
+            self._others.changed(args, kwargs, step.samples, step.length)
+        for number, argument in self._others.tensors(args, kwargs):
+            self._watch.follow(argument, len(step.source) + number)
 
     def _left(self, activation: Tensor) -> None:
         self._step.computed = activation.detach().clone(memory_format=torch.preserve_format)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.caching.arguments import GivenInput, is_given, is_view, shares_memory, version_of
+from lightning_egeria.caching.arguments import (
+    GivenInput,
+    OtherArguments,
+    is_given,
+    is_view,
+    shares_memory,
+    version_of,
+)
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
 from lightning_egeria.caching.findings import InputField
 from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
@@ -29,6 +36,7 @@ class Terms:
 
     Attributes:
         inputs: arguments of the network that come from the batch.
+        others: all its other arguments.
         input_field: the field that need not be loaded; None: all are.
         input_order: dimensions of its tensor in the batch, from the slowest to the fastest in memory.
         structure: of a sample.
@@ -42,6 +50,7 @@ class Terms:
     """
 
     inputs: list[GivenInput]
+    others: OtherArguments
     input_field: InputField | None
     input_order: tuple[int, ...]
     structure: Any
@@ -108,6 +117,7 @@ class Step:
         source: the tensors of the batch, on their device.
         length: what its samples are padded to, if they differ in length.
         changed_input: the network was given something else than the batch.
+        changed_argument: name of another argument of the network that was not what it had been; None: none was.
         began: the network was called.
         ended: the boundary was passed.
         computed: boundary activation that was computed in this step, all of the batch.
@@ -135,6 +145,7 @@ class Step:
         self._versions: list[int | None] = []
         self.length: int | None = None
         self.changed_input = False
+        self.changed_argument: str | None = None
         self.began: float | torch.cuda.Event | None = None
         self.ended: float | torch.cuda.Event | None = None
         self.computed: Tensor | None = None
@@ -175,7 +186,14 @@ class Step:
         """Numbers of the samples' entries."""
         return np.asarray(self.planned.plan.entries, np.int64)
 
-    def passage(self, bypass: PrefixBypass, terms: Terms, levels: Sequence[Level], module: nn.Module) -> Passage:
+    def passage(
+        self,
+        bypass: PrefixBypass,
+        terms: Terms,
+        levels: Sequence[Level],
+        module: nn.Module,
+        load: Callable[[], Tensor | None],
+    ) -> Passage:
         """How this step goes through the prefix.
 
         Args:
@@ -183,6 +201,7 @@ class Step:
             terms: that were found for it.
             levels: that are cached, the newest last.
             module: the model in training.
+            load: loads the input that is not there after all; None: it is.
         """
         newest = levels[-1]
         mixed = len(self.rows) + bool(len(self.missing)) > 1
@@ -198,7 +217,9 @@ class Step:
 
         def entered(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._entered(args, kwargs, terms)
-            if self.changed_input:
+            if self.changed_argument is not None:
+                self._fill_in(load(), list(tensor_leaves((args, kwargs))), terms)
+            if self.changed_input or self.changed_argument is not None:
                 passage.skip = 0
             elif mixed and not self.full:
                 parts = _Parts(bypass, terms, newest, module.get_submodule(path), args, kwargs, self)
@@ -226,9 +247,21 @@ class Step:
                 "cache was set up; that input was not loaded. Pass the data module without FrozenPrefixCache"
             )
 
+        self.changed_argument = terms.others.changed(args, kwargs, self.samples, self.length)
+
+    def _fill_in(self, real: Tensor | None, given: list[Tensor], terms: Terms) -> None:
+        """Write the real input over its stand-in, and over all copies of that."""
+        if real is None or terms.input_field is None:
+            return
+        source = self.source[terms.input_field.batch_leaf].data
+        source.copy_(real)
+        for argument, leaf, layout in terms.inputs:
+            if leaf == terms.input_field.batch_leaf and layout is None:
+                given[argument].data.copy_(source.reshape(given[argument].shape))
+
     def _left(self, activation: Tensor, keep: bool) -> None:
         self.ended = mark(self.device)
-        if keep and not self.changed_input:
+        if keep and not self.changed_input and self.changed_argument is None:
             # What comes next may work in place.
             self.computed = activation.detach().clone(memory_format=torch.preserve_format)
 

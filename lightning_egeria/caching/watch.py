@@ -33,18 +33,26 @@ class StepWatch(TorchDispatchMode):
     Attributes:
         prefix_used: the first operation that used the inside of the prefix behind the boundary; None: there was none.
         input_used: by leaf of the batch, the first operation that needs its values apart from the prefix.
+        read_in_front: numbers of all that is followed and was read in front of the boundary.
+        read_behind: and of what was read behind it.
     """
 
     def __init__(self, batch: Any, passage: Passage) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.prefix_used: str | None = None
         self.input_used: dict[int, str] = {}
+        self.read_in_front: set[int] = set()
+        self.read_behind: set[int] = set()
         self._passage = passage
         self._marks: dict[int, set[int]] = {}
         self._alive: list[torch.UntypedStorage] = []  # or another tensor could take over an address
         for number, leaf in enumerate(tensor_leaves(batch)):
-            self._add(leaf, {number})
+            self.follow(leaf, number)
         passage.unit_changed = self._unit_changed
+
+    def follow(self, tensor: Tensor, number: int) -> None:
+        """See what is done with one more tensor; those of the batch have the first numbers."""
+        self._add(tensor, {number})
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -57,6 +65,7 @@ class StepWatch(TorchDispatchMode):
             read |= self._marks_of(tensor)
         result = func(*args, **(kwargs or {}))
         if self._passage.in_unit:
+            self.read_in_front |= read
             read = {_PREFIX}
         elif read:
             self._judge(func._schema.name, read)
@@ -68,6 +77,10 @@ class StepWatch(TorchDispatchMode):
 
     def _judge(self, name: str, read: set[int]) -> None:
         behind = self._passage.reached is not None
+        if behind:
+            self.read_behind |= read
+        elif name in _READS_OUT:
+            self.read_in_front |= read
         if _PREFIX in read and (behind or name in _READS_OUT):
             self.prefix_used = self.prefix_used or name
         beside = not self._passage.in_entry and name not in _HANDS_ON and not _is_view(name)

@@ -313,6 +313,97 @@ def channels_last(samples):
     return images.to(memory_format=torch.channels_last), labels
 
 
+class Scaled(Net):
+    """One more argument, for the front or for the back."""
+
+    def __init__(self, front=True):
+        super().__init__()
+        self.front = front
+
+    def forward(self, x, scale=None, mask=None):
+        if scale is not None and self.front:
+            x = x * scale
+        x = self.b(self.a(self.stem(x)))
+        if scale is not None and not self.front:
+            x = x * scale
+        return self.head(self.c(x).mean((2, 3)))
+
+
+class WithArgument(Classifier):
+    def __init__(self, argument, front=True, by_name=True):
+        super().__init__(Scaled(front))
+        self.argument, self.by_name = argument, by_name
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        argument = self.argument(self.global_step)
+        output = self.net(x, scale=argument) if self.by_name else self.net(x, argument)
+        loss = nn.functional.cross_entropy(output, y)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def noise_of_each_step(step):
+    return torch.rand(1, 3, 1, 1)
+
+
+@pytest.mark.parametrize("front", [True, False])
+@pytest.mark.parametrize("argument", [lambda step: 1 + step / 10, noise_of_each_step])
+def test_another_argument_that_the_front_reads_must_stay_what_it_is(tmp_path, argument, front):
+    if argument is noise_of_each_step and not front:
+        argument = lambda step: torch.rand(1, 8, 1, 1)  # noqa: E731 - which the back may have as it likes
+        wrapped = compare(tmp_path, lambda: loader_of(images()), lambda: WithArgument(argument, front))
+        assert wrapped.stats.not_loaded > 40
+        return
+    with pytest.warns(UserWarning, match="off: the network was given something else as its argument 'scale'"):
+        wrapped = compare(tmp_path, lambda: loader_of(images()), lambda: WithArgument(argument, front))
+    assert wrapped.stats.hits == 0
+
+
+LATER = {
+    "number": lambda step: 1.0 if step < 26 else 2.0,
+    "nothing": lambda step: None if step < 26 else 2.0,
+    "tensor": lambda step: torch.tensor(1.0 if step < 26 else 2.0),
+    "list": lambda step: [1.0, 1.0][step < 26] if step < 26 else 2,
+}
+
+
+class InAnotherLayout(WithArgument):
+    """The network gets a copy of the input."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0].to(memory_format=torch.channels_last), batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("make", [WithArgument, InAnotherLayout])
+@pytest.mark.parametrize("argument", LATER)
+def test_an_argument_that_changes_later_has_the_input_loaded_after_all(tmp_path, argument, make):
+    with pytest.warns(UserWarning, match="off: the network was given something else as its argument number 2 than"):
+        wrapped = compare(tmp_path, lambda: loader_of(images()), lambda: make(LATER[argument], by_name=False))
+    assert wrapped.stats.not_loaded > 40
+
+
+class InPlaceArgument(Classifier):
+    """A tensor that is changed in place."""
+
+    def __init__(self):
+        super().__init__(Scaled())
+        self.register_buffer("scale", torch.ones(1, 3, 1, 1))
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step >= 26:
+            self.scale.mul_(1.5)
+        loss = nn.functional.cross_entropy(self.net(batch[0], self.scale), batch[1])
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def test_an_argument_that_is_changed_in_place(tmp_path):
+    with pytest.warns(UserWarning, match="off: the network was given something else as its argument number 2 than"):
+        wrapped = compare(tmp_path, lambda: loader_of(images(43)), InPlaceArgument)
+    assert wrapped.stats.not_loaded > 40
+
+
 class Reading(Classifier):
     """The training step itself looks at the input."""
 

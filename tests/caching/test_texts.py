@@ -169,3 +169,30 @@ def test_layers_that_look_at_the_padding_are_not_cached(tmp_path):
         plain, cached, wrapped = compare(Neighbours, tmp_path / "cache")
     assert wrapped.stats.hits == 0
     assert_same_training(plain, cached)
+
+
+class Told(TextClassifier):
+    """The network is told how long its batch is."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = ToldEncoder()
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch["ids"], batch["mask"], batch["ids"].shape[1])
+        loss = nn.functional.cross_entropy(logits, batch["label"])
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+class ToldEncoder(Encoder):
+    def forward(self, ids, mask, length):
+        return super().forward(ids[:, :length], mask)
+
+
+def test_an_argument_may_depend_on_the_length_of_the_batch(tmp_path, caplog):
+    plain, cached, wrapped = compare(Told, tmp_path / "cache")
+    assert wrapped.stats.off is None
+    assert wrapped.stats.hits > 150
+    assert wrapped.stats.not_loaded > 150
+    assert_same_training_as_said(plain, cached, caplog.text)
