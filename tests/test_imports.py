@@ -40,6 +40,7 @@ ORDER = [
         "caching.findings",
         "caching.directory",
         "caching.arguments",
+        "caching.hooks",
     ],
     ["caching.loading"],
     ["caching.watch", "caching.proof", "caching.planned", "caching.steps", "caching.weights", "caching.command"],

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_egeria.bars import BarEntry
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
+from lightning_egeria.caching.hooks import BatchHooks
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.planned import PlannedLoader, why_not
 from lightning_egeria.caching.recording import Limits
@@ -157,7 +158,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes)
         dataset = PlannedDataset(loader.dataset, loader.collate_fn, self.host_bytes // FIELDS_SHARE)
         views = self.augmentation_views
-        cache = PrefixCache(dataset, directory, limits, views, self.seed, self._owner.observes)
+        cache = PrefixCache(dataset, directory, limits, views, self.seed, self._owner.observes, self._hooks())
         self._stats = cache.stats
         self._listener.follow(cache)
         self._bar_entry = BarEntry(self.trainer, "cached", cache.progress)
@@ -209,6 +210,14 @@ class FrozenPrefixCache(pl.LightningDataModule):
         if getattr(self.trainer, "fast_dev_run", False):
             return "fast_dev_run"
         return None
+
+    def _hooks(self) -> BatchHooks:
+        """What hooks of the user may do with a batch."""
+        for name in _BATCH_HOOKS:
+            for owner in (self.datamodule, getattr(self.trainer, "lightning_module", None)):
+                if owner is not None and is_overridden(name, owner):
+                    return BatchHooks(True, f"{type(owner).__name__}.{name} may change them")
+        return BatchHooks()
 
     def _callbacks(self) -> list[Any]:
         return list(getattr(self.trainer, "callbacks", []))

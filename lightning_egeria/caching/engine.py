@@ -21,6 +21,7 @@ from lightning_egeria.caching.bypass import PrefixBypass
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.examination import Examination, Verdict
 from lightning_egeria.caching.findings import Findings, layers_of
+from lightning_egeria.caching.hooks import BatchHooks
 from lightning_egeria.caching.levels import Level, MemoryTier, Pieces, RowForm, Rows, pieces_of
 from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, replace_leaf
 from lightning_egeria.caching.planning import Planner
@@ -80,6 +81,7 @@ class PrefixCache:
         views: how many variants of each sample are cached; 0: samples are loaded as they come.
         seed: of their randomness.
         observes: whether a batch so many ahead needs the network's real input.
+        hooks: what those of the user may do with a batch.
 
     Attributes:
         stats: what was done so far.
@@ -94,6 +96,7 @@ class PrefixCache:
         views: int,
         seed: int,
         observes: Callable[[int], bool],
+        hooks: BatchHooks,
     ) -> None:
         self.stats = CacheStats()
         self.messages: list[tuple[int, str]] = []
@@ -102,6 +105,7 @@ class PrefixCache:
         self._directory = directory
         self._limits = limits
         self._views = views
+        self._hooks = hooks
         self._seed = seed
         self._planner = Planner(views, seed, observes)
         self._prefix: FrozenPrefix | None = None
@@ -277,7 +281,7 @@ class PrefixCache:
             return True
         findings, step.armed = step.loaded.findings, True
         if findings is not None:
-            self._examination = Examination(prefix, cut.bypass, step, findings, cut.compiled)
+            self._examination = Examination(prefix, cut.bypass, step, findings, cut.compiled, self._hooks)
             self._examination.begin()
             return True
         if cut.terms is None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_egeria.caching.arguments import GivenInput, Layout, OtherArguments, is_given, order_of, shares_memory
 from lightning_egeria.caching.bypass import Passage, PrefixBypass
 from lightning_egeria.caching.findings import Findings, InputField, VaryingField
+from lightning_egeria.caching.hooks import BatchHooks
 from lightning_egeria.caching.proof import Proof, Prover
 from lightning_egeria.caching.steps import Step, Terms
 from lightning_egeria.caching.watch import StepWatch
@@ -51,13 +52,20 @@ class Examination:
         step: with the whole input, on its device; its activation is kept in ``computed``.
         findings: about its samples.
         compiled: whether the network is.
+        hooks: of the user.
 
     Attributes:
         autocast: device type and dtype of the autocast that the step ran in; None: it did not.
     """
 
     def __init__(
-        self, prefix: FrozenPrefix, bypass: PrefixBypass, step: Step, findings: Findings, compiled: bool
+        self,
+        prefix: FrozenPrefix,
+        bypass: PrefixBypass,
+        step: Step,
+        findings: Findings,
+        compiled: bool,
+        hooks: BatchHooks,
     ) -> None:
         self.autocast: tuple[str, torch.dtype] | None = None
         self._prefix = prefix
@@ -65,6 +73,7 @@ class Examination:
         self._step = step
         self._findings = findings
         self._compiled = compiled
+        self._hooks = hooks
         self._modules = dict(prefix.module.named_modules())
         self._inputs: list[GivenInput] = []
         self._others = OtherArguments(set())
@@ -140,8 +149,12 @@ class Examination:
     def _on_terms(self, proof: Proof, field: InputField | None) -> Verdict:
         step, findings, varying = self._step, self._findings, self._varies()
         used = self._watch.input_used.get(field.batch_leaf) if field is not None else None
-        absent = field is not None and proof.without_input and used is None
-        reason = findings.must_load or (f"{used} uses them" if used else "more than the prefix needs them")
+        absent = field is not None and proof.without_input and used is None and self._hooks.reason is None
+        reason = (
+            findings.must_load
+            or self._hooks.reason
+            or (f"{used} uses them" if used else "more than the prefix needs them")
+        )
         ragged = varying is not None and proof.ragged
         behind = self._watch.read_behind - self._watch.read_in_front
         self._others.leave_free({number - len(step.source) for number in behind})
@@ -159,6 +172,7 @@ class Examination:
             first_size=step.samples,
             single=self._passage.single and not self._compiled,
             compiled=self._compiled,
+            may_change=self._hooks.change,
         )
         return Verdict(terms=terms, reason_to_load=None if absent else reason)
 
@@ -188,8 +202,8 @@ class Examination:
                     layout = None if copied else Layout.of(step.source[leaf], argument)
                     self._inputs.append(GivenInput(number, leaf, layout))
                     # Nor may anything be done to the batch on its way to the training step.
-                    step.changed_input |= leaf >= len(before) or not is_given(before[leaf], step.source[leaf])
-                    step.changed_input |= not step.is_untouched(leaf)
+                    as_loaded = leaf < len(before) and step.came_as_loaded(leaf) and step.is_untouched(leaf)
+                    step.changed_input |= not as_loaded
                 else:
                     step.changed_input = True
         varying = self._varies()

@@ -24,7 +24,7 @@ from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, Prefi
 from lightning_egeria.caching.findings import InputField
 from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
 from lightning_egeria.caching.loading import Loaded, Plan
-from lightning_egeria.caching.samples import stand_in_tensor
+from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
 from lightning_egeria.clock import mark
 from lightning_egeria.errors import CacheError
 from lightning_egeria.tracing import tensor_leaves
@@ -47,6 +47,7 @@ class Terms:
         first_size: of the batch that was examined.
         single: whether the prefix can be run by itself for some samples of a batch.
         compiled: whether the network is; what the examination saw is then not what runs.
+        may_change: whether a hook of the user may change a batch on its way to the training step.
     """
 
     inputs: list[GivenInput]
@@ -61,6 +62,7 @@ class Terms:
     first_size: int
     single: bool
     compiled: bool
+    may_change: bool
     refused_sizes: set[int] = dataclasses.field(default_factory=set)
 
     @property
@@ -142,7 +144,7 @@ class Step:
         self.device = device
         self.source: list[Tensor] = []
         self._handed_on: list[tuple[Tensor, int | None]] = []
-        self._versions: list[int | None] = []
+        self._arrived: list[int | None] = []
         self.length: int | None = None
         self.changed_input = False
         self.changed_argument: str | None = None
@@ -157,19 +159,27 @@ class Step:
         self._handed_on = [(leaf, version_of(leaf)) for leaf in tensor_leaves(batch)]
 
     def arrive(self, batch: Any) -> None:
-        """The batch is on its device: of what is still the same tensor, any change since then counts."""
-        known = {id(leaf): version for leaf, version in self._handed_on}
+        """The batch is on its device."""
         self.source = list(tensor_leaves(batch))
-        self._versions = [known.get(id(leaf), version_of(leaf)) for leaf in self.source]
+        self._arrived = [version_of(leaf) for leaf in self.source]
 
     def is_untouched(self, leaf: int) -> bool:
-        """Whether a tensor of the batch was not changed in place."""
-        return self._versions[leaf] == version_of(self.source[leaf])
+        """Whether a tensor of the batch was not changed in place, neither on its way nor since."""
+        handed_on, version = self._handed_on[leaf]
+        return version == version_of(handed_on) and self._arrived[leaf] == version_of(self.source[leaf])
+
+    def came_as_loaded(self, leaf: int) -> bool:
+        """Whether a tensor of the batch is, value by value, what the data loader gave."""
+        handed_on, source = self._handed_on[leaf][0], self.source[leaf]
+        if handed_on is source:
+            return True
+        moved = handed_on.to(source.device, source.dtype)
+        return moved.numel() == source.numel() and same_leaf(moved.reshape(-1), source.detach().reshape(-1))
 
     def replace(self, leaf: int, real: Tensor) -> None:
         """Put what was loaded after all in the place of a stand-in."""
         self.source[leaf].data = real.to(self.source[leaf].device, self.source[leaf].dtype)
-        self._versions[leaf] = version_of(self.source[leaf])
+        self._arrived[leaf] = version_of(self.source[leaf])
 
     @property
     def samples(self) -> int:
@@ -233,14 +243,16 @@ class Step:
         self.began = mark(self.device)
         given = list(tensor_leaves((args, kwargs)))
         for argument, leaf, layout in terms.inputs:
-            if argument >= len(given) or leaf >= len(self.source):
+            if argument >= len(given) or leaf >= min(len(self.source), len(self._handed_on)):
                 self.changed_input = True
-            elif layout is not None and (not self.all_loaded or shares_memory(self.source[leaf], given[argument])):
+                continue
+            if layout is not None and (not self.all_loaded or shares_memory(self.source[leaf], given[argument])):
                 # Whatever is done to NaN gives NaN: values would show nothing.
                 self.changed_input |= not is_view(self.source[leaf], given[argument], layout)
             else:
                 self.changed_input |= not is_given(self.source[leaf], given[argument])
             self.changed_input = self.changed_input or not self.is_untouched(leaf)
+            self.changed_input |= terms.may_change and not self.came_as_loaded(leaf)
         if self.changed_input and not self.all_loaded:
             raise CacheError(
                 "the training step changed the input of the network before handing it on, and had not done so when the "

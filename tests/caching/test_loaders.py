@@ -193,6 +193,50 @@ def test_a_batch_that_is_changed_on_the_way_keeps_the_cache_off(tmp_path):
     assert wrapped.stats.hits == 0
 
 
+class MayChange(Classifier):
+    """Changes batches on their way, from some step on."""
+
+    def __init__(self, change, begin=26):
+        super().__init__()
+        self.change, self.begin = change, begin
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return (self.change(x) if self.global_step >= self.begin else x), y
+
+
+def changed_in_place(x):
+    return x.mul_(1.5).view(x.shape)
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer` in `LightningModule` but have passed")
+@pytest.mark.parametrize("change", [lambda x: x.flip(3), changed_in_place, lambda x: x.transpose(2, 3)])
+def test_a_batch_that_is_changed_on_the_way_later_ends_the_cache(tmp_path, change, caplog):
+    with (
+        caplog.at_level("INFO", "lightning.pytorch"),
+        pytest.warns(UserWarning, match="off: the network was not given what the data loader gave"),
+    ):
+        wrapped = compare(tmp_path, lambda: loader_of(images()), lambda: MayChange(change))
+    assert "inputs are loaded all the same (MayChange.on_after_batch_transfer may change them)" in caplog.text
+    assert wrapped.stats.hits > 40
+    assert wrapped.stats.not_loaded == 0
+
+
+class FlipsSometimes(L.LightningDataModule):
+    def train_dataloader(self):
+        return loader_of(images())
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return (x.flip(3) if torch.rand(()) < 0.5 else x), y
+
+
+def test_a_data_module_that_changes_some_batches_on_the_way_ends_the_cache(tmp_path):
+    with pytest.warns(UserWarning, match="off: the network (is|was) not given what the data loader gave"):
+        wrapped = compare(tmp_path, FlipsSometimes)
+    assert wrapped.stats.hits == 0
+
+
 class ReadBeforeTheNetwork(Classifier):
     """In low precision, Lightning casts the batch on its way."""
 
