@@ -10,6 +10,8 @@ from typing import Any, Literal, Protocol
 
 from lightning_egeria.errors import ArgumentError, CheckpointError
 
+FALLEN = 0.5  # of the highest learning rate so far: above it nothing is called at rest
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -163,8 +165,9 @@ class FreezingPolicy(Annealing):
     Plasticity falls with the square of the learning rate: while a high one keeps the weights moving nothing is at rest,
     and freezing would keep the noise that a lower rate is about to take away. So in a run whose learning rate decays in
     steps the front freezes some evaluations after a step, under a smooth schedule in the last third, and where all is
-    still learning nothing does. An evaluation by which the learning rate has risen says nothing of rest: in a warm-up,
-    what stands still has yet to begin.
+    still learning nothing does. Nor is anything called at rest before the learning rate has fallen to half of the
+    highest so far, however little it moves: in a warm-up, what stands still has yet to begin, and a transformer's front
+    moves little while it learns.
 
     Weights that were trained already (``pretrained=True``) are told by comparing layer modules with one another: after
     the first ``patience`` evaluations, the deepest prefix freezes whose last layer module has a mean plasticity below
@@ -188,8 +191,9 @@ class FreezingPolicy(Annealing):
 
     >>> policy = FreezingPolicy(tolerance=0.04, patience=2)
     >>> policy.start(max_depth=3)
-    >>> for step, second in enumerate([0.05, 0.03, 0.02, 0.01, 0.01]):
-    ...     decision = policy.observe(step, [0.5, second, 0.1, 0.2], learning_rate=0.1, loss=None)
+    >>> for step, second in enumerate([0.01, 0.03, 0.02, 0.01, 0.01]):
+    ...     rate = 0.1 if step < 2 else 0.01
+    ...     decision = policy.observe(step, [0.5, second, 0.1, 0.2], rate, loss=None)
     ...     if decision:
     ...         print(step, decision.depth, decision.reason)
     3 2 plasticity of 1.0e-02, within 2.0e-02 for 2 evaluations in a row
@@ -220,7 +224,7 @@ class FreezingPolicy(Annealing):
         self._at_rest: list[int] = []  # of the prefix that ends with each layer module: evaluations in a row
         self._first: list[list[float]] = []  # plasticity that pre-trained weights are compared by
         self._compares = pretrained
-        self._lr_then: float | None = None  # at the evaluation before, or at the first step
+        self._highest_lr = 0.0
 
     @property
     def wants_reference(self) -> bool:
@@ -242,14 +246,14 @@ class FreezingPolicy(Annealing):
         if (decision := self._jumped(learning_rate)) is not None:
             self.depth, self._at_rest, self._first, self._compares = 0, [], [], self.pretrained
             return decision
-        if self._lr_then is None:
-            self._lr_then = learning_rate
+        if math.isfinite(learning_rate):
+            self._highest_lr = max(self._highest_lr, learning_rate)
         if learning_rate == 0 or not plasticity or not all(map(math.isfinite, plasticity[self.depth :])):
             return None
-        rises, self._lr_then = learning_rate > self._lr_then * (1 + 1e-6), learning_rate
+        has_fallen = learning_rate <= FALLEN * self._highest_lr
         self._at_rest += [0] * (len(plasticity) - len(self._at_rest))
         for index in range(self.depth, len(plasticity)):
-            at_rest = not rises and plasticity[index] <= self._limit(index + 1, plasticity)
+            at_rest = has_fallen and plasticity[index] <= self._limit(index + 1, plasticity)
             self._at_rest[index] = self._at_rest[index] + 1 if at_rest else 0
         decision = (self._compared(plasticity) if self._compares else None) or self._rested(plasticity)
         if decision is not None:
@@ -294,7 +298,7 @@ class FreezingPolicy(Annealing):
             "at_rest": list(self._at_rest),
             "first": [list(row) for row in self._first],
             "compares": self._compares,
-            "lr_then": self._lr_then,
+            "highest_lr": self._highest_lr,
             "previous_lr": self._previous_lr,
             "lr_at_freeze": self._lr_at_freeze,
         }
@@ -312,7 +316,7 @@ class FreezingPolicy(Annealing):
             if any(len(row) <= self._max_depth for row in self._first):
                 raise ValueError("it is of fewer layer modules")
             self._compares = bool(state["compares"])
-            self._lr_then = None if state["lr_then"] is None else number_of(state["lr_then"])
+            self._highest_lr = number_of(state["highest_lr"])
             self._load_rates(state)
 
 

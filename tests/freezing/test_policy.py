@@ -16,9 +16,11 @@ NAN, INF = math.nan, math.inf
 STILL, MOVES = 2e-5, 1e-2  # on either side of the tolerance, for one layer module of four and for three
 
 
-def started(max_depth: int = 3, **kwargs) -> FreezingPolicy:
+def started(max_depth: int = 3, highest: float = 1.0, **kwargs) -> FreezingPolicy:
+    """A policy that has seen a learning rate from which that of the tests has fallen far enough."""
     policy = FreezingPolicy(**kwargs)
     policy.start(max_depth)
+    policy.observe(0, None, highest, None)
     return policy
 
 
@@ -106,9 +108,9 @@ class TestRest:
         assert feed(policy, [[0.0] * 4] * 5, learning_rate=0.0) == []
         assert feed(policy, [[STILL] * 4], learning_rate=0.1) == []
 
-    def test_without_a_learning_rate_plasticity_alone_decides(self):
-        policy = started()
-        assert feed(policy, [[STILL] * 4] * 2 + [[NAN] * 4] * 9, learning_rate=NAN) == [(1, 3)]
+    def test_without_a_learning_rate_nothing_is_known_to_rest(self):
+        assert feed(started(), [[STILL] * 4] * 9, learning_rate=NAN) == []
+        assert feed(started(pretrained=True), [[0.01, 0.01, 0.3, 1.0]] * 5, learning_rate=NAN) == [(1, 2)]
 
     def test_a_step_without_a_learning_rate_is_no_jump_and_hides_none(self):
         policy = started()
@@ -116,23 +118,21 @@ class TestRest:
         assert [policy.observe(2, None, rate, None) for rate in (NAN, 0.1, NAN)] == [None] * 3
         assert policy.observe(5, None, 0.01, None).depth == 0
 
-    def test_a_learning_rate_that_rises_says_nothing_of_rest(self):
-        policy = started()
-        assert policy.observe(1, None, 0.01, None) is None
-        warm_up = [(2 * step, 0.01 * step) for step in range(2, 11)]
-        assert [policy.observe(step, [STILL] * 4, rate, None) for step, rate in warm_up] == [None] * 9
-        # It has come to 0.1, between the last two evaluations.
-        assert feed(policy, [[STILL] * 4] * 2, learning_rate=0.1, start=21) == [(22, 3)]
+    def test_nothing_rests_before_the_learning_rate_has_fallen_to_a_half(self):
+        assert feed(started(highest=0.1), [[STILL] * 4] * 9, learning_rate=0.1) == []
+        assert feed(started(highest=0.1), [[STILL] * 4] * 9, learning_rate=0.051) == []
+        assert feed(started(highest=0.1), [[STILL] * 4] * 9, learning_rate=0.05) == [(1, 3)]
 
-    def test_what_was_seen_before_a_rise_is_not_in_a_row_with_what_follows(self):
-        policy = started(patience=3)
-        assert feed(policy, [[STILL] * 4] * 2, learning_rate=0.05) == []
-        assert feed(policy, [[STILL] * 4] * 4, learning_rate=0.06, start=2) == [(5, 3)]
+    def test_nothing_rests_in_a_warm_up(self):
+        policy = started(highest=1e-6)
+        rates = [*(0.01 * step for step in range(1, 11)), 0.08, 0.06, 0.04, 0.02]
+        decisions = [policy.observe(step, [STILL] * 4, rate, None) for step, rate in enumerate(rates)]
+        assert [decision is not None for decision in decisions] == [False] * 13 + [True]
 
-    def test_a_learning_rate_that_falls_smoothly_does_not_matter(self):
-        policy = started()
-        decisions = [policy.observe(step, [STILL] * 4, 0.1 / step, None) for step in (1, 2)]
-        assert [decision is not None for decision in decisions] == [False, True]
+    def test_what_was_seen_at_a_high_rate_is_not_in_a_row_with_what_follows(self):
+        policy = started(patience=3, highest=0.1)
+        assert feed(policy, [[STILL] * 4] * 2, learning_rate=0.06) == []
+        assert feed(policy, [[STILL] * 4] * 4, learning_rate=0.05, start=2) == [(4, 3)]
 
     def test_the_reason_tells_the_numbers(self):
         policy = started()
@@ -168,7 +168,7 @@ class TestPretrained:
         assert feed(started(pretrained=True), table) == [(1, 1), (8, 2)]
 
     def test_they_are_compared_in_a_warm_up_too(self):
-        policy = started(pretrained=True)
+        policy = started(pretrained=True, highest=1e-6)
         assert policy.observe(1, [0.01, 0.01, 0.3, 1.0], 0.01, None) is None
         assert policy.observe(2, [0.02, 0.02, 0.6, 2.0], 0.02, None).depth == 2
 
