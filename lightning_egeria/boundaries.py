@@ -9,7 +9,7 @@ from collections import Counter
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_egeria.errors import LayerChainError
+from lightning_egeria.errors import LayerChainError, TooFewLayersError
 from lightning_egeria.tracing import ModuleCall, StepTrace, leaf_of, walk
 
 Boundary = tuple[str, ModuleCall]  # name of the layer module, the call whose output ends it
@@ -114,7 +114,7 @@ def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> li
             hint = ", ".join(repr(path) for path in dict.fromkeys([*ending, *near])) or repr(list(known)[:5])
             raise LayerChainError(f"layer_modules: there is no module {name!r}; did you mean {hint}?")
         if known[name] not in last_call:
-            raise LayerChainError(
+            raise TooFewLayersError(
                 f"layer_modules: {name!r} was not called on the way to the loss of this training step, or nothing that "
                 "trains stands before its output"
             )

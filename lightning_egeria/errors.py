@@ -13,6 +13,10 @@ class LayerChainError(EgeriaError):
     """No layer chain could be built from the model: unknown names, too few layer modules, nothing to train."""
 
 
+class TooFewLayersError(LayerChainError):
+    """Too few layer modules learn for one of them to freeze; where parameters are held fixed, more may learn later."""
+
+
 class TrainingDataError(EgeriaError):
     """There is nothing to train on, or it cannot be read as it was described."""
 

@@ -18,7 +18,7 @@ from lightning_egeria.boundaries import (
     separate_shared_weights,
     trainable_leaves,
 )
-from lightning_egeria.errors import CheckpointError, LayerChainError
+from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError
 from lightning_egeria.tracing import ModuleCall, StepTrace, walk
 
 
@@ -109,6 +109,7 @@ class LayerChain:
         Raises:
             LayerChainError: the loss depends on no parameter, a name is unknown or was not called, the names are not in
                 execution order, fewer than two layer modules were found, or reentrant checkpointing hides the graph.
+            TooFewLayersError: the one of these that is over when more parameters learn.
         """
         if loss.grad_fn is None:
             raise LayerChainError(
@@ -128,7 +129,7 @@ class LayerChain:
         boundaries, max_depth, notes = separate_shared_weights(trace, graph, boundaries)
         if len(boundaries) < 2:
             found = ", ".join(repr(name) for name, _ in boundaries) or "none"
-            raise LayerChainError(
+            raise TooFewLayersError(
                 f"at least two layer modules are needed, found {found} in {type(trace.module).__name__}"
                 + "".join(f"; {note}" for note in notes)
                 + ". If the network has more, name them with layer_modules=[...]"

@@ -18,6 +18,7 @@ from lightning_egeria.bars import BarEntry
 from lightning_egeria.errors import (
     ArgumentError,
     CheckpointError,
+    TooFewLayersError,
     UnsupportedError,
 )
 from lightning_egeria.freezing.display import log_metrics, tell_event, tell_messages
@@ -141,6 +142,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._every = 0
         self._active = False
         self._waits = False
+        self._idle = False  # too few layer modules learn, until more parameters do
+        self._told_too_few = False
         self._step_before = 0
         self._learning_rate = math.nan
         self.step_listeners: list[StepListener] = []
@@ -195,6 +198,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._close()
         self._chain = self._engine = None
         self._front_group = (0, 0)
+        self._idle = self._told_too_few = False
         self._active = not getattr(trainer, "fast_dev_run", False)
         asked = torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
         self._waits = asked
@@ -235,7 +239,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._close()
         if not self._active:
             return
-        if batch_idx == 0 and self._engine is not None:
+        if batch_idx == 0 and (self._engine is not None or self._idle):
             self._start_over_if_more_learns(trainer, pl_module)
         self._step_before = trainer.global_step
         self._learning_rate = self._front_learning_rate(trainer)
@@ -246,6 +250,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._accumulation = trainer.accumulate_grad_batches
             self._engine.begin_step(trainer.global_step, real)
             return
+        if self._idle:
+            return
         self._note_parameters(pl_module)
         self._first_step = FirstStep(pl_module, self._ranks)
 
@@ -254,24 +260,41 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if not self._active:
             return
         if self._first_step is not None:
-            find = functools.partial(
-                find_chain,
-                loss=loss,
-                optimizers=trainer.optimizers,
-                layer_modules=self._named_layer_modules,
-                max_frozen_fraction=self.max_frozen_fraction,
-                freeze_until=self.freeze_until,
-                never_freeze=self.never_freeze,
-            )
-            chain = self._first_step.chain(find)
-            self._start_engine(trainer, pl_module, chain, None)
-            self._first_step = None
-            for note in chain.notes:
-                rank_zero_warn(f"freezing: {note}")
+            self._end_first_step(self._first_step, trainer, pl_module, loss)
         if self._engine is not None:
             self._engine.end_forward(loss)
         for listener in self.step_listeners:  # in the reverse order of their beginning: both replace forwards
             listener.forward_ended()
+
+    def _end_first_step(
+        self, first: FirstStep, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        find = functools.partial(
+            find_chain,
+            loss=loss,
+            optimizers=trainer.optimizers,
+            layer_modules=self._named_layer_modules,
+            max_frozen_fraction=self.max_frozen_fraction,
+            freeze_until=self.freeze_until,
+            never_freeze=self.never_freeze,
+        )
+        try:
+            chain = first.chain(find)
+        except TooFewLayersError as error:
+            fixed = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
+            if not fixed:
+                raise
+            if not self._told_too_few:
+                rank_zero_warn(
+                    f"freezing: {error}. {fixed[0]!r} and {len(fixed) - 1} more parameters do not learn yet; nothing "
+                    "freezes until an epoch begins in which they do"
+                )
+            self._idle = self._told_too_few = True
+        else:
+            self._start_engine(trainer, pl_module, chain, None)
+            for note in chain.notes:
+                rank_zero_warn(f"freezing: {note}")
+        self._first_step = None
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the time."""
@@ -381,14 +404,16 @@ class KnowledgeGuidedFreezing(pl.Callback):
         new = sorted(_trainable_names(pl_module) - self._trainable)
         if not new:
             return
-        rank_zero_warn(
-            f"freezing: {new[0]!r} and {len(new) - 1} more parameters have begun to learn since the layer modules were "
-            "found. All is unfrozen, and they are found anew"
-        )
+        if self._engine is not None:
+            rank_zero_warn(
+                f"freezing: {new[0]!r} and {len(new) - 1} more parameters have begun to learn since the layer modules "
+                "were found. All is unfrozen, and they are found anew"
+            )
         if self.frozen_depth:
             self.events.append(FreezingEvent(trainer.global_step, "unfreeze", 0, "other parameters began to learn"))
         self._close()
         self._engine = self._chain = None
+        self._idle = False
         self._prefix_changed(trainer)
 
     def _note_parameters(self, pl_module: pl.LightningModule) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from lightning_egeria.compilation import eager
-from lightning_egeria.errors import LayerChainError
+from lightning_egeria.errors import LayerChainError, TooFewLayersError
 from lightning_egeria.freezing.ranks import Ranks
 from lightning_egeria.freezing.sharded import PassingWeights
 from lightning_egeria.layers import LayerChain
@@ -62,9 +62,11 @@ class FirstStep:
                 found = find(self._trace)
             except LayerChainError as failure:
                 error = failure
-        told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error)})
+        few = isinstance(error, TooFewLayersError)
+        told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error), "few": few})
         if error is not None:
             raise error
         if told["error"] is not None:
-            raise LayerChainError(f"on rank 0: {told['error']}")
+            kind = TooFewLayersError if told["few"] else LayerChainError
+            raise kind(f"on rank 0: {told['error']}")
         return found or LayerChain.from_state(told["chain"])

@@ -1272,3 +1272,48 @@ def test_a_backbone_that_is_released_later_is_found_then():
         )
     assert found == {5: "net.deep.0.0", 15: "net.stem.0"}
     assert [(event.step, event.depth) for event in callback.events] == [(4, 1), (10, 0), (11, 1)]
+
+
+class BackboneAndHead(Module):
+    def __init__(self):
+        super().__init__()
+        del self.net
+        self.backbone = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+@pytest.mark.parametrize("names", [None, ["backbone.1", "backbone.3", "backbone.4"]])
+def test_a_head_of_one_layer_waits_for_its_backbone(names):
+    callback = freezing(ScriptedPolicy({8: 1}), layer_modules=names)
+    found, moved = {}, []
+
+    def look(trainer, module):
+        found[trainer.global_step] = callback.layer_modules
+        moved.append(module.backbone[1].weight.detach().clone())
+
+    finetuning = pl_callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    with pytest.warns(UserWarning, match=r"freezing: .*'backbone\.1\.weight' and \d+ more .* do not learn yet") as told:
+        fit(new(BackboneAndHead), finetuning, callback, At(look, 5, 7, 8, 15))
+    assert len([w for w in told if "freezing: " in str(w.message)]) == 1
+    assert found[5] == []
+    assert found[7] == found[8] == found[15] == ["backbone.1", "backbone.3", "backbone.4"]
+    assert [(event.step, event.depth) for event in callback.events] == [(8, 1)]
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(moved)] == [False, False, True]
+
+
+def test_a_head_of_one_layer_alone_trains_to_the_end():
+    class Alone(BackboneAndHead):
+        def __init__(self):
+            super().__init__()
+            self.backbone.requires_grad_(False)
+
+    callback = freezing(Watching())
+    with pytest.warns(UserWarning, match="do not learn yet"):
+        fit(new(Alone), callback)
+    assert (callback.events, callback.layer_modules) == ([], [])
