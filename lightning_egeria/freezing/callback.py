@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from lightning_egeria.errors import (
 from lightning_egeria.freezing.display import log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent, LastEvaluation
 from lightning_egeria.freezing.first_step import FirstStep
-from lightning_egeria.freezing.limits import find_chain
+from lightning_egeria.freezing.limits import depth_limit, find_chain
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy, checkpoint_read
 from lightning_egeria.freezing.pool import ReferencePool, idle_workers
 from lightning_egeria.freezing.ranks import Ranks, prefix_buffers
@@ -221,6 +222,14 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._note_parameters(pl_module)
         with checkpoint_read():
             chain = LayerChain.from_state(restored["chain"])
+            limit = depth_limit(chain, self.max_frozen_fraction, self.freeze_until, self.never_freeze)
+            asked = self._named_layer_modules
+            if asked not in (None, restored["layer_modules"], list(chain.names)):
+                raise CheckpointError(
+                    f"the checkpoint was written with the layer modules {list(chain.names)}, and layer_modules asks "
+                    f"for {asked}: give it the same, or leave ckpt_path out to start anew"
+                )
+            chain = dataclasses.replace(chain, max_depth=limit)
         self._start_engine(trainer, pl_module, chain, restored)
         self._restored = None  # not before: a checkpoint that is written on an exception holds it
         if self.frozen_depth:
@@ -373,6 +382,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         return {
             "version": STATE_VERSION,
             "chain": self._chain.to_state() if self._chain is not None else None,
+            "layer_modules": self._named_layer_modules,
             "policy": engine.policy.state_dict() if engine is not None else None,
             "policy_class": type(engine.policy).__name__ if engine is not None else None,
             "engine": engine.state_dict(with_reference=self._waits) if engine is not None else None,
@@ -450,7 +460,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 f"the checkpoint was written under a {restored['policy_class']}, and the callback has a "
                 f"{type(policy).__name__}: give it the same policy, or leave ckpt_path out to start anew"
             )
-        policy.start(chain.max_depth)
+        most = chain.max_depth if restored is None else restored["chain"]["max_depth"]
+        policy.start(most)
         before = restored["engine"] if restored is not None else {"precision": None, "crops": None}
         precision = before["precision"] or self.reference_precision
         if precision == "auto" and self._waits:
@@ -476,8 +487,15 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if restored is not None:
             with checkpoint_read():
                 policy.load_state_dict(restored["policy"])
-                prefix.set_depth(restored["depth"])
+                prefix.set_depth(min(restored["depth"], chain.max_depth))
                 engine.load_state_dict(restored["engine"])
+            if chain.max_depth < most:
+                policy.start(chain.max_depth)
+            if prefix.depth < restored["depth"]:
+                engine.prefix_changed(prefix)  # what is under way was asked at the other depth
+                reason = "max_frozen_fraction, freeze_until or never_freeze allow no more now"
+                self.events.append(FreezingEvent(trainer.global_step, "unfreeze", prefix.depth, reason))
+                tell_event(self.events[-1], engine)
         if not engine.pool.has_snapshot:
             engine.refresh_reference(self._first_step.weights if self._first_step is not None else None)
 

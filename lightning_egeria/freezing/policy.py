@@ -22,7 +22,10 @@ class Decision:
 
 
 class Policy(Protocol):
-    """What decides the frozen depth. `start` comes once before the first `observe`."""
+    """What decides the frozen depth. `start` comes once before the first `observe`.
+
+    It comes once more after `load_state_dict` if a resumed run allows less than the one before.
+    """
 
     @property
     def wants_reference(self) -> bool:
@@ -233,7 +236,7 @@ class FreezingPolicy(Annealing):
 
     def start(self, max_depth: int) -> None:
         """Told how deep the prefix may become."""
-        self._max_depth = max_depth
+        self._max_depth, self.depth = max_depth, min(self.depth, max_depth)
 
     def observe(
         self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None

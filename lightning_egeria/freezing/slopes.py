@@ -113,8 +113,8 @@ class SlopePolicy(Annealing):
 
     def start(self, max_depth: int) -> None:
         """Told how deep the prefix may become; a chain of which nothing may freeze exhausts the policy at once."""
-        self._max_depth = max_depth
-        if max_depth == 0:
+        self._max_depth, self.depth = max_depth, min(self.depth, max_depth)
+        if self.depth == max_depth:
             self.stage = Stage.EXHAUSTED
 
     def observe(

@@ -369,6 +369,55 @@ def test_a_checkpoint_of_another_network_is_refused():
         fit(module(net=net), other, epochs=1)
 
 
+def resumed(policy, **arguments):
+    """A callback that goes on after another froze two of the three layer modules of `Net`."""
+    first = freezing(copy.deepcopy(policy), evaluate_every_n_steps=2, deterministic=True)
+    fit(module(), first, epochs=1)
+    assert (first.frozen_depth, len(first.layer_modules)) == (2, 3)
+    callback = freezing(policy, evaluate_every_n_steps=2, deterministic=True, **arguments)
+    callback.load_state_dict(copy.deepcopy(first.state_dict()))
+    return callback
+
+
+class Anything(FreezingPolicy):
+    def __init__(self):
+        super().__init__(tolerance=1e9, patience=1)
+
+
+@pytest.mark.parametrize("policy", [Anything(), ScriptedPolicy({4: 2})])
+@pytest.mark.parametrize(
+    ("arguments", "depth"),
+    [
+        ({"max_frozen_fraction": 0.4}, 1),
+        ({"freeze_until": "some_name.stem"}, 1),
+        ({"never_freeze": ["some_name.stem"]}, 0),
+        ({"never_freeze": ["some_name.deep"]}, 2),
+    ],
+)
+def test_a_resumed_run_has_its_own_limits(policy, arguments, depth):
+    if isinstance(policy, ScriptedPolicy) and depth < 2:
+        with pytest.raises(ArgumentError, match=f"this model allows {depth} at most"):
+            fit(module(), resumed(policy, **arguments), epochs=1)
+        return
+    callback, net = resumed(policy, **arguments), module()
+    fit(net, callback, epochs=1)
+    expected = [2] if depth == 2 else [2, depth]
+    assert [event.depth for event in callback.events] == expected
+    again = freezing(policy, evaluate_every_n_steps=2, deterministic=True, **arguments)
+    again.load_state_dict(copy.deepcopy(callback.state_dict()))
+    fit(net, again, epochs=1)
+    assert [event.depth for event in again.events] == expected
+
+
+def test_a_resumed_run_refuses_unknown_names_and_other_layer_modules():
+    for argument in ({"never_freeze": ["some_name.neck"]}, {"freeze_until": "some_name.neck"}):
+        with pytest.raises(LayerChainError, match=r"'some_name\.neck'; did you mean"):
+            fit(module(), resumed(Anything(), **argument), epochs=1)
+    with pytest.raises(CheckpointError, match=r"layer_modules asks for \['some_name\.stem', 'some_name\.deep'\]"):
+        fit(module(), resumed(Anything(), layer_modules=["some_name.stem", "some_name.deep"]), epochs=1)
+    fit(module(), resumed(Anything(), layer_modules=[f"some_name.{name}.0" for name in ("stem", "middle", "deep")]))
+
+
 def test_a_checkpoint_whose_reference_does_not_fit_leaves_nothing_frozen():
     callback = freezing(ScriptedPolicy({2: 2}))
     fit(module(), callback, epochs=1)
