@@ -156,15 +156,24 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotatio
         if isinstance(value, nn.Module):
             if parametrize.is_parametrized(value):
                 # Its class was made at run time and refuses to be pickled by name; this sends the class itself.
-                return copyreg.__newobj__, (type(value),), vars(value)  # type: ignore[attr-defined]
+                return copyreg.__newobj__, (type(value),), _on_host(vars(value))  # type: ignore[attr-defined]
             if is_sharded(value):
                 kind, state = undivided(value)
                 sent = {name: _sendable(name, part) if self._leave_out else part for name, part in state.items()}
-                return _empty, (kind,), sent
-            if self._leave_out:
+                return _empty, (kind,), _on_host(sent)
+            if self._leave_out or isinstance(vars(value).get("_device"), torch.device):
                 function, args, state = tuple(value.__reduce_ex__(pickle.HIGHEST_PROTOCOL))[:3]
-                return function, args, {name: _sendable(name, part) for name, part in dict(state).items()}
+                if self._leave_out:
+                    state = {name: _sendable(name, part) for name, part in dict(state).items()}
+                return function, args, _on_host(state)
         return super().reducer_override(value)
+
+
+def _on_host(state: Any) -> Any:
+    """Attributes of a module, where the other side has its tensors: Lightning's keep the device that they were on."""
+    if isinstance(state, dict) and isinstance(state.get("_device"), torch.device):
+        return {**state, "_device": torch.device("cpu")}
+    return state
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:

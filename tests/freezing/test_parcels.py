@@ -8,8 +8,10 @@ import threading
 import types
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -120,6 +122,25 @@ def test_what_cannot_be_sent_complains_when_it_is_used():
     assert same(net, found, torch.randn(4, 3))
     with pytest.raises(WorkerError, match="'file' cannot be sent"):
         found(torch.randn(4, 3), log=True)
+
+
+@pytest.mark.parametrize("kind", [dict, threading.Lock])
+def test_a_lightning_module_knows_that_it_is_in_host_memory(kind):
+    class Net(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+            self.attribute = kind()
+
+        def forward(self, x):
+            return self.inner(x) + torch.ones(3, device=self.device)
+
+    net, x = Net(), torch.randn(4, 3)
+    expected = net(x)
+    net._device = torch.device("meta")
+    assert torch.equal(sent(net)(x), expected)
+    assert net.device == torch.device("meta")
+    assert sent(torchmetrics.MeanMetric()).device == torch.device("cpu")
 
 
 def test_an_argument_that_cannot_be_sent_raises():
