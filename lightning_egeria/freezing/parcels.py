@@ -17,6 +17,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.sharded import is_distributed, undivided
@@ -78,7 +79,8 @@ def pack(value: object) -> Parcel:
     """Take ``value`` apart; classes and functions of notebooks and scripts go along with it.
 
     The tensors of the parcel are those of ``value`` themselves. What cannot be pickled and hangs on a module as a plain
-    attribute (a lock, an open file) becomes an `Unsendable`, which only complains when it is used.
+    attribute (a lock, an open file) becomes an `Unsendable`, which only complains when it is used. So do data sets and
+    data loaders, of which hardly a network makes use in its forward, and which may be larger than it.
 
     Raises:
         Exception: whatever pickling raises for anything else that cannot be sent.
@@ -95,10 +97,10 @@ def unpack(parcel: Parcel) -> Any:
 
 
 class Unsendable:
-    """Stands for an attribute that could not be sent to another process."""
+    """Stands for what was not sent to another process; ``told`` says what and why."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        self._told = f"the attribute {name!r} cannot be sent to the process of the reference model: {reason}"
+    def __init__(self, told: str) -> None:
+        self._told = told
 
     def __getattr__(self, name: str) -> Any:
         """Complain.
@@ -153,6 +155,9 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotatio
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
             return _same, (value._torchdynamo_orig_callable,)  # compiled functions cannot be pickled
+        if _is_data(value):
+            name = type(value).__name__
+            return Unsendable, (f"a {name} is not sent to the process of the reference model, for it holds data",)
         if isinstance(value, nn.Module):
             if parametrize.is_parametrized(value):
                 # Its class was made at run time and refuses to be pickled by name; this sends the class itself.
@@ -167,6 +172,14 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # it has no annotatio
                     state = {name: _sendable(name, part) for name, part in dict(state).items()}
                 return function, args, _on_host(state)
         return super().reducer_override(value)
+
+
+def _is_data(value: object) -> bool:
+    if isinstance(value, nn.Module):
+        return False
+    # `lightning` and `pytorch_lightning` have a class each.
+    names = {base.__name__ for base in type(value).__mro__ if base.__module__.split(".")[0].endswith("lightning")}
+    return isinstance(value, (Dataset, DataLoader)) or bool(names & {"LightningDataModule", "Trainer"})
 
 
 def _on_host(state: Any) -> Any:
@@ -190,7 +203,8 @@ def _sendable(name: str, value: object) -> object:
     try:
         _pack(value, leave_out=False)
     except Exception as error:  # pickling runs the user's own code
-        return Unsendable(name, f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        return Unsendable(f"the attribute {name!r} cannot be sent to the process of the reference model: {reason}")
     return value
 
 

@@ -14,6 +14,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.parcels import pack, unpack
@@ -141,6 +142,29 @@ def test_a_lightning_module_knows_that_it_is_in_host_memory(kind):
     assert torch.equal(sent(net)(x), expected)
     assert net.device == torch.device("meta")
     assert sent(torchmetrics.MeanMetric()).device == torch.device("cpu")
+
+
+def test_data_that_hangs_on_a_module_stays_behind():
+    class Net(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+            data = TensorDataset(torch.zeros(50_000))
+            self.train_set, self.sets, self.loaders = data, [data, Subset(data, range(9))], {"a": DataLoader(data)}
+            self.data_module = L.LightningDataModule.from_datasets(data)
+            self.inner.trainer_of_another = L.Trainer(accelerator="cpu", logger=False, barebones=True)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    net = Net()
+    assert pack(net).size_bytes < 10_000
+    found = sent(sent(net))
+    assert same(net, found, torch.randn(4, 3))
+    for read in (lambda: found.train_set.tensors, lambda: found.loaders["a"].dataset, lambda: found.data_module.x):
+        with pytest.raises(WorkerError, match=r"a \w+ is not sent .* holds data"):
+            read()
+    assert isinstance(net.train_set, TensorDataset)
 
 
 def test_an_argument_that_cannot_be_sent_raises():
