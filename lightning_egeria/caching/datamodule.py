@@ -18,7 +18,7 @@ from lightning_egeria.bars import BarEntry
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.hooks import BatchHooks
-from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.loading import PlannedDataset, is_own
 from lightning_egeria.caching.planned import PlannedLoader, why_not
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
@@ -37,7 +37,8 @@ class FrozenPrefixCache(pl.LightningDataModule):
     """Trains from the cached outputs of the frozen layers, once there are any.
 
     It finds the `KnowledgeGuidedFreezing` callback by itself. Until that freezes something, and wherever caching would
-    not give the very same training, batches are those of the user's own data module.
+    not give the very same training, batches are those of the user's own data module. Attributes that it does not have
+    itself are read from that, and set on it.
 
     Args:
         datamodule: the user's own, or just the training DataLoader.
@@ -92,7 +93,6 @@ class FrozenPrefixCache(pl.LightningDataModule):
             )
         elif val_dataloaders is not None:
             raise ArgumentError("val_dataloaders is for a DataLoader; a data module has its own val_dataloader()")
-        self.datamodule: pl.LightningDataModule = datamodule
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
@@ -109,6 +109,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
             # Lightning asks whether a hook is overridden, so there must be none where the user has none.
             if is_overridden(name, datamodule):
                 setattr(self, name, getattr(datamodule, name))
+        self.datamodule: pl.LightningDataModule = datamodule  # last, see `is_own`
 
     @property
     def stats(self) -> CacheStats:
@@ -122,13 +123,19 @@ class FrozenPrefixCache(pl.LightningDataModule):
             raise AttributeError(name)
         return getattr(self.datamodule, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = is_own(self, name, "datamodule")
+        if own:
+            super().__setattr__(name, value)
+        if not own or (name == "trainer" and "datamodule" in vars(self)):
+            setattr(self.datamodule, name, value)
+
     def prepare_data(self) -> None:
         """As the user's."""
         self.datamodule.prepare_data()
 
     def setup(self, stage: str) -> None:
         """As the user's; finds what freezes."""
-        self.datamodule.trainer = self.trainer
         self.datamodule.setup(stage)
         if stage == "fit":
             self._close()

@@ -98,8 +98,13 @@ class Loaded(NamedTuple):
     odd: bool = False
 
 
+def is_own(wrapper: Any, name: str, wrapped: str) -> bool:
+    """Whether an attribute is to be set on the wrapper itself; all that is set before ``wrapped`` is its own."""
+    return wrapped not in vars(wrapper) or name in vars(wrapper) or hasattr(type(wrapper), name)
+
+
 class PlannedDataset:
-    """The user's dataset and collate function behind plans. Reads of other attributes go to the dataset.
+    """The user's dataset and collate function behind plans. Reads and writes of other attributes go to the dataset.
 
     Args:
         dataset: map-style, of the user.
@@ -108,12 +113,12 @@ class PlannedDataset:
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], memory_bytes: int = 0) -> None:
-        self.dataset = dataset
         self.collate = collate
         self._memory_bytes = memory_bytes
         self._known: dict[tuple[Path, int], tuple[bytes, list[Any]]] = {}
         self._known_bytes = 0
         self._stores: dict[Path, ActivationStore | None] = {}
+        self.dataset = dataset  # last, see `is_own`
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -122,6 +127,12 @@ class PlannedDataset:
         if name in ("dataset", "__setstate__"):  # while it is being unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_own(self, name, "dataset"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.dataset, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_stores": {}, "_known": {}, "_memory_bytes": 0}

@@ -17,7 +17,7 @@ from torch.utils.data.sampler import (
     WeightedRandomSampler,
 )
 
-from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, as_it_is
+from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, as_it_is, is_own
 
 # These draw random numbers before the first batch and behind the last: asking them ahead in between changes nothing.
 _KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -25,12 +25,12 @@ LOOK_AHEAD_BATCHES = 3
 
 
 class _PlannedSampler:
-    """The user's batch sampler; yields plans instead of lists of ids."""
+    """The user's batch sampler; yields plans instead of lists of ids. Other attributes are those of the user's."""
 
     def __init__(self, batch_sampler: Any, plan: Callable[[list[int]], Plan], look_ahead: Callable[[], int]) -> None:
-        self._batch_sampler = batch_sampler
         self._plan = plan
         self._look_ahead = look_ahead
+        self._batch_sampler = batch_sampler  # last, see `is_own`
 
     def __len__(self) -> int:
         return len(self._batch_sampler)
@@ -39,6 +39,12 @@ class _PlannedSampler:
         if name == "_batch_sampler":  # while it is being unpickled
             raise AttributeError(name)
         return getattr(self._batch_sampler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_own(self, name, "_batch_sampler"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._batch_sampler, name, value)
 
     def __iter__(self) -> Iterator[Plan]:
         ahead: deque[Plan] = deque()

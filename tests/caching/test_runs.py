@@ -1,6 +1,7 @@
 """The cache in the life of runs: resumed, repeated, side by side, with other data from some epoch on."""
 
 import copy
+import pickle
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 from cached_runs import Classifier, fit, images, loader_of
 from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar, StochasticWeightAveraging, TQDMProgressBar
+from lightning.pytorch.tuner import Tuner
 from test_same_training import assert_same_training, pair
 from torch.utils.data import Dataset
 
@@ -36,6 +38,93 @@ def test_a_dataloader_that_is_made_anew(tmp_path):
     assert_same_training(plain, cached)
     assert wrapped.stats.off is None
     assert len(list((tmp_path / "cache").iterdir())) == 2  # of each kind of data
+
+
+class Scaled(Dataset):
+    """Has something to change."""
+
+    def __init__(self, scale):
+        self.data = images()
+        self.scale = scale
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        image, label = self.data[index]
+        return image * self.scale, label
+
+
+class ScaledData(L.LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+        self.batch_size = 2
+        self.root = None
+
+    def prepare_data(self):
+        self.root = self.trainer.default_root_dir
+
+    def train_dataloader(self):
+        return loader_of(Scaled(self.scale), self.batch_size)
+
+
+class Changing(L.Callback):
+    """Changes one thing after each epoch."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.change(trainer)
+
+
+def scales_the_next(trainer):
+    trainer.datamodule.scale = 3.0
+
+
+def scales_the_dataset(trainer):
+    trainer.train_dataloader.dataset.scale = 3.0
+
+
+def makes_larger_batches(trainer):
+    trainer.train_dataloader.batch_sampler.batch_size = 5
+
+
+@pytest.mark.parametrize("change", [scales_the_next, scales_the_dataset, makes_larger_batches])
+def test_what_callbacks_change_on_the_data_is_changed(tmp_path, change):
+    plain, cached = pair(Classifier)
+    options = {"epochs": 3, "trainer_options": {"reload_dataloaders_every_n_epochs": int(change is scales_the_next)}}
+    fit(plain, ScaledData(), {}, callbacks=[Changing(change)], **options)
+    data = ScaledData()
+    fit(cached, data, {}, {"cache_dir": tmp_path / "cache"}, callbacks=[Changing(change)], **options)
+    assert_same_training(plain, cached)
+    assert data.root is not None
+
+
+def test_a_size_that_the_tuner_finds(tmp_path):
+    sizes = []
+
+    class Sized(Classifier):
+        def training_step(self, batch, batch_idx):
+            sizes.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    data = ScaledData()
+    trainer = trainer_of(1, tmp_path, [KnowledgeGuidedFreezing(ScriptedPolicy({}), workers=0)])
+    cached = FrozenPrefixCache(data, cache_dir=tmp_path / "cache")
+    found = Tuner(trainer).scale_batch_size(Sized(), datamodule=cached, max_trials=3, steps_per_trial=2)
+    assert set(sizes) == {2, 4, 8}
+    assert data.batch_size == found == cached.batch_size
+
+
+def test_copies_of_the_data_are_data_of_their_own(tmp_path):
+    data = ScaledData()
+    copied = pickle.loads(pickle.dumps(FrozenPrefixCache(data, cache_dir=tmp_path)))
+    copied.scale = 2.0
+    copied.cache_dir = tmp_path / "other"
+    assert (copied.datamodule.scale, data.scale) == (2.0, 1.0)
+    assert "cache_dir" not in vars(copied.datamodule)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -128,6 +217,7 @@ import torch
 torch.set_num_threads(1)
 from cached_runs import Classifier, fit, images, loader_of
 from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar, StochasticWeightAveraging, TQDMProgressBar
+from lightning.pytorch.tuner import Tuner
 from test_same_training import pair
 module, _ = pair(Classifier)
 cached = fit(module, loader_of(images()), {1: 2}, {"cache_dir": sys.argv[2]}, epochs=12)
