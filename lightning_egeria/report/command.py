@@ -39,10 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("egeria-report: matplotlib is needed: pip install 'lightning-egeria[report]'", file=sys.stderr)
         return 2
     out = options.out or found[-1].parent / "report"
-    out.mkdir(parents=True, exist_ok=True)
-    for name, figure in drawn.items():
-        figure.savefig(out / f"{name}.png", dpi=150)
-    (out / "report.html").write_text(text, encoding="utf-8", errors="replace")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, figure in drawn.items():
+            figure.savefig(out / f"{name}.png", dpi=150)
+        (out / "report.html").write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        print(
+            f"egeria-report: nothing can be written to {out}: {error.strerror or error}; choose another directory with "
+            "--out",
+            file=sys.stderr,
+        )
+        return 2
     print(f"{out / 'report.html'} and {len(drawn)} pictures beside it")
     return 0
 

@@ -157,6 +157,16 @@ def test_errors_are_one_line(tmp_path, capsys, metric):
     assert len(told.splitlines()) == 1
 
 
+def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
+    folders = written(tmp_path, run("ours"))
+    (tmp_path / "file").write_text("")
+    assert main([*folders, "--out", str(tmp_path / "file" / "out")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"egeria-report: nothing can be written to {tmp_path / 'file' / 'out'}: ")
+    assert "--out" in told
+    assert len(told.splitlines()) == 1
+
+
 def test_fine_tuning_has_no_slopes(tmp_path):
     record = run("ours", frozen_at=9)
     for point in record.evaluations:
