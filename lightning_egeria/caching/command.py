@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.store import StoreError
-from lightning_egeria.errors import EgeriaError
+from lightning_egeria.errors import ArgumentError, EgeriaError
 
 DAY_S = 86400
 
@@ -81,6 +81,8 @@ def _verify(directory: CacheDirectory) -> int:
 
 
 def _prune(directory: CacheDirectory, unused_days: float) -> int:
+    if not unused_days >= 0:  # NaN is neither
+        raise ArgumentError(f"--unused-days must be at least 0, got {unused_days}")
     freed = 0
     for summary in directory.summaries():
         if summary.in_use:

@@ -80,6 +80,13 @@ def test_prune_leaves_what_a_run_has_open_or_has_used_lately(cache_dir, capsys):
     assert not list(cache_dir.iterdir())
 
 
+@pytest.mark.parametrize("days", ["nan", "-1"])
+def test_prune_wants_a_number_of_days(cache_dir, capsys, days):
+    assert run("prune", cache_dir, f"--unused-days={days}") == 2
+    assert "egeria-cache: --unused-days must be at least 0, got" in capsys.readouterr().err
+    assert only(cache_dir).exists()
+
+
 def test_prune_removes_what_a_killed_run_has_begun(cache_dir):
     begun = cache_dir / "0123"
     begun.mkdir()
