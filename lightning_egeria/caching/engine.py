@@ -34,6 +34,7 @@ from lightning_egeria.caching.store import FORMAT, Manifest, StoreError
 from lightning_egeria.caching.weights import PrefixWeights
 from lightning_egeria.clock import mark, seconds_between
 from lightning_egeria.compilation import is_compiled
+from lightning_egeria.errors import CacheError
 from lightning_egeria.layers import FrozenPrefix
 from lightning_egeria.tracing import tensor_leaves
 
@@ -448,7 +449,7 @@ class PrefixCache:
         level = Level(cut.depth, form, store, host, MemoryTier(device_bytes, form, entries, device))
         self._levels.append(level)
         cut.terms = terms
-        self._recording.restart()
+        self._recording.restart(self._taken_by_others())
         self.stats.cut = cut.depth
         inputs = "inputs need not be loaded"
         if verdict.reason_to_load is not None:
@@ -465,6 +466,13 @@ class PrefixCache:
             self._verify_present(step, cut, lengths)
             if self._levels and terms.input_field is None and not form.ragged:
                 self._write(step, terms)
+
+    def _taken_by_others(self) -> int:
+        """Bytes of the stores in the directory that are not of this run."""
+        own = {level.store.folder for level in self._levels}
+        with contextlib.suppress(CacheError):  # nobody may read it any longer
+            return sum(one.bytes_on_disk for one in self._directory.summaries() if one.folder not in own)
+        return 0
 
     def _verify_present(self, step: Step, cut: _Cut, lengths: Sequence[int] | None) -> None:
         """Entries of an earlier run must be those of this one."""

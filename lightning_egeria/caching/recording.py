@@ -44,10 +44,11 @@ class Recording:
         self._warn = warn
         self._writer = WriteBehind()
         self._error: str | None = None
+        self._others = 0
 
-    def restart(self) -> None:
-        """A new level is there."""
-        self.active, self._error = True, None
+    def restart(self, others: int) -> None:
+        """A new level is there, and stores of others take ``others`` bytes beside this run's."""
+        self.active, self._error, self._others = True, None, others
 
     def write(self, step: Step, levels: Sequence[Level], with_fields: bool) -> None:
         """Have the new rows of a step written.
@@ -107,7 +108,7 @@ class Recording:
             free = 0
         if not level.store.exists:
             self._end("the folder", f"{level.store.folder} is gone", level)
-        elif bytes_on_disk(levels) + size > limits.max_bytes:
+        elif self._others + bytes_on_disk(levels) + size > limits.max_bytes:
             self._end("max_bytes", f"max_bytes={limits.max_bytes} is reached", level)
         elif free - size < limits.min_free_bytes:
             reason = f"less than min_free_bytes={limits.min_free_bytes} would be left on the disk"

@@ -18,6 +18,7 @@ from cached_runs import Classifier, fit, images, loader_of
 from test_same_training import assert_same_training, pair
 from torch import nn
 
+from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.store import ENTRIES, INDEX, MANIFEST, ActivationStore, Manifest, read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
@@ -227,6 +228,22 @@ def test_what_is_in_the_way_at_every_freeze_is_told_once(tmp_path):
         fit(cached, loader_of(images()), schedule, cache, epochs=6)
     assert_same_training(plain, cached)
     assert len([w for w in caught if "no more outputs" in str(w.message)]) == 1
+
+
+def test_max_bytes_are_of_all_stores(tmp_path):
+    """Those of other runs count too, and are not removed while they are open."""
+    first, second = pair(Classifier)
+    fit(first, loader_of(images()), {2: 2}, {"cache_dir": tmp_path})
+    other = ActivationStore(next(tmp_path.iterdir()))
+    try:
+        taken = CacheDirectory(tmp_path).summaries()[0].bytes_on_disk
+        cache = {"cache_dir": tmp_path, "max_bytes": taken + 50_000}
+        with pytest.warns(UserWarning, match="max_bytes=.* is reached"):
+            wrapped = fit(second, loader_of(images(seed=1)), {2: 2}, cache)
+        assert len(list(tmp_path.iterdir())) == 2
+        assert 0 < wrapped.stats.written < 40
+    finally:
+        other.close()
 
 
 def test_a_disk_that_is_too_full_is_not_filled(tmp_path):
