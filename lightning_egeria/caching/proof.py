@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
+from lightning_egeria.caching.findings import kept_random_state, random_state, same_random_state, seed_all
 from lightning_egeria.caching.levels import RowForm, pieces_of
 from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
 from lightning_egeria.calls import EarlierOutput, NetworkCall
@@ -90,6 +91,9 @@ class Prover:
         self._lengths = np.asarray(lengths) if lengths is not None else None
         self._length = length
         self._padding_comes_out = False
+        self._drew = False
+        devices = {tensor.device for call in calls for tensor in tensor_leaves((call.args, call.kwargs))}
+        self._gpus = [device for device in devices if device.type == "cuda"]
 
     def prove(self) -> Proof:
         """Try it."""
@@ -125,6 +129,8 @@ class Prover:
         again = self._boundary(self._calls, seed=2)
         if again is None or not same_leaf(activation, again):
             return Proof("the frozen layers give other results each time they run", True)
+        if self._drew:  # what comes of it may be rare
+            return Proof("the frozen layers draw random numbers, or the code between them does", True)
         try:
             exact, sizes = self._sizes(activation)
         except _RowsDifferError as error:
@@ -242,8 +248,12 @@ class Prover:
 
     def _boundary(self, calls: list[NetworkCall], seed: int) -> Tensor | None:
         passage = Passage(stop=True)
-        with contextlib.suppress(BoundaryReachedError), self._random(seed):
-            self._run(calls, passage, None)
+        with self._random(seed):
+            before, gpus = random_state(), self._gpu_states()
+            with contextlib.suppress(BoundaryReachedError):
+                self._run(calls, passage, None)
+            self._drew |= not same_random_state(before, random_state())
+            self._drew |= not all(map(torch.equal, gpus, self._gpu_states()))
         return passage.reached.clone(memory_format=torch.preserve_format) if passage.reached is not None else None
 
     def _outputs(self, calls: list[NetworkCall], passage: Passage, absent: int | None) -> list[Tensor]:
@@ -278,10 +288,13 @@ class Prover:
 
     @contextlib.contextmanager
     def _random(self, seed: int) -> Iterator[None]:
-        devices = {tensor.device for call in self._calls for tensor in tensor_leaves((call.args, call.kwargs))}
-        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        with kept_random_state(), torch.random.fork_rng(self._gpus):
+            seed_all(seed)
             torch.manual_seed(seed)
             yield
+
+    def _gpu_states(self) -> list[Tensor]:
+        return [torch.cuda.get_rng_state(device) for device in self._gpus]
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:

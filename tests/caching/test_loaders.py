@@ -463,6 +463,48 @@ def test_an_input_that_the_step_reads_is_loaded(tmp_path, caplog):
     assert "inputs are loaded all the same (aten::pow uses them)" in caplog.text
 
 
+class SeldomDark(nn.Module):
+    """Draws in a module that is not frozen, to next to no effect."""
+
+    def __init__(self, draw, first):
+        super().__init__()
+        self.net = Net()
+        self.draw = draw
+        self.first = first
+
+    def forward(self, x):
+        if self.first:
+            x = self.darkened(x)
+        x = self.net.stem(x)
+        if not self.first:
+            x = self.darkened(x)
+        return self.net.head(self.net.c(self.net.b(self.net.a(x))).mean((2, 3)))
+
+    def darkened(self, x):
+        return x * 0 if self.training and self.draw() < 1e-6 else x
+
+
+DRAWS = [
+    lambda: torch.rand(()),
+    lambda: np.random.rand(),  # noqa: NPY002 - what networks draw from
+    lambda: random.random(),
+]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_draw_in_front_of_the_boundary_keeps_the_cache_off(tmp_path, draw):
+    """In a hundred steps it may have an effect."""
+    with pytest.warns(UserWarning, match="off: the frozen layers draw random numbers, or the code between them does"):
+        compare(tmp_path, lambda: loader_of(images()), lambda: Classifier(SeldomDark(draw, first=True)), epochs=4)
+
+
+def test_in_front_of_a_draw_the_cache_is_on(tmp_path):
+    network = SeldomDark(lambda: torch.rand(()), first=False)
+    wrapped = compare(tmp_path, lambda: loader_of(images()), lambda: Classifier(network))
+    assert wrapped.stats.cut == 1
+    assert wrapped.stats.hits > 40
+
+
 class Twice(Classifier):
     def training_step(self, batch, batch_idx):
         self.net(batch[0].flip(-1))
