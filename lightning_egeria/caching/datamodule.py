@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_egeria.bars import BarEntry
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
-from lightning_egeria.caching.hooks import BatchHooks
+from lightning_egeria.caching.hooks import BatchHooks, uses_argument
 from lightning_egeria.caching.loading import PlannedDataset, is_own
 from lightning_egeria.caching.planned import PlannedLoader, why_not
 from lightning_egeria.caching.recording import Limits
@@ -29,6 +29,7 @@ from lightning_egeria.tracing import holds_shards
 # A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
 _log = logging.getLogger("lightning.pytorch.lightning_egeria")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_STEP_HOOKS = {"on_train_batch_start": 0, "on_train_batch_end": 1}  # and the place of the batch, of the module's
 FIELDS_SHARE = 8  # of host_bytes is for the fields of samples
 _LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
 
@@ -220,10 +221,16 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     def _hooks(self) -> BatchHooks:
         """What hooks of the user may do with a batch."""
+        module = getattr(self.trainer, "lightning_module", None)
         for name in _BATCH_HOOKS:
-            for owner in (self.datamodule, getattr(self.trainer, "lightning_module", None)):
+            for owner in (self.datamodule, module):
                 if owner is not None and is_overridden(name, owner):
                     return BatchHooks(True, f"{type(owner).__name__}.{name} may change them")
+        for name, place in _STEP_HOOKS.items():
+            for owner in (module, *self._callbacks()):
+                if uses_argument(owner, name, place if owner is module else place + 2):  # the trainer and the module
+                    # In front of the step, it may change them too.
+                    return BatchHooks(name == "on_train_batch_start", f"{type(owner).__name__}.{name} uses them")
         return BatchHooks()
 
     def _callbacks(self) -> list[Any]:
