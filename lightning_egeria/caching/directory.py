@@ -17,11 +17,15 @@ from lightning_egeria.caching.store import (
     MANIFEST,
     ActivationStore,
     Manifest,
+    StoreBusyError,
     StoreError,
     is_in_use,
+    read_manifest,
     remove_store,
 )
 from lightning_egeria.errors import CacheError
+
+MOST_TIMES_LARGER = 1024  # may the entries of a store be that is there than those that are wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +89,12 @@ class CacheDirectory:
         """
         folder = self.path / manifest.fingerprint
         try:
-            store = ActivationStore.create(folder, manifest)
+            store = ActivationStore.create(folder, _in_form_of(folder, manifest))
+        except StoreBusyError:
+            raise
         except StoreError:
-            if not remove_store(folder):
-                raise
-            store = ActivationStore.create(folder, manifest)  # what was there was damaged
+            remove_store(folder)  # what was there was damaged, unless another process has just made it
+            store = ActivationStore.create(folder, _in_form_of(folder, manifest))
         try:
             return store, self._room(store, wanted, max_bytes, min_free_bytes)
         except (OSError, CacheError) as error:
@@ -173,6 +178,23 @@ class CacheDirectory:
         present = int(np.count_nonzero(store.index))
         store.close()
         return StoreSummary(folder, store.manifest, None, size, present, is_in_use(folder), time.time() - used)
+
+
+def _in_form_of(folder: Path, manifest: Manifest) -> Manifest:
+    """With the sizes of the store that is there, if it is of these entries: how long they may be was estimated."""
+    try:
+        found = read_manifest(folder)
+    except StoreError:
+        return manifest
+    likely = all(
+        size <= MOST_TIMES_LARGER * max(wanted, 64)
+        for size, wanted in (
+            (found.activation_bytes, manifest.activation_bytes),
+            (found.field_bytes, manifest.field_bytes),
+        )
+    )
+    sized = dataclasses.replace(manifest, activation_bytes=found.activation_bytes, field_bytes=found.field_bytes)
+    return sized if likely else manifest
 
 
 def _unusable(path: Path, wanted: str, error: OSError) -> CacheError:

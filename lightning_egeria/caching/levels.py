@@ -249,7 +249,7 @@ class Level:
         sound = np.ones(len(entries), bool)
         held = host.holds(entries)
         known = iter(host.take(entries[held]).rows() if held.any() else ())
-        buffer = np.empty(self.store.manifest.activation_bytes, np.uint8)
+        buffer = self.store.buffer()
         for place, number in enumerate(entries.tolist()):
             if held[place]:
                 parts.append(next(known))

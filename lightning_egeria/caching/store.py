@@ -21,6 +21,7 @@ import os
 import stat
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ MAX_DIMENSIONS = 6
 MAX_ENTRIES = 2**28  # an index of 1 GiB, which is held in memory
 MAX_SLOT_BYTES = 2**31 - 2**12  # what one call of the system reads or writes
 MAX_MANIFEST_BYTES = 2**16
+LOCK_PATIENCE_S = 1.0  # with those who look whether a store is in use, which takes them no time
 # name of the store, dimensions, shape, bytes of the activation, bytes of the fields, number of the entry, checksums of
 # both parts
 _HEADER = struct.Struct(f"<QQ{MAX_DIMENSIONS}QQQQQQ")
@@ -49,6 +51,10 @@ _VALUE_BYTES = {str(dtype): dtype.itemsize for dtype in vars(torch).values() if 
 
 class StoreError(Exception):
     """The store cannot be read or written as it is; the message says why."""
+
+
+class StoreBusyError(StoreError):
+    """Another process is about to delete the store, or does not let go of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +158,7 @@ class ActivationStore:
         try:
             # A shared lock for as long as it is open: `remove_store` leaves it alone.
             self._lock = self._open(LOCK, os.O_RDWR)
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _share(self._lock, folder)
             self._entries = self._open(ENTRIES, os.O_RDWR)
             self._index = self._open(INDEX, os.O_RDWR)
             self.refresh()
@@ -187,7 +193,7 @@ class ActivationStore:
                 file = _open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 with os.fdopen(file, "w", encoding="utf-8") as stream:
                     stream.write(manifest.to_json())
-                draft.replace(folder / MANIFEST)
+                _put_in_place(draft, folder / MANIFEST)
         except OSError as error:
             raise StoreError(f"{folder}: {error.strerror or error}") from error
         store = cls(folder)
@@ -403,6 +409,34 @@ def remove_store(folder: Path) -> bool:
     finally:
         os.close(lock)
     return True
+
+
+def _share(lock: int, folder: Path) -> None:
+    """Lock for reading and writing beside others.
+
+    Raises:
+        StoreBusyError: another process has it for itself.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() - began > LOCK_PATIENCE_S:
+                raise StoreBusyError(f"{folder} is locked by another process") from error
+            time.sleep(0.002)
+
+
+def _put_in_place(draft: Path, file: Path) -> None:
+    """Give the draft its name, unless another process was faster: a store has one manifest from then on."""
+    try:
+        os.link(draft, file)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        draft.replace(file)
+    draft.unlink(missing_ok=True)
 
 
 def _check_folder(folder: Path) -> None:

@@ -1,8 +1,11 @@
 """Stores and the tiers of memory before them."""
 
+import fcntl
 import json
 import os
 import stat
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,18 @@ from hypothesis import strategies as st
 
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.levels import Level, MemoryTier, Pieces, RowForm, pieces_of
-from lightning_egeria.caching.store import INDEX, ActivationStore, Manifest, StoreError, is_in_use, remove_store
+from lightning_egeria.caching.store import (
+    ENTRIES,
+    INDEX,
+    LOCK,
+    MANIFEST,
+    ActivationStore,
+    Manifest,
+    StoreError,
+    is_in_use,
+    read_manifest,
+    remove_store,
+)
 from lightning_egeria.errors import CacheError
 
 
@@ -71,6 +85,49 @@ def test_another_process_sees_what_is_written(store):
 def test_a_store_of_another_form_is_refused(store):
     with pytest.raises(StoreError, match="entries of another form"):
         ActivationStore.create(store.folder, manifest(activation_bytes=128))
+
+
+@pytest.mark.parametrize("sizes", [{"activation_bytes": 128}, {"activation_bytes": 512, "field_bytes": 256}])
+def test_a_store_with_longer_or_shorter_slots_is_used_as_it_is(store, sizes):
+    store.write(3, row(3), (64,), b"x")
+    directory = CacheDirectory(store.folder.parent)
+    other, _ = directory.open(manifest(**sizes), 100, 10**9, 0)
+    assert other.read_fields(3) == b"x"
+    assert other.manifest.activation_bytes == 256
+    other.close()
+
+
+def test_the_first_of_two_manifests_counts(store, monkeypatch):
+    """Two processes make a store at once, and neither has seen a manifest."""
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    with pytest.raises(StoreError, match="entries of another form"):
+        ActivationStore.create(store.folder, manifest(activation_bytes=128))
+    assert read_manifest(store.folder).activation_bytes == 256
+    assert sorted(file.name for file in store.folder.iterdir()) == sorted((MANIFEST, ENTRIES, INDEX, LOCK))
+
+
+def test_who_looks_whether_a_store_is_in_use_keeps_nobody_out(store):
+    """Looking locks a store for a moment."""
+    store.write(3, row(3), (64,), b"x")
+    store.close()
+    with (store.folder / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        letting_go = threading.Timer(0.1, fcntl.flock, (lock, fcntl.LOCK_UN))
+        letting_go.start()
+        other, _ = CacheDirectory(store.folder.parent).open(manifest(), 100, 10**9, 0)
+        letting_go.join()
+    assert other.read_fields(3) == b"x"
+    other.close()
+
+
+def test_a_store_that_is_locked_is_not_deleted(store, monkeypatch):
+    monkeypatch.setattr("lightning_egeria.caching.store.LOCK_PATIENCE_S", 0.01)
+    store.close()
+    with (store.folder / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match="is locked by another process"):
+            CacheDirectory(store.folder.parent).open(manifest(), 100, 10**9, 0)
+    assert (store.folder / ENTRIES).exists()
 
 
 def test_files_are_private(store):
