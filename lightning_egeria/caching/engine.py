@@ -203,7 +203,7 @@ class PrefixCache:
             return self._whole(planned, loaded)
         began = mark(torch.device("cpu"))
         length = self._length(loaded, cut.terms)
-        rows, missing = self._rows(planned, len(loaded.loaded), length)
+        rows, missing = self._rows(planned, len(loaded.loaded), length, loaded.fields)
         waited += seconds_between(began, mark(torch.device("cpu")))
         step = Step(planned, loaded, rows, missing, waited, self._device)
         step.length = length
@@ -238,7 +238,9 @@ class PrefixCache:
             return loaded.input_shape[1] if loaded.input_shape is not None else None
         return list(tensor_leaves(loaded.batch))[terms.length_batch_leaf].shape[1]
 
-    def _rows(self, planned: PlannedBatch, count: int, length: int | None) -> tuple[list[tuple[Read, Pieces]], Rows]:
+    def _rows(
+        self, planned: PlannedBatch, count: int, length: int | None, fields: tuple[bytes | None, ...] | None
+    ) -> tuple[list[tuple[Read, Pieces]], Rows]:
         """What was read and is sound, and the places for which there is nothing."""
         found: list[tuple[Read, Pieces]] = []
         missing = np.ones(count, bool)
@@ -256,10 +258,27 @@ class PrefixCache:
             if rows.lengths is not None and length is not None and (rows.lengths > length).any():
                 fits = rows.lengths <= length  # longer than the sample is now: of other data
                 rows, sound = rows.select(fits), _narrowed(sound, fits)
+            doubtful = read.level.is_doubtful(read.entries[sound])
+            if doubtful.any():
+                kept = ~doubtful
+                kept[doubtful] = self._are_of_their_samples(read, np.flatnonzero(sound)[doubtful], fields)
+                rows, sound = rows.select(kept), _narrowed(sound, kept)
             if sound.any():
                 missing[read.places[sound]] = False
                 found.append((dataclasses.replace(read, places=read.places[sound], entries=read.entries[sound]), rows))
         return found, np.flatnonzero(missing)
+
+    def _are_of_their_samples(self, read: Read, numbers: Rows, fields: tuple[bytes | None, ...] | None) -> list[bool]:
+        """Whether some entries of a read, which an earlier run has written, are of the samples that were loaded."""
+        if fields is None:
+            return [False] * len(numbers)
+        found = [read.level.holds_fields(int(read.entries[n]), fields[read.places[n]]) for n in numbers]
+        if not all(found):
+            self.stats.wrong += found.count(False)
+            self._planner.forget_rows()
+            for number in numbers[~np.array(found)]:
+                read.level.drop_row(int(read.entries[number]))
+        return found
 
     def _whole(self, planned: PlannedBatch, loaded: Loaded) -> Any:
         """The batch with every input loaded, here and now if need be."""
@@ -446,7 +465,8 @@ class PrefixCache:
         device = self._device
         device_bytes = self._limits.device_bytes if device.type != "cpu" else 0
         host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
-        level = Level(cut.depth, form, store, host, MemoryTier(device_bytes, form, entries, device))
+        doubtful = store.index.copy() if terms.input_field is not None and store.index.any() else None
+        level = Level(cut.depth, form, store, host, MemoryTier(device_bytes, form, entries, device), doubtful)
         self._levels.append(level)
         cut.terms = terms
         self._recording.restart(self._taken_by_others())

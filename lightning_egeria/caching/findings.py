@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.samples import StandIn, copy_of, encode, is_numbers, leaves_of, same_leaf, with_leaves
+from lightning_egeria.caching.samples import (
+    StandIn,
+    copy_of,
+    digest_of,
+    encode,
+    is_numbers,
+    leaves_of,
+    same_leaf,
+    with_leaves,
+)
 from lightning_egeria.tracing import tensor_leaves
 
 EXAMINED_SAMPLES = 4
@@ -270,11 +279,12 @@ def kept_random_state() -> Iterator[None]:
 
 
 def encoded_fields(sample: Any, input_leaf: int | None) -> bytes | None:
-    """The encoded fields of a sample, with a stand-in for its input."""
+    """The encoded fields of a sample, with a stand-in for its input; behind them, a digest of that."""
     leaves: list[Any] = list(leaves_of(sample))
-    if input_leaf is not None:
-        leaves[input_leaf] = StandIn.of(leaves[input_leaf])
     try:
+        if input_leaf is not None:
+            leaves.append(digest_of(leaves[input_leaf]))
+            leaves[input_leaf] = StandIn.of(leaves[input_leaf])
         return encode(leaves)
     except TypeError:
         return None

@@ -180,6 +180,11 @@ class MemoryTier:
             self._place[entries[new]] = self._used + np.cumsum(lengths[new]) - lengths[new]
             self._used += count
 
+    def drop(self, number: int) -> None:
+        """Keep an entry no longer; its memory is not used again."""
+        if self._capacity:
+            self._place[number] = -1
+
     @property
     def capacity(self) -> int:
         """How many pieces fit."""
@@ -201,6 +206,8 @@ class Level:
         store: on disk.
         host: in the memory of the host.
         device: in the memory of the device that trains, if that is another.
+        doubtful: the index as it was when the store was opened: what an earlier run has left is compared with its
+            sample before it is used. Zero for what was, and for what is of this run; None: there was nothing.
     """
 
     cut: int
@@ -208,11 +215,40 @@ class Level:
     store: ActivationStore
     host: MemoryTier
     device: MemoryTier
+    doubtful: npt.NDArray[np.uint32] | None = None
 
     def present(self, entries: Rows) -> Flags:
         """Which entries are there, as far as the index says."""
         found: Flags = self.store.index[entries] != 0
         return found
+
+    def is_doubtful(self, entries: Rows) -> Flags:
+        """Which entries are to be compared with their samples."""
+        return self.doubtful[entries] != 0 if self.doubtful is not None else np.zeros(len(entries), bool)
+
+    def holds_fields(self, number: int, fields: bytes | None) -> bool:
+        """Whether an entry of an earlier run is of the sample that has these fields now; if not, it is no entry."""
+        if self.doubtful is None:
+            return True
+        found, self.doubtful[number] = self.doubtful[number], 0
+        same = fields is not None and self.store.read_fields(number) == fields
+        unchanged = self.store.index[number] == found
+        if same and unchanged:
+            return True
+        if unchanged:  # and not written anew by another process
+            self.store.forget(number)
+        return False
+
+    def _forget(self, number: int) -> None:
+        """An entry cannot be read: what is written in its place is of this run."""
+        self.store.forget(number)
+        if self.doubtful is not None:
+            self.doubtful[number] = 0
+
+    def drop_row(self, number: int) -> None:
+        """Nothing of an entry is kept in memory any longer."""
+        self.host.drop(number)
+        self.device.drop(number)
 
     def release_memory(self) -> None:
         """Keep rows on disk only."""
@@ -236,7 +272,7 @@ class Level:
             number = int(entries[place])
             if self.store.read(number, raw[place]) != self.form.piece:
                 sound[place] = False
-                self.store.forget(number)
+                self._forget(number)
         rows = Pieces(data, None)
         new = ~held & sound
         if new.any():
@@ -257,7 +293,7 @@ class Level:
             shape = self.store.read(number, buffer)
             if shape is None or shape[1:] != self.form.piece:
                 sound[place] = False
-                self.store.forget(number)
+                self._forget(number)
                 continue
             row = torch.empty(shape, dtype=self.form.dtype)
             _as_bytes(row.unsqueeze(0))[0] = buffer[: shape[0] * self.form.piece_bytes]

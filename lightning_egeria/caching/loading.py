@@ -208,7 +208,7 @@ class PlannedDataset:
             fields = self._fields(*key)
             if fields is not None:
                 with contextlib.suppress(ValueError):  # damaged: loaded like any other
-                    values = decode(fields)
+                    *values, _ = decode(fields)  # without the digest of what is not there
                     if len(values) == count:
                         stored[place], leaves[place] = fields, values
                         self._keep(key, fields)
@@ -217,7 +217,7 @@ class PlannedDataset:
     def _keep(self, key: tuple[Path, int], fields: bytes) -> None:
         self._known_bytes += len(fields) + KEPT_FIELDS_OVERHEAD
         if self._known_bytes <= self._memory_bytes:
-            self._known[key] = fields, decode(fields)
+            self._known[key] = fields, decode(fields)[:-1]
 
     def _fetch(self, ids: list[int], seeds: list[int] | None) -> list[Any]:
         if not ids:

@@ -88,6 +88,12 @@ class Planner:
         """Nothing that was planned to be read is of use any longer."""
         self._reader.cancel()
 
+    def forget_rows(self) -> None:
+        """Entries that were read, or are being read, may be of another sample than was thought."""
+        self._reader.cancel()
+        for planned in self._planned.values():
+            planned.reads.clear()
+
     def close(self) -> None:
         """End the reading. Safe to call twice."""
         self._reader.close()
@@ -105,15 +111,16 @@ class Planner:
             self._examination_planned = True
             return PlannedBatch(dataclasses.replace(plan, examine=True))
         checks = self._is_spot_check()
-        stored = np.full(len(ids), -1)
+        stored, doubtful = np.full(len(ids), -1), False
         reads: list[Read] = []
         for number in reversed(range(len(levels))):
             level = levels[number]
             places = np.flatnonzero((stored < 0) & level.present(entries))
             if len(places):
                 stored[places] = number
+                doubtful = doubtful or bool(level.is_doubtful(entries[places]).any())
                 reads.append(self._begin_read(plan.number, level, places, entries[places]))
-        whole = checks or self._observes(plan.number - self._received) or not terms.is_proven(len(ids))
+        whole = checks or doubtful or self._observes(plan.number - self._received) or not terms.is_proven(len(ids))
         plan = dataclasses.replace(
             plan,
             stores=tuple(level.store.folder for level in levels),
@@ -121,7 +128,7 @@ class Planner:
             input_field=terms.input_field,
             structure=terms.structure,
             length_leaf=terms.length_leaf,
-            keep=(records and bool((stored != len(levels) - 1).any())) or checks,
+            keep=(records and bool((stored != len(levels) - 1).any())) or checks or doubtful,
         )
         return PlannedBatch(plan, reads, checks)
 

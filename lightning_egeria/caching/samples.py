@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 _TENSOR, _ARRAY, _BYTES, _PLAIN, _STAND_IN = "tensor", "array", "bytes", "plain", "stand-in"
@@ -258,6 +259,19 @@ def _checked(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind == "U" and (array.reshape(-1).view(array.dtype.byteorder + "u4") > 0x10FFFF).any():
         raise ValueError("not the fields of a sample: there is no such letter")
     return array
+
+
+def digest_of(leaf: Tensor | np.ndarray | list[Any]) -> bytes:
+    """Eight bytes that tell one value of a leaf from others.
+
+    >>> digest_of([1, 2]) == digest_of([1, 2]), digest_of([1, 2]) == digest_of([1, 3])
+    (True, False)
+    """
+    if isinstance(leaf, list):
+        data = json.dumps(leaf).encode()
+    else:
+        data = bytes_of(leaf) if isinstance(leaf, Tensor) else leaf.tobytes()
+    return xxhash.xxh3_64_digest(data)
 
 
 def copy_of(leaf: Any) -> Any:

@@ -35,7 +35,7 @@ try:
 except ImportError as error:  # Windows
     raise ImportError("the cache of the frozen prefix needs a POSIX system, such as Linux or macOS") from error
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, ENTRIES, INDEX, LOCK = "manifest.json", "entries", "index", "lock"
 MAX_DIMENSIONS = 6
 MAX_ENTRIES = 2**28  # an index of 1 GiB, which is held in memory

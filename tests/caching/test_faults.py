@@ -17,6 +17,7 @@ import torch
 from cached_runs import Classifier, fit, images, loader_of
 from test_same_training import assert_same_training, pair
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.store import ENTRIES, INDEX, MANIFEST, ActivationStore, Manifest, read_manifest
@@ -136,6 +137,40 @@ def test_data_that_changed_under_the_cache_are_found(tmp_path):
     assert_same_training(plain, second)
     assert wrapped.stats.wrong > 0
     assert wrapped.stats.hits > 50
+
+
+class Repaired(Dataset):
+    """A few samples of which are other ones later on."""
+
+    def __init__(self, labels=(), inputs=()):
+        self.data, self.labels, self.inputs = images(), labels, inputs
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        image, label = self.data[index]
+        return image + (index in self.inputs), (int(label) + (index in self.labels)) % 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("host_bytes", [0, 10**9])
+@pytest.mark.parametrize("repaired", [{"labels": (25, 33, 38)}, {"inputs": (25, 33, 38)}])
+def test_samples_that_were_repaired_since_the_last_run(tmp_path, repaired, host_bytes, workers):
+    plain, first = pair(Classifier)
+    _, second = pair(Classifier)
+    _, third = pair(Classifier)
+    cache = {"cache_dir": tmp_path / "cache", "host_bytes": host_bytes}
+    fit(first, DataLoader(Repaired(), 8, num_workers=workers), FROM_THE_START, cache, epochs=3)
+    fit(plain, DataLoader(Repaired(**repaired), 8, num_workers=workers), FROM_THE_START, epochs=5)
+    wrapped = fit(second, DataLoader(Repaired(**repaired), 8, num_workers=workers), FROM_THE_START, cache, epochs=5)
+    assert_same_training(plain, second)
+    assert wrapped.stats.wrong == 3
+    assert wrapped.stats.written == 3
+    assert wrapped.stats.not_loaded > 50  # once all are known to be right
+    wrapped = fit(third, DataLoader(Repaired(**repaired), 8, num_workers=workers), FROM_THE_START, cache, epochs=5)
+    assert_same_training(plain, third)
+    assert wrapped.stats.wrong == wrapped.stats.written == 0
 
 
 def change(pl_module):
