@@ -153,6 +153,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._trainable: set[str] = set()
         self._front_group = (0, 0)  # numbers of the optimizer and of its group
         self._restored: dict[str, Any] | None = None
+        self._kept: dict[str, Any] | None = None  # the state when a deterministic fit ended
         self._stage: str | None = None  # of the Trainer, as its last setup told it
 
     @property
@@ -197,7 +198,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start anew."""
         self._close()
-        self._chain = self._engine = None
+        self._chain = self._engine = self._kept = None
         self._front_group = (0, 0)
         self._idle = self._told_too_few = False
         self._active = not getattr(trainer, "fast_dev_run", False)
@@ -374,10 +375,13 @@ class KnowledgeGuidedFreezing(pl.Callback):
         """Plain types only: the layer chain, the policy, and what has happened so far.
 
         In a deterministic run also the weights of the reference, which is as much again as the model's own. A state
-        that was loaded stays what it is until training starts.
+        that was loaded stays what it is until training starts, and that of the end of a deterministic `fit` until the
+        next begins.
         """
         if self._restored is not None:
             return self._restored
+        if self._kept is not None:
+            return self._kept
         engine = self._engine
         return {
             "version": STATE_VERSION,
@@ -422,7 +426,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if self.frozen_depth:
             self.events.append(FreezingEvent(trainer.global_step, "unfreeze", 0, "other parameters began to learn"))
         self._close()
-        self._engine = self._chain = None
+        self._engine = self._chain = self._kept = None
         self._idle = False
         self._prefix_changed(trainer)
 
@@ -507,10 +511,14 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def _close(self) -> None:
         self._stop_first_step()
-        if self._engine is not None:
-            self._engine.close()
-        if self._bar_entry is not None:
-            self._bar_entry.remove()
+        try:
+            if self._waits and self._engine is not None and self._kept is None:
+                self._kept = self.state_dict()  # closing drops the reference, and what is asked of it
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+            if self._bar_entry is not None:
+                self._bar_entry.remove()
 
 
 def _interval(trainer: pl.Trainer) -> int:

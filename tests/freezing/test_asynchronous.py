@@ -186,6 +186,51 @@ def test_a_deterministic_run_resumes_with_what_modules_keep_beside_their_weights
     assert states_equal(expected, found)
 
 
+def test_a_deterministic_run_goes_on_from_a_checkpoint_written_after_fit(tmp_path):
+    def callback():
+        return KnowledgeGuidedFreezing(
+            Deciding(tolerance=0.5),
+            evaluate_every_n_steps=2,
+            refresh_every_n_evaluations=3,
+            workers=1,
+            deterministic=True,
+        )
+
+    class Saves(L.Callback):
+        def teardown(self, trainer, pl_module, stage):
+            if trainer.global_step == 15:
+                trainer.save_checkpoint(path)
+
+    path = tmp_path / "after.ckpt"
+    whole, first, resumed = callback(), callback(), callback()
+    expected = fit(whole)
+    fit(first, Saves(), epochs=3)
+    found = fit(resumed, ckpt_path=path)
+    assert resumed.events == whole.events != []
+    later = [entry for entry in whole._engine.policy.seen if entry[0] > 15]
+    assert str(resumed._engine.policy.seen) == str(later)  # with NaN, which is not equal to itself
+    assert states_equal(expected, found)
+    fit(first, epochs=1)  # begins anew
+    assert first._engine.policy.seen[0][0] <= 4
+
+
+def test_a_checkpoint_of_an_error_in_a_deterministic_run_holds_the_reference():
+    class Fails(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 7:
+                raise RuntimeError("boom")
+
+        def on_exception(self, trainer, pl_module, exception):
+            kept.append(callback.state_dict()["engine"])
+
+    kept = []
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, workers=0, deterministic=True)
+    with pytest.raises(RuntimeError, match="boom"):
+        fit(callback, Fails())
+    assert "net.0.weight" in kept[0]["reference"]
+    assert [answer is not None for answer in kept[0]["pending"]] == [True]
+
+
 def test_without_determinism_a_checkpoint_does_not_hold_the_reference(tmp_path):
     path = tmp_path / "some.ckpt"
 
