@@ -190,15 +190,16 @@ class KnowledgeGuidedFreezing(pl.Callback):
         before, self._stage = self._stage, stage
         if stage == "fit":
             if before is not None:
-                # What an earlier fit left, or the tuner loaded; a checkpoint to resume from is read after this.
-                self._restored = None
+                # What an earlier fit left, or the tuner loaded, which saves and loads before `on_fit_start`; a
+                # checkpoint to resume from is read after this.
+                self._close()
+                self._chain = self._engine = self._kept = self._restored = None
+                self.events = []
             check_strategy(trainer, self.allow_untested)
             self._ranks = Ranks(trainer.strategy.root_device)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start anew."""
-        self._close()
-        self._chain = self._engine = self._kept = None
         self._front_group = (0, 0)
         self._idle = self._told_too_few = False
         self._active = not getattr(trainer, "fast_dev_run", False)

@@ -878,6 +878,17 @@ def test_after_a_fit_and_the_tuner_a_second_fit_starts_anew(tmp_path):
     assert seen == {step: 2 * (step >= 3) for step in range(1, 11)}
 
 
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
+def test_a_second_fit_that_looks_for_a_learning_rate_starts_anew(tmp_path):
+    callback, module = freezing(ScriptedPolicy({3: 2})), new()
+    finder = pl_callbacks.LearningRateFinder(num_training_steps=8)
+    trainer = trainer_of(callback, finder, epochs=1, default_root_dir=tmp_path)
+    for max_epochs, step in ((1, 3), (2, 6)):  # the script is behind by then
+        trainer.fit_loop.max_epochs = max_epochs
+        trainer.fit(module)
+        assert [event.step for event in callback.events] == [step]
+
+
 def test_inert_in_fast_dev_run_and_under_barebones_at_work():
     callback = freezing(ScriptedPolicy({1: 1}))
     fit(new(), callback, fast_dev_run=True)
