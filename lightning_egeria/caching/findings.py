@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -154,7 +155,7 @@ class Inspector:
 
     def _collated(self, samples: Sequence[Any]) -> list[Tensor]:
         """The tensors of the batch, made of copies: the user's function may take samples apart or work in place."""
-        copies = [with_leaves(sample, map(copy_of, leaves_of(sample))) for sample in samples]
+        copies = [with_leaves(sample, map(_copy_of_any, leaves_of(sample))) for sample in samples]
         try:
             return list(tensor_leaves(self._collate(copies)))
         except Exception as error:  # the user's function may raise anything
@@ -288,6 +289,20 @@ def encoded_fields(sample: Any, input_leaf: int | None) -> bytes | None:
         return encode(leaves)
     except TypeError:
         return None
+
+
+def _copy_of_any(leaf: Any) -> Any:
+    """A copy of what could be changed in place, of the user's own types too.
+
+    Raises:
+        TypeError: it cannot be copied.
+    """
+    if isinstance(leaf, (Tensor, np.ndarray, list)):
+        return copy_of(leaf)
+    try:
+        return copy.deepcopy(leaf)
+    except Exception as error:  # whatever the user's own type raises
+        raise TypeError(f"a value of type {type(leaf).__name__} cannot be copied") from error
 
 
 def structure_of(sample: Any) -> Any:

@@ -1,6 +1,7 @@
 """Collate functions: which of them make, of each sample, a row of its own."""
 
 import random
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -167,6 +168,23 @@ def test_a_collate_function_that_takes_its_samples_apart(tmp_path):
         return torch.stack([sample["image"].mul_(0.5) for sample in samples]), labels
 
     wrapped = compare(tmp_path, lambda: DataLoader(Fields(), 8, shuffle=True, collate_fn=apart))
+    assert wrapped.stats.hits > 40
+
+
+def test_a_collate_function_that_takes_samples_of_its_own_kind_apart(tmp_path):
+    class Ordered(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            image, label = images()[index]
+            return OrderedDict(image=image.flatten().tolist(), label=int(label))
+
+    def apart(samples):
+        labels = torch.tensor([sample.pop("label") for sample in samples])
+        return torch.tensor([sample.pop("image") for sample in samples]).view(-1, 3, 8, 8), labels
+
+    wrapped = compare(tmp_path, lambda: DataLoader(Ordered(), 8, shuffle=True, collate_fn=apart))
     assert wrapped.stats.hits > 40
 
 
