@@ -115,6 +115,7 @@ class PrefixCache:
         self._levels: list[Level] = []
         self._dropped: list[Path] = []
         self._changes = 0
+        self._data_changes = dataset.changes
         self._step: Step | None = None
         self._kept_stand_in: Tensor | None = None
         self._examination: Examination | None = None
@@ -192,7 +193,7 @@ class PrefixCache:
         """
         planned = self._planner.take(loaded.number)
         self._step = None
-        if self._levels and self._weights_changed():
+        if self._data_changed() or (self._levels and self._weights_changed()):
             return self._whole(planned, loaded)
         cut = self._cut
         if cut is None or planned.plan.version != self._version or (cut.terms is None) != planned.plan.examine:
@@ -535,6 +536,13 @@ class PrefixCache:
             return
         fresh = pieces_of(read.level.form, step.computed.cpu(), step.loaded.lengths)
         terms.try_size(step.samples, same_leaf(fresh.data, rows.data.cpu()))
+
+    def _data_changed(self) -> bool:
+        before, self._data_changes = self._data_changes, self._dataset.changes
+        if self._cut is None or before == self._data_changes:
+            return False
+        self._start_over(self._cut, "the samples may have changed (an attribute of the dataset was set)")
+        return True
 
     def _weights_changed(self) -> bool:
         if self._cut is None or not self._cut.weights.have_changed():

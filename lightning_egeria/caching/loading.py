@@ -110,10 +110,14 @@ class PlannedDataset:
         dataset: map-style, of the user.
         collate: of the user's DataLoader.
         memory_bytes: how much of the fields of samples may be kept in memory. Only of use in the training process.
+
+    Attributes:
+        changes: how often an attribute of the dataset was set to something else.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], memory_bytes: int = 0) -> None:
         self.collate = collate
+        self.changes = 0
         self._memory_bytes = memory_bytes
         self._known: dict[tuple[Path, int], tuple[bytes, list[Any]]] = {}
         self._known_bytes = 0
@@ -132,6 +136,7 @@ class PlannedDataset:
         if is_own(self, name, "dataset"):
             super().__setattr__(name, value)
         else:
+            self.changes += getattr(self.dataset, name, self) is not value
             setattr(self.dataset, name, value)
 
     def __getstate__(self) -> dict[str, Any]:

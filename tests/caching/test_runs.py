@@ -102,6 +102,17 @@ def test_what_callbacks_change_on_the_data_is_changed(tmp_path, change):
     assert data.root is not None
 
 
+def test_a_dataset_that_is_changed_while_it_is_cached(tmp_path):
+    plain, cached = pair(Classifier)
+    fit(plain, ScaledData(), {2: 2}, callbacks=[Changing(scales_the_dataset)], epochs=3)
+    with pytest.warns(UserWarning, match="samples may have changed .an attribute of the dataset was set.; all"):
+        wrapped = fit(
+            cached, ScaledData(), {2: 2}, {"cache_dir": tmp_path}, callbacks=[Changing(scales_the_dataset)], epochs=3
+        )
+    assert_same_training(plain, cached)
+    assert wrapped.stats.hits > 20
+
+
 def test_a_size_that_the_tuner_finds(tmp_path):
     sizes = []
 
