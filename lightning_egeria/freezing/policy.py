@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from lightning_egeria.errors import ArgumentError, CheckpointError
 
-FALLEN = 0.5  # of the highest learning rate so far: above it nothing is called at rest
+FALLEN = 0.5  # of the highest learning rate so far: above it, nothing that began with new weights is called at rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class FreezingPolicy(Annealing):
     steps the front freezes some evaluations after a step, under a smooth schedule in the last third, and where all is
     still learning nothing does. Nor is anything called at rest before the learning rate has fallen to half of the
     highest so far, however little it moves: in a warm-up, what stands still has yet to begin, and a transformer's front
-    moves little while it learns.
+    moves little while it learns. Weights that were trained already only have to be past the warm-up.
 
     Weights that were trained already (``pretrained=True``) are told by comparing layer modules with one another: after
     the first ``patience`` evaluations, the deepest prefix freezes whose last layer module has a mean plasticity below
@@ -227,7 +227,7 @@ class FreezingPolicy(Annealing):
         self._at_rest: list[int] = []  # of the prefix that ends with each layer module: evaluations in a row
         self._first: list[list[float]] = []  # plasticity that pre-trained weights are compared by
         self._compares = pretrained
-        self._highest_lr = 0.0
+        self._highest_lr = 0.0  # of the evaluations so far, and the first step
 
     @property
     def wants_reference(self) -> bool:
@@ -249,20 +249,27 @@ class FreezingPolicy(Annealing):
         if (decision := self._jumped(learning_rate)) is not None:
             self.depth, self._at_rest, self._first, self._compares = 0, [], [], self.pretrained
             return decision
-        if math.isfinite(learning_rate):
-            self._highest_lr = max(self._highest_lr, learning_rate)
+        if self._highest_lr == 0 and math.isfinite(learning_rate):
+            self._highest_lr = learning_rate
         if learning_rate == 0 or not plasticity or not all(map(math.isfinite, plasticity[self.depth :])):
             return None
-        has_fallen = learning_rate <= FALLEN * self._highest_lr
+        may_rest = self._may_rest(learning_rate)
         self._at_rest += [0] * (len(plasticity) - len(self._at_rest))
         for index in range(self.depth, len(plasticity)):
-            at_rest = has_fallen and plasticity[index] <= self._limit(index + 1, plasticity)
+            at_rest = may_rest and plasticity[index] <= self._limit(index + 1, plasticity)
             self._at_rest[index] = self._at_rest[index] + 1 if at_rest else 0
         decision = (self._compared(plasticity) if self._compares else None) or self._rested(plasticity)
         if decision is not None:
             self._froze(learning_rate)
             self.depth, self._at_rest = decision.depth, []  # from here on, less would freeze with each
         return decision
+
+    def _may_rest(self, learning_rate: float) -> bool:
+        """Whether the learning rate is such that what stands still has come to rest. To be asked at each evaluation."""
+        rises = learning_rate > self._highest_lr * (1 + 1e-6)
+        if math.isfinite(learning_rate):
+            self._highest_lr = max(self._highest_lr, learning_rate)
+        return not rises if self.pretrained else learning_rate <= FALLEN * self._highest_lr
 
     def _limit(self, depth: int, plasticity: Sequence[float]) -> float:
         return self.tolerance * (depth - self.depth) / len(plasticity)

@@ -172,6 +172,12 @@ class TestPretrained:
         assert policy.observe(1, [0.01, 0.01, 0.3, 1.0], 0.01, None) is None
         assert policy.observe(2, [0.02, 0.02, 0.6, 2.0], 0.02, None).depth == 2
 
+    def test_they_may_rest_at_any_rate_but_one_that_rises(self):
+        policy = started(pretrained=True, peer_tolerance=0, highest=0.01)
+        warm_up = [policy.observe(step, [STILL] * 4, 0.01 * step, None) for step in range(2, 11)]
+        assert warm_up == [None] * 9
+        assert feed(policy, [[STILL] * 4] * 2, learning_rate=0.1, start=11) == [(12, 3)]
+
     def test_nothing_moves_nothing_is_compared(self):
         assert feed(started(pretrained=True, patience=1), [[0.0] * 4]) == [(0, 3)]  # at rest, all of it
 
