@@ -381,7 +381,7 @@ def resumed(policy, **arguments):
 
 class Anything(FreezingPolicy):
     def __init__(self):
-        super().__init__(tolerance=1e9, patience=1)
+        super().__init__(tolerance=1e9, patience=1, pretrained=True, peer_tolerance=0)
 
 
 @pytest.mark.parametrize("policy", [Anything(), ScriptedPolicy({4: 2})])
