@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_egeria.caching.samples import stand_in_tensor
+from lightning_egeria.calls import change_leaves
 from lightning_egeria.compilation import hidden_from_compiler
 from lightning_egeria.errors import CacheError
 from lightning_egeria.layers import LayerChain
@@ -321,7 +322,7 @@ def rows_of(
                 tensor = tensor.narrow(dim, 0, shorter[1])
         return tensor
 
-    cut_args, cut_kwargs = apply_to_collection((args, dict(kwargs)), Tensor, cut, allow_frozen=True)
+    cut_args, cut_kwargs = change_leaves((args, dict(kwargs)), Tensor, cut)
     return cut_args, cut_kwargs
 
 

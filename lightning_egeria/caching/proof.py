@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +19,7 @@ from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, Prefi
 from lightning_egeria.caching.findings import kept_random_state, random_state, same_random_state, seed_all
 from lightning_egeria.caching.levels import RowForm, pieces_of
 from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
-from lightning_egeria.calls import EarlierOutput, NetworkCall
+from lightning_egeria.calls import EarlierOutput, NetworkCall, change_leaves
 from lightning_egeria.compilation import eager
 from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
 
@@ -277,9 +276,7 @@ class Prover:
                     return stand_in_tensor(value.shape, value.dtype, value.device)
                 return value.clone(memory_format=torch.preserve_format)
 
-            args, kwargs = apply_to_collection(
-                (call.args, call.kwargs), (Tensor, EarlierOutput), prepare, allow_frozen=True
-            )
+            args, kwargs = change_leaves((call.args, call.kwargs), (Tensor, EarlierOutput), prepare)
             output = self._modules[call.entry](*args, **kwargs)
             outputs.append(list(tensor_leaves(output)))
             if passage.reached is not None:  # what comes out in front of the boundary may be a stand-in
@@ -371,5 +368,5 @@ def rows_alike(first: Tensor, second: Tensor) -> bool:
 
 def _leaves(call: NetworkCall) -> list[Any]:
     found: list[Any] = []
-    apply_to_collection((call.args, call.kwargs), (Tensor, EarlierOutput), found.append, allow_frozen=True)
+    change_leaves((call.args, call.kwargs), (Tensor, EarlierOutput), found.append)
     return found

@@ -274,6 +274,30 @@ def test_nothing_frozen_changes_nothing(tmp_path):
     assert wrapped.stats.off == "nothing is frozen"
 
 
+class TakesRange(Net):
+    def forward(self, x, places):
+        return super().forward(x) + len(places)
+
+
+class GivesRange(Classifier):
+    def __init__(self):
+        super().__init__(TakesRange())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x, range(4)), y)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def test_an_argument_that_cannot_be_made_anew_from_its_parts(tmp_path):
+    plain, cached = pair(GivesRange)
+    fit(plain, loader_of(images()), SCHEDULE, epochs=EPOCHS)
+    wrapped = fit(cached, loader_of(images()), SCHEDULE, {"cache_dir": tmp_path / "cache"}, epochs=EPOCHS)
+    assert_same_training(plain, cached)
+    assert wrapped.stats.hits > 100
+
+
 @pytest.fixture
 def compiler():
     """Leaves no processes behind."""
