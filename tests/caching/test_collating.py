@@ -233,7 +233,8 @@ def test_samples_that_cannot_be_read(tmp_path, collate, instead, workers):
     """Their batches are neither written nor taken from the cache."""
 
     def data():
-        return DataLoader(Unreadable((37,), instead), 8, shuffle=True, collate_fn=collate, num_workers=workers)
+        # In order, so that it is not in the batch that is examined.
+        return DataLoader(Unreadable((37,), instead), 8, collate_fn=collate, num_workers=workers)
 
     wrapped = compare(tmp_path, data)
     assert wrapped.stats.off is None
