@@ -59,11 +59,14 @@ def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_left() -> Iterator[None]:
-    """The compiler of torch before 2.8 keeps pointers to backends that are gone, and asks them when it meets the same
-    code again: a crash, sooner or later (pytorch#155057)."""
+    """The compiler has processes of its own, and that of torch before 2.8 keeps pointers to backends that are gone, and
+    asks them when it meets the same code again: a crash, sooner or later (pytorch#155057)."""
     yield
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+    workers = sys.modules.get("torch._inductor.async_compile")
+    if workers is not None:
+        workers.shutdown_compile_workers()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """A run from the cache is the run without it, bit for bit."""
 
 import copy
-import sys
 
 import lightning as L
 import pytest
@@ -298,18 +297,9 @@ def test_an_argument_that_cannot_be_made_anew_from_its_parts(tmp_path):
     assert wrapped.stats.hits > 100
 
 
-@pytest.fixture
-def compiler():
-    """Leaves no processes behind."""
-    yield
-    workers = sys.modules.get("torch._inductor.async_compile")
-    if workers is not None:
-        workers.shutdown_compile_workers()
-
-
 # Of the compiler itself, where it goes on behind a call that it does not compile.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_network(tmp_path, compiler):
+def test_a_compiled_network(tmp_path):
     """With this backend, compiled code gives the bits of eager code, which runs where the step is examined."""
     plain, cached = pair(Classifier)
     for module in (plain, cached):
@@ -321,7 +311,7 @@ def test_a_compiled_network(tmp_path, compiler):
     assert wrapped.stats.hits > 100
 
 
-def test_a_network_compiled_as_one_graph_is_left_alone(tmp_path, compiler):
+def test_a_network_compiled_as_one_graph_is_left_alone(tmp_path):
     plain, cached = pair(Classifier)
     for module in (plain, cached):
         module.net.compile(backend="aot_eager", fullgraph=True)
