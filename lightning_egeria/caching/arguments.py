@@ -148,12 +148,17 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def is_given(leaf: Tensor, argument: Tensor) -> bool:
     """Whether the network is given this tensor of the batch: itself, another view of all of it, or a copy."""
-    if leaf.numel() != argument.numel():
-        return False
     if shares_memory(leaf, argument):
-        return True
-    moved = leaf.to(argument.device, argument.dtype).reshape(-1)
-    return same_leaf(moved, argument.detach().reshape(-1))
+        return leaf.numel() == argument.numel()
+    return has_values_of(leaf, argument)
+
+
+def has_values_of(leaf: Tensor, other: Tensor) -> bool:
+    """Whether a tensor, on the device and in the dtype of the other, has its values, bit for bit."""
+    if leaf.numel() != other.numel():
+        return False
+    moved = leaf.to(other.device, other.dtype)
+    return same_leaf(moved.reshape(-1), other.detach().reshape(-1))
 
 
 def is_view(leaf: Tensor, argument: Tensor, layout: Layout) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_egeria.caching.arguments import (
     GivenInput,
     OtherArguments,
+    has_values_of,
     is_given,
     is_view,
     shares_memory,
@@ -24,7 +25,7 @@ from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, Prefi
 from lightning_egeria.caching.findings import InputField
 from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
 from lightning_egeria.caching.loading import Loaded, Plan
-from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
+from lightning_egeria.caching.samples import stand_in_tensor
 from lightning_egeria.clock import mark
 from lightning_egeria.errors import CacheError
 from lightning_egeria.tracing import tensor_leaves
@@ -171,10 +172,7 @@ class Step:
     def came_as_loaded(self, leaf: int) -> bool:
         """Whether a tensor of the batch is, value by value, what the data loader gave."""
         handed_on, source = self._handed_on[leaf][0], self.source[leaf]
-        if handed_on is source:
-            return True
-        moved = handed_on.to(source.device, source.dtype)
-        return moved.numel() == source.numel() and same_leaf(moved.reshape(-1), source.detach().reshape(-1))
+        return handed_on is source or has_values_of(handed_on, source)
 
     def replace(self, leaf: int, real: Tensor) -> None:
         """Put what was loaded after all in the place of a stand-in."""
