@@ -15,7 +15,7 @@ from lightning_egeria.caching.arguments import GivenInput, Layout, OtherArgument
 from lightning_egeria.caching.bypass import Passage, PrefixBypass
 from lightning_egeria.caching.findings import Findings, InputField, VaryingField
 from lightning_egeria.caching.hooks import BatchHooks
-from lightning_egeria.caching.proof import Proof, Prover
+from lightning_egeria.caching.proof import NO_ROWS, Proof, Prover
 from lightning_egeria.caching.steps import Step, Terms
 from lightning_egeria.caching.watch import StepWatch
 from lightning_egeria.calls import CallRecorder
@@ -120,9 +120,7 @@ class Examination:
         if len(calls) != len({call.entry for call in calls}):
             return Verdict("the training step calls the network more than once")
         if step.computed.shape[:1] != (step.samples,):  # frames or crops lie there
-            return Verdict(
-                "the boundary activation does not have the samples of the batch in its first dimension", True
-            )
+            return Verdict(NO_ROWS, True)
         if self._watch.prefix_used is not None:
             return Verdict(f"{self._watch.prefix_used} behind the boundary uses what was computed in front of it", True)
         given = {one.leaf: one.argument for one in reversed(self._inputs)}
