@@ -360,6 +360,13 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 "freezing: there are no training batches: the train dataloader is empty, or limit_train_batches leaves "
                 "none of it"
             )
+        policy = self._engine.policy if self._engine is not None else None
+        if isinstance(policy, FreezingPolicy) and not policy.pretrained and policy.held_back and not self.events:
+            rank_zero_warn(
+                f"freezing: nothing froze, though {policy.held_back}. What began with new weights never freezes before "
+                "the learning rate has fallen to half of its highest so far, and it did not: let it fall, or use "
+                "FreezingPolicy(pretrained=True) if the weights were trained already"
+            )
         if self._engine is not None and trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             Console().print(savings_table(self.savings(), metrics))

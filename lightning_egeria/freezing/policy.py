@@ -188,6 +188,8 @@ class FreezingPolicy(Annealing):
 
     Attributes:
         depth: what is frozen by its decision.
+        held_back: what had stood still while the learning rate was too high to call it at rest, in words and numbers;
+            None if there was no such thing since the learning rate was last low enough.
 
     Raises:
         ArgumentError: an argument is out of its range.
@@ -223,6 +225,7 @@ class FreezingPolicy(Annealing):
         self.pretrained = pretrained
         self.peer_tolerance = peer_tolerance
         self.depth = 0
+        self.held_back: str | None = None
         self._max_depth = 0
         self._at_rest: list[int] = []  # of the prefix that ends with each layer module: evaluations in a row
         self._first: list[list[float]] = []  # plasticity that pre-trained weights are compared by
@@ -254,6 +257,7 @@ class FreezingPolicy(Annealing):
         if learning_rate == 0 or not plasticity or not all(map(math.isfinite, plasticity[self.depth :])):
             return None
         may_rest = self._may_rest(learning_rate)
+        self.held_back = None if may_rest else self._still(step, plasticity) or self.held_back
         self._at_rest += [0] * (len(plasticity) - len(self._at_rest))
         for index in range(self.depth, len(plasticity)):
             at_rest = may_rest and plasticity[index] <= self._limit(index + 1, plasticity)
@@ -270,6 +274,14 @@ class FreezingPolicy(Annealing):
         if math.isfinite(learning_rate):
             self._highest_lr = max(self._highest_lr, learning_rate)
         return not rises if self.pretrained else learning_rate <= FALLEN * self._highest_lr
+
+    def _still(self, step: int, plasticity: Sequence[float]) -> str | None:
+        for depth in range(self._max_depth, self.depth, -1):
+            if plasticity[depth - 1] <= (limit := self._limit(depth, plasticity)):
+                return (
+                    f"{depth} layer modules stood still at step {step}: {plasticity[depth - 1]:.1e}, within {limit:.1e}"
+                )
+        return None
 
     def _limit(self, depth: int, plasticity: Sequence[float]) -> float:
         return self.tolerance * (depth - self.depth) / len(plasticity)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 
 import lightning as L
 import pytest
@@ -117,6 +118,18 @@ class Observing(SlopePolicy):
         super().observe(step, plasticity, learning_rate, loss)
         if plasticity is not None:
             self.seen = (*self.seen, tuple(plasticity))
+
+
+@pytest.mark.parametrize(("policy", "told"), [(FreezingPolicy(tolerance=1e3), 1), (FreezingPolicy(1e-9), 0)])
+def test_a_learning_rate_that_never_falls_is_told_if_it_alone_was_in_the_way(policy, told):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callback = freezing(policy, evaluate_every_n_steps=1)
+        fit(module(optimizer="adamw"), callback)
+    texts = [str(warning.message) for warning in caught if "the learning rate has fallen" in str(warning.message)]
+    assert len(texts) == told
+    assert all("2 layer modules stood still at step" in text for text in texts)
+    assert callback.events == []
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

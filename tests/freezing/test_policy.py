@@ -134,6 +134,15 @@ class TestRest:
         assert feed(policy, [[STILL] * 4] * 2, learning_rate=0.06) == []
         assert feed(policy, [[STILL] * 4] * 4, learning_rate=0.05, start=2) == [(4, 3)]
 
+    def test_what_only_the_learning_rate_holds_back_is_known(self):
+        policy = started(highest=0.1)
+        feed(policy, [[MOVES] * 4], learning_rate=0.1)
+        assert policy.held_back is None
+        feed(policy, [[STILL, 1.5e-4, MOVES, MOVES], [MOVES] * 4], learning_rate=0.1, start=7)
+        assert policy.held_back == "2 layer modules stood still at step 7: 1.5e-04, within 2.0e-04"
+        feed(policy, [[MOVES] * 4], learning_rate=0.05)
+        assert policy.held_back is None
+
     def test_the_reason_tells_the_numbers(self):
         policy = started()
         feed(policy, [[2e-4, 1.5e-4, MOVES, MOVES]])
