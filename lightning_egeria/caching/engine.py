@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,57 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.bypass import PrefixBypass
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.examination import Examination, Verdict
-from lightning_egeria.caching.findings import Findings, layers_of
 from lightning_egeria.caching.hooks import BatchHooks
-from lightning_egeria.caching.levels import Level, MemoryTier, Pieces, RowForm, Rows, pieces_of
+from lightning_egeria.caching.levels import Level, Pieces, RowForm, Rows, pieces_of
 from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, replace_leaf
+from lightning_egeria.caching.opening import Cut, LevelMaker
 from lightning_egeria.caching.planning import Planner
 from lightning_egeria.caching.proof import rows_alike
 from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.samples import same_leaf
 from lightning_egeria.caching.stats import Accounts, CacheStats
 from lightning_egeria.caching.steps import PlannedBatch, Read, Step, Terms, stand_in_batch
-from lightning_egeria.caching.store import FORMAT, Manifest, StoreError
-from lightning_egeria.caching.weights import PrefixWeights
+from lightning_egeria.caching.store import StoreError
 from lightning_egeria.clock import mark, seconds_between
-from lightning_egeria.compilation import is_compiled
-from lightning_egeria.errors import CacheError
 from lightning_egeria.layers import FrozenPrefix
 from lightning_egeria.tracing import tensor_leaves
 
 CHANGES_TO_STOP = 3  # of weights or data under one frozen prefix
 COUNT_EVERY_S = 1.0
 EXAMINATIONS_TO_STOP = 10  # of batches that show nothing
-FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest that was seen first
-LENGTH_SLACK = 4  # samples may be so many times as long as the longest that was seen first
-
-
-@dataclasses.dataclass
-class _Cut:
-    """The boundary that is to be cached, or is.
-
-    Attributes:
-        depth: of the boundary.
-        bypass: of what is in front of it.
-        weights: of that.
-        compiled: whether the network is.
-        examinations: how many batches have shown nothing.
-        findings: of the batch that was examined.
-        terms: on which activations stand for the prefix; None: not examined yet.
-        autocast: that they were computed in.
-    """
-
-    depth: int
-    bypass: PrefixBypass
-    weights: PrefixWeights
-    compiled: bool
-    examinations: int = 0
-    findings: Findings | None = None
-    terms: Terms | None = None
-    autocast: tuple[str, torch.dtype] | None = None
 
 
 class PrefixCache:
@@ -104,14 +72,12 @@ class PrefixCache:
         self._warned: set[str] = set()
         self._dataset = dataset
         self._directory = directory
-        self._limits = limits
-        self._views = views
+        self._maker = LevelMaker(dataset, directory, limits, views, seed)
         self._hooks = hooks
-        self._seed = seed
         self._planner = Planner(views, seed, observes)
         self._prefix: FrozenPrefix | None = None
         self._device = torch.device("cpu")
-        self._cut: _Cut | None = None
+        self._cut: Cut | None = None
         self._levels: list[Level] = []
         self._dropped: list[Path] = []
         self._changes = 0
@@ -147,9 +113,7 @@ class PrefixCache:
             self.stats.off = "nothing is frozen"
 
     def _begin_cut(self, prefix: FrozenPrefix, depth: int) -> None:
-        compiled = is_compiled(prefix.module)
-        bypass = PrefixBypass(prefix.module, prefix.chain, depth, compiled)
-        self._cut = _Cut(depth, bypass, PrefixWeights(prefix, depth, bypass.units), compiled)
+        self._cut = Cut(prefix, depth)
         self._kept_stand_in = None
         self._accounts.restart()
 
@@ -405,7 +369,7 @@ class PrefixCache:
 
     # --- after the examination --------------------------------------------------------------------------------------
 
-    def _finish_examination(self, step: Step, cut: _Cut, examination: Examination) -> None:
+    def _finish_examination(self, step: Step, cut: Cut, examination: Examination) -> None:
         verdict = examination.verdict()
         if verdict.terms is not None:
             cut.findings, cut.autocast = step.loaded.findings, examination.autocast
@@ -413,7 +377,7 @@ class PrefixCache:
         else:
             self._finish_without_terms(cut, verdict)
 
-    def _finish_without_terms(self, cut: _Cut, verdict: Verdict) -> None:
+    def _finish_without_terms(self, cut: Cut, verdict: Verdict) -> None:
         """Try another batch, or another boundary, or stop."""
         if verdict.again and cut.examinations < EXAMINATIONS_TO_STOP:
             cut.examinations += 1
@@ -427,75 +391,39 @@ class PrefixCache:
         else:
             self._begin_cut(self._prefix, depth)
 
-    def _open_level(self, step: Step, cut: _Cut, verdict: Verdict) -> None:
-        terms, prefix = verdict.terms, self._prefix
-        if terms is None or prefix is None or step.computed is None or cut.findings is None:
+    def _open_level(self, step: Step, cut: Cut, verdict: Verdict) -> None:
+        terms = verdict.terms
+        if terms is None or step.computed is None:
             raise RuntimeError("there is nothing to cache")
         form = RowForm.of(step.computed, terms.length_leaf is not None)
-        fingerprint = self._fingerprint(cut, form, terms.input_field is not None)
+        fingerprint = self._maker.fingerprint(cut, form, terms)
         if self._levels and self._levels[-1].store.manifest.fingerprint == fingerprint:
             cut.terms = terms  # the layers behind it froze and cannot be left out
             return
-        samples = len(self._dataset)
-        entries = samples * max(1, self._views)
-        boundary = prefix.chain.layer_modules[cut.depth - 1].boundary
-        about = {
-            "model": type(prefix.module).__name__,
-            "boundary": boundary,
-            "data": " of ".join(type(layer).__name__ for layer in layers_of(self._dataset.dataset)),
-            "samples": str(samples),
-            "augmentation_views": str(self._views),
-            "row": f"{'x'.join(['positions'] * form.ragged + list(map(str, form.piece)))} {form.dtype}",
-        }
-        lengths = step.loaded.lengths or _lengths_of(cut.findings, terms)
-        longest = LENGTH_SLACK * max(lengths) if lengths else 1
-        field_bytes = 0 if terms.input_field is None else max(64, FIELD_SLACK * terms.input_field.other_bytes)
-        manifest = Manifest(
-            fingerprint, entries, longest * form.piece_bytes, field_bytes, str(form.dtype), form.order, about
-        )
-        pieces = sum(lengths) / len(lengths) if lengths else 1
-        row_bytes = int(pieces * form.piece_bytes + field_bytes / FIELD_SLACK + manifest.header_bytes)
-        size = entries * row_bytes
         try:
-            store, room = self._directory.open(manifest, size, self._limits.max_bytes, self._limits.min_free_bytes)
+            opened = self._maker.open(cut, step, form, terms, fingerprint)
         except StoreError as error:
             self._stop(str(error), cause="the store")
             return
         for level in self._levels:  # the new one gets all the memory
             level.release_memory()
-        device = self._device
-        device_bytes = self._limits.device_bytes if device.type != "cpu" else 0
-        host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
-        doubtful = store.index.copy() if terms.input_field is not None and store.index.any() else None
-        level = Level(cut.depth, form, store, host, MemoryTier(device_bytes, form, entries, device), doubtful)
-        self._levels.append(level)
+        self._levels.append(opened.level)
         cut.terms = terms
-        self._recording.restart(self._taken_by_others())
+        self._recording.restart(self._maker.taken_by_others(self._levels))
         self.stats.cut = cut.depth
         inputs = "inputs need not be loaded"
         if verdict.reason_to_load is not None:
             inputs = f"inputs are loaded all the same ({verdict.reason_to_load})"
-        share = "" if size <= room else f", of which {room / size:.0%} fit"
-        known = int(np.count_nonzero(store.index))
+        known = int(np.count_nonzero(opened.level.store.index))
         found = f"; {known} entries are there already" if known else ""
         place = "" if terms.exact else "; the last bits depend on where in a batch a sample is, and may differ"
-        self._say(
-            f"the outputs of {boundary!r} will take about {size / 1e9:.2f} GB in {store.folder} "
-            f"({entries} entries of {row_bytes} bytes){share}; {inputs}{found}{place}"
-        )
+        self._say(f"{opened.text}; {inputs}{found}{place}")
         if not terms.compiled:  # or the examined step was computed by other code than the next ones
-            self._verify_present(step, cut, lengths)
+            self._verify_present(step, cut, opened.lengths)
             if self._levels and terms.input_field is None and not form.ragged:
                 self._write(step, terms)
 
-    def _taken_by_others(self) -> int:
-        """Bytes of the stores in the directory that are not of this run."""
-        own = {level.store.folder for level in self._levels}
-        with contextlib.suppress(CacheError):  # nobody may read it any longer
-            return sum(one.bytes_on_disk for one in self._directory.summaries() if one.folder not in own)
-        return 0
-
-    def _verify_present(self, step: Step, cut: _Cut, lengths: Sequence[int] | None) -> None:
+    def _verify_present(self, step: Step, cut: Cut, lengths: Sequence[int] | None) -> None:
         """Entries of an earlier run must be those of this one."""
         level, entries = self._levels[-1], step.entries
         places = np.flatnonzero(level.present(entries))
@@ -504,13 +432,13 @@ class PrefixCache:
             self.stats.wrong += int((~sound).sum())
             self._compare(step, cut, places[sound], rows, lengths)
 
-    def _spot_check(self, step: Step, cut: _Cut) -> None:
+    def _spot_check(self, step: Step, cut: Cut) -> None:
         for read, rows in step.rows:
             if read.level is self._levels[-1]:
                 self._compare(step, cut, read.places, rows, step.loaded.lengths)
                 return
 
-    def _compare(self, step: Step, cut: _Cut, places: Rows, rows: Pieces, lengths: Sequence[int] | None) -> None:
+    def _compare(self, step: Step, cut: Cut, places: Rows, rows: Pieces, lengths: Sequence[int] | None) -> None:
         """Drop the newest level if it does not hold what a step has computed."""
         level = self._levels[-1]
         if step.computed is None:
@@ -550,7 +478,7 @@ class PrefixCache:
         self._start_over(self._cut, "the weights of frozen layers have changed")
         return True
 
-    def _start_over(self, cut: _Cut, reason: str) -> None:
+    def _start_over(self, cut: Cut, reason: str) -> None:
         """Something changed under the cache: nothing of it is used any longer."""
         self._drop_levels()
         self._changes += 1
@@ -560,34 +488,9 @@ class PrefixCache:
             self._warn(f"{reason}; all that was cached of them is dropped", reason)
             self._begin_cut(self._prefix, cut.depth)
 
-    def _fingerprint(self, cut: _Cut, form: RowForm, with_fields: bool) -> str:
-        """Names everything that the entries depend on."""
-        if self._prefix is None or cut.findings is None:
-            raise RuntimeError("there is nothing to cache")
-        device = self._device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-        modules = dict(self._prefix.module.named_modules())
-        parts = [
-            str(FORMAT),
-            torch.__version__,
-            device.type,
-            name,
-            str(cut.autocast),
-            str(form),
-            cut.findings.fingerprint,
-        ]
-        parts += [str(self._views), str(self._seed if self._views else 0), str(with_fields), str(cut.compiled)]
-        parts += [f"{unit}: {modules[unit]!r}" for unit in cut.bypass.units]
-        parts.append(repr(self._prefix.chain.layer_modules[cut.depth - 1].output_leaf))
-        digest = hashlib.blake2b(digest_size=16)
-        for part in parts:
-            digest.update(part.encode() + b"\0")
-        digest.update(cut.weights.digest())
-        return digest.hexdigest()
-
     # --- ending -----------------------------------------------------------------------------------------------------
 
-    def _judge(self, cut: _Cut) -> None:
+    def _judge(self, cut: Cut) -> None:
         """It pays or it stops."""
         judgement = self._accounts.judgement()
         if judgement is None:
@@ -649,8 +552,3 @@ def _has_rows(loaded: Loaded, terms: Terms | None) -> bool:
         shapes[terms.input_field.batch_leaf] = loaded.input_shape
     count = len(loaded.loaded)
     return all(one.leaf < len(shapes) and shapes[one.leaf][:1] == (count,) for one in terms.inputs)
-
-
-def _lengths_of(findings: Findings, terms: Terms) -> tuple[int, ...] | None:
-    """Of the samples of the batch that was examined."""
-    return next((field.lengths for field in findings.varying if field.sample_leaf == terms.length_leaf), None)
