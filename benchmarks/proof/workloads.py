@@ -43,6 +43,7 @@ OF_THE_POLICY = ("tolerance", "patience", "peer_tolerance", "unfreeze_on")
 
 WORKLOADS = {
     "cifar10_resnet20": Workload("val/acc", 23, ALL, ("data.root={data}/cifar10",), views=4),
+    "cifar10_resnet20_cosine": Workload("val/acc", None, SHORT, ("data.root={data}/cifar10",), views=4),
     "cifar10_resnet56": Workload("val/acc", 23, SHORT, ("data.root={data}/cifar10",), views=4),
     "cifar10_mobilenetv2": Workload("val/acc", 22, SHORT, ("data.root={data}/cifar10",), views=4),
     "imagenette_resnet50": Workload("val/acc", 28, SHORT, ("data.root={data}/imagenette",), views=4),
