@@ -209,8 +209,8 @@ def separate_shared_weights(
             cut[first:last] = [True] * (last - first)
         elif first < limit:
             notes.append(
-                f"{label}: used both in {boundaries[first][0]!r} and behind the last layer module (tied weights, "
-                "or a module that is called twice), so nothing from there on can freeze"
+                f"{label}: used both in {boundaries[first][0]!r} and behind the last layer module (tied weights, a "
+                "module that is called twice, or a penalty on weights), so nothing from there on can freeze"
             )
             limit = first
     kept = [boundary for index, boundary in enumerate(boundaries) if not cut[index]]

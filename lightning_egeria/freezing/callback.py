@@ -34,6 +34,7 @@ from lightning_egeria.freezing.strategies import check_strategy, prefix_changed
 from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
+from lightning_egeria.tracing import holds_shards, leaf_of, walk
 
 STATE_VERSION = 5
 EVALUATIONS_PER_RUN = 50  # bounds the evaluations' cost by that many forwards, however long the run
@@ -143,7 +144,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._every = 0
         self._active = False
         self._waits = False
-        self._idle = False  # too few layer modules learn, until more parameters do
+        self._idle = False  # too few layer modules learn, in this epoch
         self._told_too_few = False
         self._step_before = 0
         self._learning_rate = math.nan
@@ -250,8 +251,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
             self._close()
         if not self._active:
             return
-        if batch_idx == 0 and (self._engine is not None or self._idle):
-            self._start_over_if_more_learns(trainer, pl_module)
+        if batch_idx == 0:
+            self._idle = False  # more may have a part in the loss by now, which only a step can show
+            if self._engine is not None:
+                self._start_over_if_more_learns(trainer, pl_module)
         self._step_before = trainer.global_step
         self._learning_rate = self._front_learning_rate(trainer)
         if self._engine is not None:
@@ -292,7 +295,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         try:
             chain = first.chain(find)
         except TooFewLayersError as error:
-            fixed = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
+            fixed = _without_part_in(loss, pl_module)
             if not fixed:
                 raise
             if not self._told_too_few:
@@ -426,16 +429,14 @@ class KnowledgeGuidedFreezing(pl.Callback):
         new = sorted(_trainable_names(pl_module) - self._trainable)
         if not new:
             return
-        if self._engine is not None:
-            rank_zero_warn(
-                f"freezing: {new[0]!r} and {len(new) - 1} more parameters have begun to learn since the layer modules "
-                "were found. All is unfrozen, and they are found anew"
-            )
+        rank_zero_warn(
+            f"freezing: {new[0]!r} and {len(new) - 1} more parameters have begun to learn since the layer modules "
+            "were found. All is unfrozen, and they are found anew"
+        )
         if self.frozen_depth:
             self.events.append(FreezingEvent(trainer.global_step, "unfreeze", 0, "other parameters began to learn"))
         self._close()
         self._engine = self._chain = self._kept = None
-        self._idle = False
         self._prefix_changed(trainer)
 
     def _note_parameters(self, pl_module: pl.LightningModule) -> None:
@@ -535,6 +536,15 @@ def _interval(trainer: pl.Trainer) -> int:
     if math.isinf(steps) or steps < 0:
         return EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN
     return max(LEAST_STEPS_BETWEEN_EVALUATIONS, round(steps / EVALUATIONS_PER_RUN))
+
+
+def _without_part_in(loss: Tensor, module: nn.Module) -> list[str]:
+    """Names of the parameters that this step does not train."""
+    parameters = dict(module.named_parameters())
+    if holds_shards(module) or loss.grad_fn is None:  # what autograd sees are not the parameters, or there is nothing
+        return [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    trained = {leaf_of(node) for node in walk([loss.grad_fn], set())}
+    return [name for name, parameter in parameters.items() if parameter not in trained]
 
 
 def _trainable_names(module: nn.Module) -> set[str]:

@@ -1320,6 +1320,20 @@ def test_a_head_of_one_layer_waits_for_its_backbone(names):
     assert [torch.equal(a, b) for a, b in itertools.pairwise(moved)] == [False, False, True]
 
 
+def test_a_backbone_that_runs_without_gradients_in_the_first_epochs():
+    class Late(BackboneAndHead):
+        def training_step(self, batch, batch_idx):
+            with torch.set_grad_enabled(self.current_epoch >= 2):
+                features = self.backbone(batch[0])
+            return nn.functional.cross_entropy(self.head(features), batch[1])
+
+    callback = freezing(Watching())
+    with pytest.warns(UserWarning, match="do not learn yet") as told:
+        fit(new(Late), callback)
+    assert len([w for w in told if "freezing: " in str(w.message)]) == 1
+    assert callback.layer_modules == ["backbone.1", "backbone.3", "backbone.4"]
+
+
 def test_a_head_of_one_layer_alone_trains_to_the_end():
     class Alone(BackboneAndHead):
         def __init__(self):
