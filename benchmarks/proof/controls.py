@@ -20,7 +20,7 @@ from lightning_egeria.freezing.policy import Decision
 class _Schedule:
     """A policy that needs no reference; `depth_at` says what is frozen after a step."""
 
-    wants_reference = False
+    wants_reference = holds_reference = False
 
     def __init__(self) -> None:
         self.depth = self.max_depth = 0

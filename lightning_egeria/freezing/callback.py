@@ -54,8 +54,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
         evaluate_every_n_steps: optimizer steps between evaluations; None makes 50 evaluations of the whole run, but not
             more than one in 8 steps. Plasticity is what changes in these steps: a shorter interval needs a smaller
             tolerance.
-        refresh_every_n_evaluations: after so many, the reference model takes over the weights of the moment. More than
-            one is for a `SlopePolicy`.
+        refresh_every_n_evaluations: after so many, the reference model takes over the weights of the moment, unless the
+            policy holds on to it. More than one is for a `SlopePolicy`.
         evaluation_samples: how many samples of a batch are compared at most.
         reference_precision: of the reference model. ``"auto"`` measures which is fastest, or takes float32 in a
             deterministic run; a precision whose noise would show in plasticity gives way to a higher one.

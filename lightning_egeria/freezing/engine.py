@@ -95,7 +95,8 @@ class FreezingEngine:
         policy: decides; `Policy.start` must have been called.
         pool: of the reference models.
         evaluate_every_n_steps: optimizer steps from one evaluation to the next.
-        refresh_every_n_evaluations: evaluations after which the reference takes over the weights again.
+        refresh_every_n_evaluations: evaluations after which the reference takes over the weights again, unless the
+            policy holds on to it.
         evaluation_samples: how many samples of a batch are compared at most.
         in_flight: how many evaluations may be under way; as many as there are workers.
         wait_s: seconds to wait for an answer that is due, so that nothing depends on when it comes; 0: do not wait.
@@ -214,7 +215,7 @@ class FreezingEngine:
             self.pool.drop_snapshot()
             return
         self.reference_age += 1
-        if self.pool.has_snapshot and self.reference_age < self._refresh_every:
+        if self.pool.has_snapshot and (self.reference_age < self._refresh_every or self.policy.holds_reference):
             return
         self.reference_age = 0
         if passing is None and holds_shards(self.prefix.module):

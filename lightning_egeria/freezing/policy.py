@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from lightning_egeria.errors import ArgumentError, CheckpointError
 
+COMPARED = 2  # evaluations after which pre-trained layer modules are compared with one another
 FALLEN = 0.5  # of the highest learning rate so far: above it, nothing that began with new weights is called at rest
 
 
@@ -30,6 +31,10 @@ class Policy(Protocol):
     @property
     def wants_reference(self) -> bool:
         """Whether plasticity is of use now; if not, no reference model is kept."""
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether the next evaluation should be against the same weights as this one, and not against newer ones."""
 
     def start(self, max_depth: int) -> None:
         """Told how deep the prefix may become at most."""
@@ -165,6 +170,11 @@ class FreezingPolicy(Annealing):
     deepest one at rest freezes. What layer modules in the middle of it do does not matter: the output is all that the
     rest of the network sees of them. Where it sees more (another tower, say), that counts too.
 
+    As long as some prefix is at rest, the reference stays what it is. Weights that are only shaken by the batches are as
+    far from it after four intervals as after one, and weights that learn slowly but steadily are sixteen times as far,
+    squared. It matters most behind a frozen front: nearly all of the movement there had come from the front, and what
+    is left looks still in a single interval though it learns.
+
     Plasticity falls with the square of the learning rate: while a high one keeps the weights moving nothing is at rest,
     and freezing would keep the noise that a lower rate is about to take away. So in a run whose learning rate decays in
     steps the front freezes some evaluations after a step, under a smooth schedule in the last third, and where all is
@@ -173,14 +183,14 @@ class FreezingPolicy(Annealing):
     moves little while it learns. Weights that were trained already only have to be past the warm-up.
 
     Weights that were trained already (``pretrained=True``) are told by comparing layer modules with one another: after
-    the first ``patience`` evaluations, the deepest prefix freezes whose last layer module has a mean plasticity below
+    the first two evaluations, the deepest prefix freezes whose last layer module has a mean plasticity below
     ``peer_tolerance`` times that of the one that moves most.
 
     Args:
         tolerance: plasticity at rest, if the whole chain were to freeze: the mean squared change, from one reference to
             the next, of a sample's likeness to the others (its row of the normalised Gram matrix, a vector of length
             1); > 0. Larger freezes sooner.
-        patience: evaluations in a row that count; at least 1.
+        patience: evaluations in a row at which a prefix must be at rest; at least 1.
         pretrained: whether training begins with weights that were trained on something like this.
         peer_tolerance: of pre-trained weights; in [0, 1). Larger freezes deeper.
         unfreeze_on: ``"annealing"`` unfreezes all when the learning rate jumps, ``"never"`` does not.
@@ -207,7 +217,7 @@ class FreezingPolicy(Annealing):
     def __init__(
         self,
         tolerance: float = 4e-4,
-        patience: int = 2,
+        patience: int = 4,
         pretrained: bool = False,
         peer_tolerance: float = 0.05,
         unfreeze_on: Literal["annealing", "never"] = "annealing",
@@ -236,6 +246,11 @@ class FreezingPolicy(Annealing):
     def wants_reference(self) -> bool:
         """Whether there is more that could freeze."""
         return self.depth < self._max_depth
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether some prefix is at rest, so far."""
+        return any(self._at_rest[self.depth : self._max_depth])
 
     def start(self, max_depth: int) -> None:
         """Told how deep the prefix may become."""
@@ -300,7 +315,7 @@ class FreezingPolicy(Annealing):
     def _compared(self, plasticity: Sequence[float]) -> Decision | None:
         """What pre-trained weights allow at once."""
         self._first.append(list(plasticity))
-        if len(self._first) < self.patience:
+        if len(self._first) < COMPARED:
             return None
         # A row from a damaged checkpoint may be longer; none is too short.
         means = [sum(column) / len(column) for column in zip(*self._first, strict=False)]
@@ -357,7 +372,7 @@ class ScriptedPolicy:
     Decision(depth=4, reason='scripted for step 200')
     """
 
-    wants_reference = False
+    wants_reference = holds_reference = False
 
     def __init__(self, schedule: Mapping[int, int]) -> None:
         given: object = schedule

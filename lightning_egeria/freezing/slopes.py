@@ -107,6 +107,11 @@ class SlopePolicy(Annealing):
         return self.stage is Stage.GUIDED
 
     @property
+    def holds_reference(self) -> bool:
+        """False: a slope is over references as old as the callback makes them."""
+        return False
+
+    @property
     def slopes(self) -> tuple[float, ...]:
         """Newest slope of each layer module's smoothed plasticity; NaN where there is none yet."""
         return tuple(track.slope for track in self._tracks)

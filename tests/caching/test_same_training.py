@@ -154,7 +154,7 @@ class Compared(ScriptedPolicy):
     """Asks for comparisons, and keeps what it is told."""
 
     seen = {}  # noqa: RUF012 - the callback works on a copy of the policy
-    wants_reference = True
+    wants_reference, holds_reference = True, False
 
     def __init__(self, schedule):
         super().__init__(schedule)

@@ -68,7 +68,7 @@ class Module(L.LightningModule):
 class ByAnswers:
     """Follows a script that counts what the reference has answered, so that nothing happens without it."""
 
-    wants_reference = True
+    wants_reference, holds_reference = True, False
 
     def __init__(self) -> None:
         self.answers = 0

@@ -24,7 +24,7 @@ def freezing(policy, **arguments):
 class OneMoreEachTime:
     """Freezes one more layer module on every second evaluation; remembers the plasticity that it was given."""
 
-    wants_reference = True
+    wants_reference, holds_reference = True, False
 
     def start(self, max_depth):
         self.max_depth, self.depth, self.seen = max_depth, 0, []

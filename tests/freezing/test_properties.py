@@ -327,7 +327,7 @@ class HeldPool:
 class Believer:
     """A policy that checks what it is told against what may be believed, and decides what it is told to."""
 
-    wants_reference = True
+    wants_reference, holds_reference = True, False
 
     def __init__(self, machine):
         self.machine, self.decision = machine, None
