@@ -170,8 +170,8 @@ class FreezingPolicy(Annealing):
     deepest one at rest freezes. What layer modules in the middle of it do does not matter: the output is all that the
     rest of the network sees of them. Where it sees more (another tower, say), that counts too.
 
-    As long as some prefix is at rest, the reference stays what it is. Weights that are only shaken by the batches are as
-    far from it after four intervals as after one, and weights that learn slowly but steadily are sixteen times as far,
+    As long as some prefix is at rest, the reference stays what it is. Weights that the batches only shake are as far
+    from it after four intervals as after one, and weights that learn slowly but steadily are sixteen times as far,
     squared. It matters most behind a frozen front: nearly all of the movement there had come from the front, and what
     is left looks still in a single interval though it learns.
 

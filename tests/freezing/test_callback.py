@@ -220,7 +220,7 @@ def test_freezing_waits_for_the_end_of_the_accumulation_window():
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        (FreezingPolicy(tolerance=1.0), "for 2 evaluations in a row"),
+        (FreezingPolicy(tolerance=1.0), "for 4 evaluations in a row"),
         (FreezingPolicy(1e-12, pretrained=True, peer_tolerance=0.9), "where it is largest"),
         (SlopePolicy(0.9, window_evaluations=2, patience=1, bootstrap=False), "slope"),
     ],

@@ -50,7 +50,7 @@ class HeldPool(ReferencePool):
 class Asked:
     """Answers with prepared decisions; remembers what it was told."""
 
-    wants_reference = True
+    wants_reference, holds_reference = True, False
 
     def __init__(self, decisions=()):
         self.decisions = dict(decisions)
@@ -235,6 +235,15 @@ def test_the_reference_is_taken_anew_after_so_many_evaluations(refresh, ages):
         if run.engine.reference_age == 0:
             taken.append(run.step)
     assert [step - max(snapshot for snapshot in taken if snapshot < step) for step in (2, 4, 6, 8)] == ages
+
+
+def test_the_reference_stays_while_the_policy_holds_it():
+    run = Run(Asked(), refresh=1)
+    ages = []
+    for holds in (False, True, True, False, False):
+        run.policy.holds_reference = holds
+        ages.append(run.steps(2).engine.reference_age)
+    assert ages == [0, 1, 2, 0, 0]
 
 
 def test_no_reference_while_the_policy_wants_none():

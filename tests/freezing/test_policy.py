@@ -143,6 +143,30 @@ class TestRest:
         feed(policy, [[MOVES] * 4], learning_rate=0.05)
         assert policy.held_back is None
 
+    def test_the_reference_is_held_while_something_is_at_rest(self):
+        policy = started(patience=3)
+        held = []
+        for place, first in enumerate([MOVES, STILL, STILL, MOVES, STILL, STILL, STILL]):
+            policy.observe(place, [first, MOVES, MOVES, MOVES], 0.1, None)
+            held.append(policy.holds_reference)
+        assert held == [False, True, True, False, True, True, False]
+        assert policy.depth == 1
+        policy.observe(7, [NAN, MOVES, MOVES, STILL], 0.1, None)  # the last layer module never freezes
+        assert not policy.holds_reference
+
+    @pytest.mark.parametrize(
+        ("weight_at", "freezes"), [(lambda step: 0.008 * (step % 2), True), (lambda step: 0.008 * step, False)]
+    )
+    def test_what_is_shaken_is_at_rest_and_what_moves_steadily_is_not(self, weight_at, freezes):
+        policy, reference, distances = started(patience=4), 0.0, []
+        for step in range(1, 40):
+            distances.append((weight_at(step) - reference) ** 2)
+            assert distances[-1] < 1.1 * 0.008**2 or policy.holds_reference  # in one interval, both move as much
+            decision = policy.observe(step, [distances[-1], MOVES, MOVES, MOVES], 0.1, None)
+            if decision is not None or not policy.holds_reference:
+                reference = weight_at(step)
+        assert bool(policy.depth) == freezes
+
     def test_the_reason_tells_the_numbers(self):
         policy = started()
         feed(policy, [[2e-4, 1.5e-4, MOVES, MOVES]])
