@@ -33,7 +33,7 @@ class Workload:
 # One argument of ours at a time, as overrides of the configuration; the interval is a share of the run.
 VARIATIONS = {
     "tolerance": ("1e-4", "1e-3", "3e-3"),
-    "patience": ("1", "4"),
+    "patience": ("2", "8"),
     "peer_tolerance": ("0.02", "0.1"),
     "unfreeze_on": ("never",),
     "evaluation_samples": ("16", "64"),
