@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.proof import compare, costs, figures, inside, results, workloads
+from benchmarks.proof import ages, compare, costs, figures, inside, results, workloads
 from benchmarks.proof import run as run_module
 from benchmarks.proof.controls import FreezeOut, FreezeOutSchedule, GradientNormTest, LinearFreezing
 from benchmarks.proof.run import run
@@ -293,6 +293,28 @@ def test_the_look_inside(data, results_folder, monkeypatch):
     assert state["likeness"][-1]["cka"] == pytest.approx([1.0] * len(state["layer_modules"]))
     assert state["likeness"][0]["cka"] != state["likeness"][-1]["cka"]
     assert figures.inside(results_folder / "inside.json", None).axes
+
+
+def test_the_look_at_the_past(data, monkeypatch, capsys):
+    monkeypatch.setattr(ages, "configured", lambda *given: run_module.configured(*given[:3], [*TINY, *given[3]]))
+    arguments = ["ages", WORKLOAD, "--data", data, "--depth", "2", "--interval", "1", "--rate", "0.5"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    ages.main()
+    rows = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()[-2:]}
+    assert rows.keys() == {"nothing frozen", "2 of 5 frozen"}
+    assert all(float(value) > 0 for row in rows.values() for value in row)
+    assert [len(row) for row in rows.values()] == [4, 4]
+
+
+def test_measuring_leaves_a_network_as_it_was():
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3, momentum=None))
+    net[2].eval()
+    with ages.measuring(net):
+        inputs = torch.arange(12.0).view(4, 3)
+        assert torch.allclose(net(inputs).mean(0), torch.zeros(3), atol=1e-5)
+    assert [part.training for part in net] == [True, True, False]
+    assert [net[0].momentum, net[2].momentum] == [0.1, None]
+    assert [int(net[0].running_mean.count_nonzero()), int(net[2].running_mean.count_nonzero())] == [0, 0]
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*/table.md")), ids=lambda path: "-".join(path.parts[-3:-1]))
