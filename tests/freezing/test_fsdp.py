@@ -131,9 +131,8 @@ class Snapshots(L.Callback):
 
 def guided():
     return KnowledgeGuidedFreezing(
-        FreezingPolicy(patience=3, pretrained=True, peer_tolerance=0.9),
+        FreezingPolicy(pretrained=True, peer_tolerance=0.9),
         evaluate_every_n_steps=2,
-        refresh_every_n_evaluations=2,
         check_ranks=True,
         deterministic=True,
         workers=0,
