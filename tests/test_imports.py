@@ -46,6 +46,7 @@ ORDER = [
     ["caching.watch", "caching.proof", "caching.planned", "caching.steps", "caching.weights", "caching.command"],
     ["caching.stats", "caching.examination", "caching.planning"],
     ["caching.recording"],
+    ["caching.opening"],
     ["caching.engine"],
     ["caching.datamodule"],
     ["report.recorder", "report.page"],
