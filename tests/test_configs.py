@@ -145,7 +145,7 @@ def test_an_option_leaves_nothing_of_the_one_before(configure):
 
 @pytest.mark.parametrize("path", sorted((CONFIG_DIR / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_size_of_an_experiment_is_complete(configure, path):
-    sizes = OmegaConf.load(path).sizes
+    sizes = configure(f"experiment={path.stem}").sizes
     assert {"small", "full"} <= set(sizes)
     epochs = [configure(f"experiment={path.stem}", f"size={size}").trainer.max_epochs for size in sizes]
     assert epochs == [values.max_epochs for values in sizes.values()]
