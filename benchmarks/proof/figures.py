@@ -128,6 +128,8 @@ def summary(runs: Sequence[Run]) -> str:
     rows = ["| | final accuracy, % | training time |", "|---|---|---|"]
     for method in ("plain", "shortened", "freezing", "cached"):
         own = [run for run in runs if run.method == method]
+        if not own:
+            continue
         time = statistics.fmean(run.seconds for run in own) / base
         rows.append(f"| {TITLES[method]} | {with_interval([100 * run.final for run in own], '.1f')} | {time:.2f} |")
     return "\n".join([*rows, ""])
