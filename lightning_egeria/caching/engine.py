@@ -113,7 +113,7 @@ class PrefixCache:
             self.stats.off = "nothing is frozen"
 
     def _begin_cut(self, prefix: FrozenPrefix, depth: int) -> None:
-        self._cut = Cut(prefix, depth)
+        self._cut = Cut(prefix, depth, self._device)
         self._kept_stand_in = None
         self._accounts.restart()
 

@@ -32,24 +32,23 @@ class Cut:
     Args:
         prefix: frozen at least that far.
         depth: of the boundary.
+        device: that the network is on.
 
     Attributes:
         bypass: of what is in front of it.
         weights: of that.
         compiled: whether the network is.
-        device: that the network is on.
         examinations: how many batches have shown nothing.
         findings: of the batch that was examined.
         terms: on which activations stand for the prefix; None: not examined yet.
         autocast: that they were computed in.
     """
 
-    def __init__(self, prefix: FrozenPrefix, depth: int) -> None:
-        self.prefix, self.depth = prefix, depth
+    def __init__(self, prefix: FrozenPrefix, depth: int, device: torch.device) -> None:
+        self.prefix, self.depth, self.device = prefix, depth, device
         self.compiled = is_compiled(prefix.module)
         self.bypass = PrefixBypass(prefix.module, prefix.chain, depth, self.compiled)
         self.weights = PrefixWeights(prefix, depth, self.bypass.units)
-        self.device = next((tensor.device for tensor in prefix.module.parameters()), torch.device("cpu"))
         self.examinations = 0
         self.findings: Findings | None = None
         self.terms: Terms | None = None
