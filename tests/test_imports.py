@@ -20,6 +20,7 @@ ORDER = [
     [
         "freezing.policy",
         "freezing.recording",
+        "freezing.learners",
         "freezing.limits",
         "freezing.parcels",
         "freezing.int8",

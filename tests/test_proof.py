@@ -261,6 +261,14 @@ def test_how_short_a_run_is_made_follows_from_ours_as_far_as_there_are(data, res
     assert compare.arguments_of("shortened", WORKLOAD, "small", 0) == ["--steps", "4"]  # the faster of both
 
 
+@pytest.mark.parametrize(("method", "told"), [("shortened", "steps"), ("static", "depth")])
+def test_a_run_that_follows_from_others_must_be_told_how(monkeypatch, capsys, method, told):
+    monkeypatch.setattr(sys, "argv", ["run", WORKLOAD, method, "0", "--data", "nowhere"])
+    with pytest.raises(SystemExit):
+        run_module.main()
+    assert f"{method} needs --{told}" in capsys.readouterr().err
+
+
 def test_one_argument_is_changed_at_a_time(data, results_folder):
     results_folder.mkdir(parents=True)
     (results_folder / "plain-0.json").write_text(json.dumps(run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)))

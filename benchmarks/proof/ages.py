@@ -14,13 +14,12 @@ from typing import Any
 
 import hydra
 import lightning
-import torch
 from torch import Tensor, nn
 
+from benchmarks.proof.inside import boundary_grams
 from benchmarks.proof.run import configured, quiet, trainer_of
 from benchmarks.proof.workloads import WORKLOADS
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.calls import boundary_activation
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 
 HALF = 12  # intervals
@@ -61,23 +60,8 @@ class Past(lightning.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.images = batch[0] if self.images is None else self.images
         if trainer.global_step % self.interval == 0:
-            self.seen.append(self.look(pl_module))
-
-    @torch.no_grad()
-    def look(self, pl_module: lightning.LightningModule) -> Tensor:
-        """The Gram matrix, as plasticity compares it."""
-        chain, found = self.freezing._chain, []
-        assert chain is not None
-        last = chain.layer_modules[-1]
-
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found.append(gram_matrix(boundary_activation(output, last.output_leaf)))
-
-        handle = pl_module.get_submodule(last.boundary).register_forward_hook(keep)
-        with measuring(pl_module):
-            pl_module(self.images)
-        handle.remove()
-        return found[0]
+            with measuring(pl_module):
+                self.seen.append(boundary_grams(self.freezing, pl_module, self.images, gram_matrix)[-1])
 
     def distance(self, age: int, first: int, last: int) -> float:
         """Median plasticity at an age, of the looks with these numbers that have one so old among them."""

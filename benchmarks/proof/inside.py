@@ -9,6 +9,7 @@ result lies beside those of the runs, where `make figures` draws it with the ste
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 import hydra
@@ -42,6 +43,34 @@ def linear_cka(first: Tensor, second: Tensor) -> float:
     return float((first * second).sum() / (first.norm() * second.norm()))
 
 
+@torch.no_grad()
+def boundary_grams(
+    freezing: KnowledgeGuidedFreezing, module: nn.Module, inputs: Tensor, gram: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Gram matrix of each boundary activation, `[samples, samples]`, as ``module`` stands there.
+
+    Args:
+        freezing: knows the layer modules.
+        module: to run.
+        inputs: of its samples.
+        gram: makes a Gram matrix of an activation.
+    """
+    chain, grams, handles = freezing._chain, {}, []
+    assert chain is not None
+    for index, layer_module in enumerate(chain.layer_modules):
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any, index: int = index) -> None:
+            grams[index] = gram(boundary_activation(output, chain.layer_modules[index].output_leaf))
+
+        handles.append(module.get_submodule(layer_module.boundary).register_forward_hook(keep))
+    try:
+        module(inputs.to(next(module.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [grams[index] for index in range(len(chain))]
+
+
 class Looking(lightning.Callback):
     """Keeps the Gram matrices of all boundaries, so many times in a run.
 
@@ -62,25 +91,14 @@ class Looking(lightning.Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.seen.append((trainer.global_step, self.look(pl_module)))
 
-    @torch.no_grad()
     def look(self, pl_module: lightning.LightningModule) -> list[Tensor]:
         """Gram matrices of the boundaries, in evaluation mode."""
-        chain, grams = self.freezing._chain, {}
-        assert chain is not None
-        handles = []
-        for index, layer_module in enumerate(chain.layer_modules):
-
-            def keep(_module: nn.Module, _inputs: Any, output: Any, index: int = index) -> None:
-                grams[index] = centered_gram(boundary_activation(output, chain.layer_modules[index].output_leaf))
-
-            handles.append(pl_module.get_submodule(layer_module.boundary).register_forward_hook(keep))
         was = pl_module.training
         pl_module.eval()
-        pl_module(self.inputs.to(pl_module.device))
-        pl_module.train(was)
-        for handle in handles:
-            handle.remove()
-        return [grams[index] for index in range(len(chain))]
+        try:
+            return boundary_grams(self.freezing, pl_module, self.inputs, centered_gram)
+        finally:
+            pl_module.train(was)
 
 
 def main() -> None:

@@ -244,6 +244,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", help="overrides of the configuration")
     options = parser.parse_args()
+    for method, told in (("shortened", "steps"), ("static", "depth")):
+        if options.method == method and getattr(options, told) is None:
+            parser.error(f"{method} needs --{told}; benchmarks.proof.compare takes it from the runs of ours")
     result = run(
         options.workload,
         options.size,

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_egeria.bars import BarEntry
 from lightning_egeria.errors import (
@@ -25,6 +25,7 @@ from lightning_egeria.errors import (
 from lightning_egeria.freezing.display import log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent, LastEvaluation
 from lightning_egeria.freezing.first_step import FirstStep
+from lightning_egeria.freezing.learners import Learners
 from lightning_egeria.freezing.limits import depth_limit, find_chain
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy, checkpoint_read
 from lightning_egeria.freezing.pool import ReferencePool, idle_workers
@@ -34,7 +35,6 @@ from lightning_egeria.freezing.strategies import check_strategy, prefix_changed
 from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
-from lightning_egeria.tracing import holds_shards, leaf_of, walk
 
 STATE_VERSION = 5
 EVALUATIONS_PER_RUN = 50  # bounds the evaluations' cost by that many forwards, however long the run
@@ -150,9 +150,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._learning_rate = math.nan
         self.step_listeners: list[StepListener] = []
         self._accumulation = 1
-        self._parameters: dict[str, nn.Parameter] = {}  # as the optimizers know them
-        self._trainable: set[str] = set()
-        self._front_group = (0, 0)  # numbers of the optimizer and of its group
+        self._learners = Learners()
         self._restored: dict[str, Any] | None = None
         self._kept: dict[str, Any] | None = None  # the state when a deterministic fit ended
         self._stage: str | None = None  # of the Trainer, as its last setup told it
@@ -201,7 +199,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start anew."""
-        self._front_group = (0, 0)
+        self._learners = Learners()
         self._idle = self._told_too_few = False
         self._active = not getattr(trainer, "fast_dev_run", False)
         asked = torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
@@ -222,7 +220,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if not self._active or restored is None or restored["chain"] is None:
             self._restored, self.events = None, []
             return
-        self._note_parameters(pl_module)
+        self._learners.note(pl_module)
         with checkpoint_read():
             chain = LayerChain.from_state(restored["chain"])
             limit = depth_limit(chain, self.max_frozen_fraction, self.freeze_until, self.never_freeze)
@@ -256,7 +254,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             if self._engine is not None:
                 self._start_over_if_more_learns(trainer, pl_module)
         self._step_before = trainer.global_step
-        self._learning_rate = self._front_learning_rate(trainer)
+        self._learning_rate = self._learners.learning_rate(trainer.optimizers)
         if self._engine is not None:
             real = True
             for listener in self.step_listeners:
@@ -266,7 +264,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             return
         if self._idle:
             return
-        self._note_parameters(pl_module)
+        self._learners.note(pl_module)
         self._first_step = FirstStep(pl_module, self._ranks)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -295,7 +293,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         try:
             chain = first.chain(find)
         except TooFewLayersError as error:
-            fixed = _without_part_in(loss, pl_module)
+            fixed = self._learners.without_part_in(loss, pl_module)
             if not fixed:
                 raise
             if not self._told_too_few:
@@ -426,7 +424,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
 
     def _start_over_if_more_learns(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A callback that releases a backbone after some epochs puts layers in front of those that were found."""
-        new = sorted(_trainable_names(pl_module) - self._trainable)
+        new = self._learners.new_in(pl_module)
         if not new:
             return
         rank_zero_warn(
@@ -438,22 +436,6 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._close()
         self._engine = self._chain = self._kept = None
         self._prefix_changed(trainer)
-
-    def _note_parameters(self, pl_module: pl.LightningModule) -> None:
-        self._parameters = dict(pl_module.named_parameters())
-        self._trainable = _trainable_names(pl_module)
-
-    def _front_learning_rate(self, trainer: pl.Trainer) -> float:
-        """Of the parameter group that holds the front of the network; of the first one until the chain is known.
-
-        NaN where there is none: some optimizers find the size of their steps themselves.
-        """
-        number, group = self._front_group
-        optimizers = trainer.optimizers
-        try:
-            return float(optimizers[number].param_groups[group]["lr"])
-        except (IndexError, KeyError, TypeError, ValueError):
-            return math.nan
 
     def _prefix_changed(self, trainer: pl.Trainer) -> None:
         prefix = self._engine.prefix if self._engine is not None else None
@@ -481,7 +463,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             precision = "float32"  # what is fastest may differ from run to run
         make = functools.partial(ReferenceModel, chain, self.evaluation_samples, precision, before["crops"] or None)
         self._chain = chain
-        self._front_group = _group_of(trainer, self._parameters[chain.prefix_parameters(len(chain))[0]])
+        self._learners.follow(chain.prefix_parameters(len(chain))[0], trainer.optimizers)
         workers = idle_workers(pl_module.device) if self.workers is None else self.workers
         self._engine = engine = FreezingEngine(  # from here on, `on_exception` undoes what it has done
             prefix,
@@ -536,25 +518,3 @@ def _interval(trainer: pl.Trainer) -> int:
     if math.isinf(steps) or steps < 0:
         return EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN
     return max(LEAST_STEPS_BETWEEN_EVALUATIONS, round(steps / EVALUATIONS_PER_RUN))
-
-
-def _without_part_in(loss: Tensor, module: nn.Module) -> list[str]:
-    """Names of the parameters that this step does not train."""
-    parameters = dict(module.named_parameters())
-    if holds_shards(module) or loss.grad_fn is None:  # what autograd sees are not the parameters, or there is nothing
-        return [name for name, parameter in parameters.items() if not parameter.requires_grad]
-    trained = {leaf_of(node) for node in walk([loss.grad_fn], set())}
-    return [name for name, parameter in parameters.items() if parameter not in trained]
-
-
-def _trainable_names(module: nn.Module) -> set[str]:
-    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def _group_of(trainer: pl.Trainer, parameter: Tensor) -> tuple[int, int]:
-    """Numbers of the optimizer and of its group that hold ``parameter``; those of the first if none does."""
-    for number, optimizer in enumerate(trainer.optimizers):
-        for group, entry in enumerate(optimizer.param_groups):
-            if any(other is parameter for other in entry["params"]):
-                return number, group
-    return 0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from lightning_egeria.errors import ArgumentError, CheckpointError
@@ -290,27 +290,27 @@ class FreezingPolicy(Annealing):
             self._highest_lr = max(self._highest_lr, learning_rate)
         return not rises if self.pretrained else learning_rate <= FALLEN * self._highest_lr
 
-    def _still(self, step: int, plasticity: Sequence[float]) -> str | None:
-        for depth in range(self._max_depth, self.depth, -1):
-            if plasticity[depth - 1] <= (limit := self._limit(depth, plasticity)):
-                return (
-                    f"{depth} layer modules stood still at step {step}: {plasticity[depth - 1]:.1e}, within {limit:.1e}"
-                )
-        return None
+    def _deepest(self, fits: Callable[[int], bool]) -> int:
+        """The deepest prefix that may freeze and of which this is true; 0 if there is none."""
+        return next((depth for depth in range(self._max_depth, self.depth, -1) if fits(depth)), 0)
 
     def _limit(self, depth: int, plasticity: Sequence[float]) -> float:
         return self.tolerance * (depth - self.depth) / len(plasticity)
 
+    def _still(self, step: int, plasticity: Sequence[float]) -> str | None:
+        depth = self._deepest(lambda depth: plasticity[depth - 1] <= self._limit(depth, plasticity))
+        if not depth:
+            return None
+        found, limit = plasticity[depth - 1], self._limit(depth, plasticity)
+        return f"{depth} layer modules stood still at step {step}: {found:.1e}, within {limit:.1e}"
+
     def _rested(self, plasticity: Sequence[float]) -> Decision | None:
-        for depth in range(self._max_depth, self.depth, -1):
-            count = self._at_rest[depth - 1]
-            if count >= self.patience:
-                limit = self._limit(depth, plasticity)
-                reason = (
-                    f"plasticity of {plasticity[depth - 1]:.1e}, within {limit:.1e} for {count} evaluations in a row"
-                )
-                return Decision(depth, reason)
-        return None
+        depth = self._deepest(lambda depth: self._at_rest[depth - 1] >= self.patience)
+        if not depth:
+            return None
+        found, limit = plasticity[depth - 1], self._limit(depth, plasticity)
+        evaluations = f"{self._at_rest[depth - 1]} evaluations in a row"
+        return Decision(depth, f"plasticity of {found:.1e}, within {limit:.1e} for {evaluations}")
 
     def _compared(self, plasticity: Sequence[float]) -> Decision | None:
         """What pre-trained weights allow at once."""
@@ -321,12 +321,10 @@ class FreezingPolicy(Annealing):
         means = [sum(column) / len(column) for column in zip(*self._first, strict=False)]
         self._first, self._compares = [], False
         largest = max(means)
-        for depth in range(self._max_depth, 0, -1):
-            if means[depth - 1] < self.peer_tolerance * largest:
-                return Decision(
-                    depth, f"plasticity of {means[depth - 1]:.1e}, beside {largest:.1e} where it is largest"
-                )
-        return None
+        depth = self._deepest(lambda depth: means[depth - 1] < self.peer_tolerance * largest)
+        if not depth:
+            return None
+        return Decision(depth, f"plasticity of {means[depth - 1]:.1e}, beside {largest:.1e} where it is largest")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types only."""
