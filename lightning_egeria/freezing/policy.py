@@ -219,7 +219,7 @@ class FreezingPolicy(Annealing):
         tolerance: float = 4e-4,
         patience: int = 4,
         pretrained: bool = False,
-        peer_tolerance: float = 0.05,
+        peer_tolerance: float = 0.01,
         unfreeze_on: Literal["annealing", "never"] = "annealing",
         unfreeze_lr_factor: float = 0.1,
     ) -> None:

@@ -16,9 +16,11 @@ NAN, INF = math.nan, math.inf
 STILL, MOVES = 2e-5, 1e-2  # on either side of the tolerance, for one layer module of four and for three
 
 
-def started(max_depth: int = 3, highest: float = 1.0, patience: int = 2, **kwargs) -> FreezingPolicy:
+def started(
+    max_depth: int = 3, highest: float = 1.0, patience: int = 2, peer_tolerance: float = 0.05, **kwargs
+) -> FreezingPolicy:
     """A policy that has seen a learning rate from which that of the tests has fallen far enough."""
-    policy = FreezingPolicy(patience=patience, **kwargs)
+    policy = FreezingPolicy(patience=patience, peer_tolerance=peer_tolerance, **kwargs)
     policy.start(max_depth)
     policy.observe(0, None, highest, None)
     return policy
