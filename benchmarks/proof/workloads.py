@@ -34,7 +34,7 @@ class Workload:
 VARIATIONS = {
     "tolerance": ("1e-4", "1e-3", "3e-3"),
     "patience": ("2", "8"),
-    "peer_tolerance": ("0.005", "0.05"),
+    "peer_tolerance": ("0.02", "0.05"),
     "unfreeze_on": ("never",),
     "evaluation_samples": ("16", "64"),
     "evaluations": ("25", "100"),

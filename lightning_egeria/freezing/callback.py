@@ -484,8 +484,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 policy.load_state_dict(restored["policy"])
                 prefix.set_depth(min(restored["depth"], chain.max_depth))
                 engine.load_state_dict(restored["engine"])
-            if chain.max_depth < most:
-                policy.start(chain.max_depth)
+            allowed = min(most, chain.max_depth)
+            if allowed < most or not engine.pool.has_snapshot:
+                policy.start(allowed)
             if prefix.depth < restored["depth"]:
                 engine.prefix_changed(prefix)  # what is under way was asked at the other depth
                 reason = "max_frozen_fraction, freeze_until or never_freeze allow no more now"

@@ -25,7 +25,8 @@ class Decision:
 class Policy(Protocol):
     """What decides the frozen depth. `start` comes once before the first `observe`.
 
-    It comes once more after `load_state_dict` if a resumed run allows less than the one before.
+    It comes once more after `load_state_dict` if a resumed run allows less than the one before, or if what it compares
+    with is not the reference of that run, whose weights only the checkpoints of a deterministic run hold.
     """
 
     @property
@@ -253,8 +254,8 @@ class FreezingPolicy(Annealing):
         return any(self._at_rest[self.depth : self._max_depth])
 
     def start(self, max_depth: int) -> None:
-        """Told how deep the prefix may become."""
-        self._max_depth, self.depth = max_depth, min(self.depth, max_depth)
+        """Told how deep the prefix may become, and that a reference begins: what was at rest was so against another."""
+        self._max_depth, self.depth, self._at_rest = max_depth, min(self.depth, max_depth), []
 
     def observe(
         self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None

@@ -392,6 +392,19 @@ def resumed(policy, **arguments):
     return callback
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_what_is_at_rest_was_so_against_one_reference(tmp_path, deterministic):
+    policy = FreezingPolicy(tolerance=1e9, patience=4, pretrained=True, peer_tolerance=0)
+    whole, first, again = (freezing(policy, evaluate_every_n_steps=2, deterministic=deterministic) for _ in range(3))
+    fit(module(), whole)
+    fit(module(), first, epochs=1).save_checkpoint(tmp_path / "one.ckpt")
+    at_rest = first.state_dict()["policy"]["at_rest"][0]
+    assert 0 < at_rest < 4
+    fit(module(), again, ckpt_path=tmp_path / "one.ckpt")
+    late = 0 if deterministic else 2 * at_rest  # without the weights of the reference, another one begins
+    assert again.events[0].step == whole.events[0].step + late
+
+
 class Anything(FreezingPolicy):
     def __init__(self):
         super().__init__(tolerance=1e9, patience=1, pretrained=True, peer_tolerance=0)
