@@ -63,8 +63,9 @@ def log_metrics(trainer: pl.Trainer, engine: FreezingEngine) -> None:
         for name, value in list(zip(chain.names, values, strict=False))[depth:]:
             if math.isfinite(value):
                 metrics[f"egeria/{kind}/{name}"] = value
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as for its own metrics
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=trainer.global_step)
+        logger.log_metrics(metrics, step=step)
 
 
 def _frozen_share_of_parameters(engine: FreezingEngine) -> float:

@@ -26,7 +26,7 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(callback, *callbacks, epochs=8, **arguments):
+def fit(callback, *callbacks, epochs=8, module=None, **arguments):
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(40, 6), torch.arange(40) % 3), batch_size=8)
     arguments = {"logger": False, "enable_progress_bar": False, **arguments}
@@ -38,7 +38,7 @@ def fit(callback, *callbacks, epochs=8, **arguments):
         enable_model_summary=False,
         **arguments,
     )
-    trainer.fit(Module(), data)
+    trainer.fit(Module() if module is None else module, data)
     return trainer
 
 
@@ -54,18 +54,48 @@ def test_metrics_of_every_evaluation_reach_the_logger(tmp_path):
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
     rows = {int(row["step"]): row for row in rows if "egeria/frozen_depth" in row}
 
-    assert sorted(rows) == list(range(2, 41, 2))
-    last, frozen_at = rows[40], callback.events[0].step
+    assert sorted(rows) == list(range(1, 40, 2))  # Lightning counts the steps that it logs from 0 on
+    last, frozen_at = rows[39], callback.events[0].step
     assert last["egeria/frozen_depth"] == callback.frozen_depth > 0
     assert 0 < last["egeria/frozen_parameters"] < 1
     assert 0 < last["egeria/frozen_step_time"] < 1
     assert last["egeria/evaluations_done"] == callback.savings().evaluations_done
     assert {"egeria/evaluations_late", "egeria/evaluations_dropped", "egeria/reference_age"} <= set(last)
-    before = rows[frozen_at]
+    before = rows[frozen_at - 1]
     assert {f"egeria/plasticity/net.{i}" for i in range(2 * callback.events[0].depth, 8, 2)} <= set(before)
     assert any(name.startswith("egeria/slope/net.") for row in rows.values() for name in row)
     # A frozen layer module has no plasticity: nothing is logged for it.
     assert not any(name.endswith("/net.0") for name in last)
+
+
+class TwoOptimizers(Module):
+    """One for the last layer, another for the rest, each with a step in every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[:-1].parameters(), lr=0.05), torch.optim.SGD(self.net[-1].parameters(), lr=0.05)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("train/loss", loss)
+
+
+def test_metrics_have_the_steps_of_lightnings_own(tmp_path):
+    fit(guided(), module=TwoOptimizers(), logger=CSVLogger(tmp_path, name="", version=""), log_every_n_steps=1)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    own = {row["step"] for row in rows if row["train/loss"]}
+    ours = [row["step"] for row in rows if row["egeria/frozen_depth"]]
+    assert len(own) == 40
+    assert len(ours) == len(set(ours)) == 40  # two optimizer steps in each batch: each is an evaluation step
+    assert set(ours) == own
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
