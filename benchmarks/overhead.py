@@ -31,7 +31,7 @@ class Alternating(KnowledgeGuidedFreezing):
     """The callback in every second block; in the others it is not there."""
 
     def __init__(self, every: int, block: int, warm_up: int) -> None:
-        watching = FreezingPolicy(tolerance=1e-30)  # nothing ever rests enough to freeze
+        watching = FreezingPolicy(1e-30, pretrained=True, peer_tolerance=0)  # compares at any rate, and never freezes
         super().__init__(watching, evaluate_every_n_steps=every, workers=1)
         self.block, self.warm_up = block, warm_up
         self.means: dict[bool, list[float]] = {True: [], False: []}

@@ -59,8 +59,9 @@ class Threefold:
 
 
 class Watching(FreezingPolicy):
-    """Sees everything and decides nothing."""
+    """Sees everything, at any learning rate, and decides nothing."""
 
+    wants_reference = True
     told: ClassVar[list[tuple]] = []
 
     def observe(self, step, plasticity, learning_rate, loss):

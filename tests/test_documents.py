@@ -29,7 +29,9 @@ class Module(L.LightningModule):
         return self.head(self.encoder(batch[0])).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        falls = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, "interval": "step"}}
 
 
 class Data(L.LightningDataModule):

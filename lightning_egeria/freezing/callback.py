@@ -362,10 +362,10 @@ class KnowledgeGuidedFreezing(pl.Callback):
                 "none of it"
             )
         policy = self._engine.policy if self._engine is not None else None
-        if isinstance(policy, FreezingPolicy) and not policy.pretrained and policy.held_back and not self.events:
+        if isinstance(policy, FreezingPolicy) and policy.held_back and not self.events:
             rank_zero_warn(
-                f"freezing: nothing froze, though {policy.held_back}. What began with new weights never freezes before "
-                "the learning rate has fallen to half of its highest so far, and it did not: let it fall, or use "
+                f"freezing: nothing froze: {policy.held_back}. What began with new weights is not compared before the "
+                "learning rate has fallen to half of its highest so far: let it fall, or use "
                 "FreezingPolicy(pretrained=True) if the weights were trained already"
             )
         if self._engine is not None and trainer.is_global_zero:

@@ -12,6 +12,7 @@ from lightning_egeria.errors import ArgumentError, CheckpointError
 
 COMPARED = 2  # evaluations after which pre-trained layer modules are compared with one another
 FALLEN = 0.5  # of the highest learning rate so far: above it, nothing that began with new weights is called at rest
+NEARLY = 0.6  # of the same: above it they are not even compared; what is to be at rest needs an earlier reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,8 @@ class FreezingPolicy(Annealing):
     steps the front freezes some evaluations after a step, under a smooth schedule in the last third, and where all is
     still learning nothing does. Nor is anything called at rest before the learning rate has fallen to half of the
     highest so far, however little it moves: in a warm-up, what stands still has yet to begin, and a transformer's front
-    moves little while it learns. Weights that were trained already only have to be past the warm-up.
+    moves little while it learns. Until shortly before that nothing is compared, which would cost time for nothing.
+    Weights that were trained already only have to be past the warm-up.
 
     Weights that were trained already (``pretrained=True``) are told by comparing layer modules with one another: after
     the first two evaluations, the deepest prefix freezes whose last layer module has a mean plasticity below
@@ -199,8 +201,6 @@ class FreezingPolicy(Annealing):
 
     Attributes:
         depth: what is frozen by its decision.
-        held_back: what had stood still while the learning rate was too high to call it at rest, in words and numbers;
-            None if there was no such thing since the learning rate was last low enough.
 
     Raises:
         ArgumentError: an argument is out of its range.
@@ -236,17 +236,26 @@ class FreezingPolicy(Annealing):
         self.pretrained = pretrained
         self.peer_tolerance = peer_tolerance
         self.depth = 0
-        self.held_back: str | None = None
         self._max_depth = 0
         self._at_rest: list[int] = []  # of the prefix that ends with each layer module: evaluations in a row
         self._first: list[list[float]] = []  # plasticity that pre-trained weights are compared by
         self._compares = pretrained
-        self._highest_lr = 0.0  # of the evaluations so far, and the first step
+        self._observed = False
+        self._highest_lr = 0.0  # of the steps so far; for pre-trained weights, of the first and the evaluations
 
     @property
     def wants_reference(self) -> bool:
-        """Whether there is more that could freeze."""
-        return self.depth < self._max_depth
+        """Whether there is more that could freeze, and the learning rate is low enough to see that, or nearly."""
+        return self.depth < self._max_depth and (self.pretrained or self._has_fallen_to(NEARLY))
+
+    @property
+    def held_back(self) -> str | None:
+        """Why nothing can be called at rest now, in words and numbers; None if it can, or no step was observed yet."""
+        if self.pretrained or not self._observed or self._has_fallen_to(FALLEN):
+            return None
+        if self._previous_lr is None:
+            return "the optimizer has told no learning rate"
+        return f"the learning rate is {self._previous_lr:.1e}, and was {self._highest_lr:.1e} at most"
 
     @property
     def holds_reference(self) -> bool:
@@ -265,15 +274,17 @@ class FreezingPolicy(Annealing):
         An evaluation with a NaN or infinite plasticity is one that did not happen, and so is everything seen at a
         learning rate of 0: there, nothing changes because nothing learns (the first epoch of a warm-up, say).
         """
+        self._observed = True
         if (decision := self._jumped(learning_rate)) is not None:
             self.depth, self._at_rest, self._first, self._compares = 0, [], [], self.pretrained
             return decision
-        if self._highest_lr == 0 and math.isfinite(learning_rate):
-            self._highest_lr = learning_rate
+        if not (self.pretrained and self._highest_lr):
+            self._raise_highest(learning_rate)
+        if not self.wants_reference:
+            self._at_rest = []
         if learning_rate == 0 or not plasticity or not all(map(math.isfinite, plasticity[self.depth :])):
             return None
         may_rest = self._may_rest(learning_rate)
-        self.held_back = None if may_rest else self._still(step, plasticity) or self.held_back
         self._at_rest += [0] * (len(plasticity) - len(self._at_rest))
         for index in range(self.depth, len(plasticity)):
             at_rest = may_rest and plasticity[index] <= self._limit(index + 1, plasticity)
@@ -286,10 +297,20 @@ class FreezingPolicy(Annealing):
 
     def _may_rest(self, learning_rate: float) -> bool:
         """Whether the learning rate is such that what stands still has come to rest. To be asked at each evaluation."""
+        if not self.pretrained:
+            return math.isfinite(learning_rate) and self._has_fallen_to(FALLEN)
         rises = learning_rate > self._highest_lr * (1 + 1e-6)
+        self._raise_highest(learning_rate)
+        return not rises
+
+    def _raise_highest(self, learning_rate: float) -> None:
         if math.isfinite(learning_rate):
             self._highest_lr = max(self._highest_lr, learning_rate)
-        return not rises if self.pretrained else learning_rate <= FALLEN * self._highest_lr
+
+    def _has_fallen_to(self, share: float) -> bool:
+        """Whether the learning rate is at most this share of the highest so far."""
+        low = share * self._highest_lr * (1 + 1e-6)  # schedules that multiply step by step come to a little more
+        return self._previous_lr is not None and 0 < self._previous_lr <= low
 
     def _deepest(self, fits: Callable[[int], bool]) -> int:
         """The deepest prefix that may freeze and of which this is true; 0 if there is none."""
@@ -297,13 +318,6 @@ class FreezingPolicy(Annealing):
 
     def _limit(self, depth: int, plasticity: Sequence[float]) -> float:
         return self.tolerance * (depth - self.depth) / len(plasticity)
-
-    def _still(self, step: int, plasticity: Sequence[float]) -> str | None:
-        depth = self._deepest(lambda depth: plasticity[depth - 1] <= self._limit(depth, plasticity))
-        if not depth:
-            return None
-        found, limit = plasticity[depth - 1], self._limit(depth, plasticity)
-        return f"{depth} layer modules stood still at step {step}: {found:.1e}, within {limit:.1e}"
 
     def _rested(self, plasticity: Sequence[float]) -> Decision | None:
         depth = self._deepest(lambda depth: self._at_rest[depth - 1] >= self.patience)

@@ -262,8 +262,7 @@ def test_the_embedding_and_then_each_layer_can_freeze(root):
 
 
 def test_the_layers_can_be_compared_with_those_of_an_earlier_network(root):
-    freezing = KnowledgeGuidedFreezing(
-        FreezingPolicy(tolerance=1e-30), workers=0, deterministic=True, evaluate_every_n_steps=1
-    )
+    never = FreezingPolicy(1e-30, pretrained=True, peer_tolerance=0)
+    freezing = KnowledgeGuidedFreezing(never, workers=0, deterministic=True, evaluate_every_n_steps=1)
     fit(answerer(), root, 4, freezing)
     assert freezing.savings().evaluations_done > 0

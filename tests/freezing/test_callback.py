@@ -120,16 +120,17 @@ class Observing(SlopePolicy):
             self.seen = (*self.seen, tuple(plasticity))
 
 
-@pytest.mark.parametrize(("policy", "told"), [(FreezingPolicy(tolerance=1e3), 1), (FreezingPolicy(1e-9), 0)])
-def test_a_learning_rate_that_never_falls_is_told_if_it_alone_was_in_the_way(policy, told):
+@pytest.mark.parametrize(("optimizer", "evaluations", "told"), [("adamw", 0, 1), ("sgd", 9, 0)])
+def test_a_learning_rate_that_never_falls_is_told(optimizer, evaluations, told):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        callback = freezing(policy, evaluate_every_n_steps=1)
-        fit(module(optimizer="adamw"), callback)
+        callback = freezing(FreezingPolicy(1e-9), evaluate_every_n_steps=1)
+        fit(module(optimizer=optimizer), callback)
     texts = [str(warning.message) for warning in caught if "the learning rate has fallen" in str(warning.message)]
     assert len(texts) == told
-    assert all("2 layer modules stood still at step" in text for text in texts)
+    assert all("nothing froze: the learning rate is 1.0e-02, and was 1.0e-02 at most" in text for text in texts)
     assert callback.events == []
+    assert callback.savings().evaluations_done == evaluations  # of 20 steps: from half of the cosine on
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -235,7 +236,7 @@ def test_the_policy_decides_by_itself(policy, reason):
 
 
 def test_layer_modules_and_depth_are_known_once_fitting_has_begun():
-    callback = freezing()
+    callback = freezing(ScriptedPolicy({}))
     assert callback.layer_modules == []
     assert callback.frozen_depth == 0
     fit(module(), callback, epochs=1)
@@ -283,7 +284,7 @@ def test_a_reference_that_fails_is_said_once_and_training_goes_on():
                 raise RuntimeError("only for training")
             return super().forward(images)
 
-    callback = freezing(FreezingPolicy(), evaluate_every_n_steps=1)
+    callback = freezing(FreezingPolicy(1e-9, pretrained=True, peer_tolerance=0), evaluate_every_n_steps=1)
     with pytest.warns(UserWarning, match=r"reference model failed.*only for training") as told:
         fit(module(net=Odd()), callback)
     told = [str(warning.message) for warning in told if "reference model" in str(warning.message)]

@@ -272,7 +272,9 @@ def test_late_answers_leave_the_ranks_equal():
 
 
 class Still(FreezingPolicy):
-    """Looks, and never freezes."""
+    """Looks, at any learning rate, and never freezes."""
+
+    wants_reference, held_back = True, None
 
     def observe(self, step, plasticity, learning_rate, loss):
         super().observe(step, plasticity, learning_rate, loss)

@@ -77,6 +77,7 @@ class TestRest:
 
     def test_stops_at_the_deepest_allowed_and_needs_no_reference_then(self):
         policy = started(max_depth=2)
+        assert feed(policy, [[MOVES] * 4]) == []
         assert policy.wants_reference
         assert feed(policy, [[STILL] * 4] * 5) == [(1, 2)]
         assert not policy.wants_reference
@@ -124,6 +125,7 @@ class TestRest:
         assert feed(started(highest=0.1), [[STILL] * 4] * 9, learning_rate=0.1) == []
         assert feed(started(highest=0.1), [[STILL] * 4] * 9, learning_rate=0.051) == []
         assert feed(started(highest=0.1), [[STILL] * 4] * 9, learning_rate=0.05) == [(1, 3)]
+        assert feed(started(highest=0.1), [[STILL] * 4] * 9, learning_rate=0.05 + 1e-9) == [(1, 3)]
 
     def test_nothing_rests_in_a_warm_up(self):
         policy = started(highest=1e-6)
@@ -136,13 +138,33 @@ class TestRest:
         assert feed(policy, [[STILL] * 4] * 2, learning_rate=0.06) == []
         assert feed(policy, [[STILL] * 4] * 4, learning_rate=0.05, start=2) == [(4, 3)]
 
-    def test_what_only_the_learning_rate_holds_back_is_known(self):
-        policy = started(highest=0.1)
-        feed(policy, [[MOVES] * 4], learning_rate=0.1)
+    def test_while_the_learning_rate_holds_all_back_nothing_is_compared(self):
+        policy = FreezingPolicy()
+        policy.start(3)
+        assert not policy.wants_reference
         assert policy.held_back is None
-        feed(policy, [[STILL, 1.5e-4, MOVES, MOVES], [MOVES] * 4], learning_rate=0.1, start=7)
-        assert policy.held_back == "2 layer modules stood still at step 7: 1.5e-04, within 2.0e-04"
-        feed(policy, [[MOVES] * 4], learning_rate=0.05)
+        policy.observe(1, None, NAN, None)
+        assert policy.held_back == "the optimizer has told no learning rate"
+        wanted, told = [], []
+        for rate in (0.0, 0.05, 0.1, 0.07, 0.06, 0.051, 0.05, 0.01, 0.06, 0.09, 0.0):
+            policy.observe(1, None, rate, None)
+            wanted.append(policy.wants_reference)
+            told.append(policy.held_back is not None)
+        # A reference is there a little earlier than something may be at rest: it is compared with one of before.
+        assert wanted == [False] * 4 + [True] * 5 + [False] * 2
+        assert told == [True] * 6 + [False] * 2 + [True] * 3
+        policy.observe(1, None, 0.09, None)
+        assert policy.held_back == "the learning rate is 9.0e-02, and was 1.0e-01 at most"
+
+    def test_what_was_at_rest_begins_anew_when_the_learning_rate_has_risen(self):
+        policy = started(patience=3, highest=0.1)
+        feed(policy, [[STILL] * 4] * 2, learning_rate=0.05)
+        policy.observe(2, None, 0.09, None)
+        assert feed(policy, [[STILL] * 4] * 3, learning_rate=0.05, start=3) == [(5, 3)]
+
+    def test_trained_weights_are_compared_at_any_rate(self):
+        policy = started(pretrained=True)
+        assert policy.wants_reference
         assert policy.held_back is None
 
     def test_the_reference_is_held_while_something_is_at_rest(self):
@@ -334,7 +356,8 @@ class PolicyInvariants(RuleBasedStateMachine):
     def in_bounds(self):
         assert self.policy.depth == self.depth
         assert 0 <= self.depth <= self.max_depth
-        assert self.policy.wants_reference == (self.depth < self.max_depth)
+        assert self.depth < self.max_depth or not self.policy.wants_reference
+        assert self.policy.wants_reference or self.policy.held_back or self.depth == self.max_depth
         json.dumps(self.policy.state_dict())
 
 

@@ -69,7 +69,9 @@ class Module(L.LightningModule):
 
 
 class Watching(FreezingPolicy):
-    """Has everything measured and decides nothing."""
+    """Has everything measured, at any learning rate, and decides nothing."""
+
+    wants_reference = True
 
     def __init__(self):
         super().__init__()
