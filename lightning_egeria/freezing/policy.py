@@ -250,8 +250,8 @@ class FreezingPolicy(Annealing):
 
     @property
     def held_back(self) -> str | None:
-        """Why nothing can be called at rest now, in words and numbers; None if it can, or no step was observed yet."""
-        if self.pretrained or not self._observed or self._has_fallen_to(FALLEN):
+        """What keeps all from being called at rest now, in words and numbers; None if nothing does, or is known to."""
+        if self.pretrained or not self._max_depth or not self._observed or self._has_fallen_to(FALLEN):
             return None
         if self._previous_lr is None:
             return "the optimizer has told no learning rate"
