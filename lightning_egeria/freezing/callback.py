@@ -51,9 +51,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
     Args:
         policy: decides when; `FreezingPolicy()` if None. It is copied at each start of `fit`.
         layer_modules: paths of the layer modules in execution order; None finds them.
-        evaluate_every_n_steps: optimizer steps between evaluations; None makes 50 evaluations of the whole run, but not
-            more than one in 8 steps. Plasticity is what changes in these steps: a shorter interval needs a smaller
-            tolerance.
+        evaluate_every_n_steps: optimizer steps between evaluations; None takes a fiftieth of the whole run, at least 8.
+            Plasticity is what changes in these steps: a shorter interval needs a smaller tolerance. A policy may do
+            without for a while, as `FreezingPolicy` does while the learning rate is high.
         refresh_every_n_evaluations: after so many, the reference model takes over the weights of the moment, unless the
             policy holds on to it. More than one is for a `SlopePolicy`.
         evaluation_samples: how many samples of a batch are compared at most.
