@@ -127,7 +127,9 @@ class StepCosts:
         step = self.mean_seconds(0)
         if step is None or not self._layer_seconds:
             return [None] * count
-        return [statistics.median(column) / step for column in zip(*self._layer_seconds, strict=True)]
+        layers = [statistics.median(column) for column in zip(*self._layer_seconds, strict=True)]
+        step = max(step, sum(layers))  # the steps in which they are timed may be slower than the others
+        return [seconds / step for seconds in layers]
 
     def seconds_saved(self) -> float | None:
         """Steps at each depth times what such a step was shorter than one with nothing frozen; None: not measured.

@@ -90,3 +90,13 @@ def test_costs_take_no_more_memory_the_longer_a_run_is():
             costs.add_layer_seconds([0.125, 0.125])
         sizes.append(len(pickle.dumps(costs)))
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("step", "shares"), [(8.0, [0.125, 0.25]), (2.0, [1 / 3, 2 / 3])])
+def test_shares_of_a_step_are_never_more_than_the_step(step, shares):
+    costs = StepCosts()
+    for _ in range(WARM_UP_STEPS + 1):
+        costs.add(0, step, evaluated=False)
+    for seconds in ([0.9, 2.0], [1.0, 5.0], [7.0, 1.0]):
+        costs.add_layer_seconds(seconds)
+    assert costs.layer_shares(2) == pytest.approx(shares)
