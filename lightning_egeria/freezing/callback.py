@@ -25,7 +25,7 @@ from lightning_egeria.errors import (
 from lightning_egeria.freezing.display import log_metrics, tell_event, tell_messages
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent, LastEvaluation
 from lightning_egeria.freezing.first_step import FirstStep
-from lightning_egeria.freezing.learners import Learners
+from lightning_egeria.freezing.learners import Learners, without_part_in
 from lightning_egeria.freezing.limits import depth_limit, find_chain
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy, checkpoint_read
 from lightning_egeria.freezing.pool import ReferencePool, idle_workers
@@ -293,7 +293,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         try:
             chain = first.chain(find)
         except TooFewLayersError as error:
-            fixed = self._learners.without_part_in(loss, pl_module)
+            fixed = without_part_in(loss, pl_module)
             if not fixed:
                 raise
             if not self._told_too_few:

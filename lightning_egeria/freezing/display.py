@@ -63,7 +63,7 @@ def log_metrics(trainer: pl.Trainer, engine: FreezingEngine) -> None:
         for name, value in list(zip(chain.names, values, strict=False))[depth:]:
             if math.isfinite(value):
                 metrics[f"egeria/{kind}/{name}"] = value
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as for its own metrics
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning logs its own at it
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=step)
 

@@ -28,15 +28,6 @@ class Learners:
         """Names of those that may learn now and might not when they were noted."""
         return sorted(_trainable(module) - self._trainable)
 
-    @staticmethod
-    def without_part_in(loss: Tensor, module: nn.Module) -> list[str]:
-        """Names of the parameters that this step does not train."""
-        parameters = dict(module.named_parameters())
-        if holds_shards(module) or loss.grad_fn is None:  # autograd sees other tensors, or there is nothing
-            return [name for name, parameter in parameters.items() if not parameter.requires_grad]
-        trained = {leaf_of(node) for node in walk([loss.grad_fn], set())}
-        return [name for name, parameter in parameters.items() if parameter not in trained]
-
     def follow(self, front: str, optimizers: Sequence[Optimizer]) -> None:
         """From here on, the learning rate is that of the parameter with this name."""
         parameter, self._group = self._parameters[front], (0, 0)
@@ -56,6 +47,15 @@ class Learners:
             return float(optimizers[number].param_groups[group]["lr"])
         except (IndexError, KeyError, TypeError, ValueError):
             return math.nan
+
+
+def without_part_in(loss: Tensor, module: nn.Module) -> list[str]:
+    """Names of the parameters that this step does not train."""
+    parameters = dict(module.named_parameters())
+    if holds_shards(module) or loss.grad_fn is None:  # autograd sees other tensors, or there is nothing
+        return [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    trained = {leaf_of(node) for node in walk([loss.grad_fn], set())}
+    return [name for name, parameter in parameters.items() if parameter not in trained]
 
 
 def _trainable(module: nn.Module) -> set[str]:
