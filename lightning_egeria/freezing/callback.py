@@ -364,7 +364,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         policy = self._engine.policy if self._engine is not None else None
         if isinstance(policy, FreezingPolicy) and policy.held_back and not self.events:
             rank_zero_warn(
-                f"freezing: nothing froze: {policy.held_back}. What began with new weights is not compared before the "
+                f"freezing: nothing froze: {policy.held_back}. What began with new weights freezes only once the "
                 "learning rate has fallen to half of its highest so far: let it fall, or use "
                 "FreezingPolicy(pretrained=True) if the weights were trained already"
             )
