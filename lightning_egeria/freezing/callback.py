@@ -26,7 +26,7 @@ from lightning_egeria.freezing.display import log_metrics, tell_event, tell_mess
 from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent, LastEvaluation
 from lightning_egeria.freezing.first_step import FirstStep
 from lightning_egeria.freezing.learners import Learners, without_part_in
-from lightning_egeria.freezing.limits import depth_limit, find_chain
+from lightning_egeria.freezing.limits import depth_limit, find_chain, that_learn
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy, checkpoint_read
 from lightning_egeria.freezing.pool import ReferencePool, idle_workers
 from lightning_egeria.freezing.ranks import Ranks, prefix_buffers
@@ -68,7 +68,8 @@ class KnowledgeGuidedFreezing(pl.Callback):
             freeze at the same steps, and keep the weights of the reference in checkpoints. None asks the Trainer.
         max_frozen_fraction: share of the layer modules that may be frozen at most; in (0, 1].
         freeze_until: path of the last module that may freeze; None leaves it to the policy.
-        never_freeze: paths of modules that never freeze, nor anything behind them.
+        never_freeze: paths of modules that never freeze, nor anything behind them; one that does not learn counts once
+            it does.
         check_ranks: after every freeze and unfreeze, see that all processes of the job have the same prefix and the
             same parameters, and end training if they do not. Reads all weights; for the search for an error.
         allow_untested: train under a strategy that freezing was not tried with.
@@ -223,7 +224,9 @@ class KnowledgeGuidedFreezing(pl.Callback):
         self._learners.note(pl_module)
         with checkpoint_read():
             chain = LayerChain.from_state(restored["chain"])
-            limit = depth_limit(chain, self.max_frozen_fraction, self.freeze_until, self.never_freeze)
+            limit = depth_limit(
+                chain, self.max_frozen_fraction, self.freeze_until, that_learn(pl_module, self.never_freeze)
+            )
             asked = self._named_layer_modules
             if asked not in (None, restored["layer_modules"], list(chain.names)):
                 raise CheckpointError(
@@ -288,7 +291,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
             layer_modules=self._named_layer_modules,
             max_frozen_fraction=self.max_frozen_fraction,
             freeze_until=self.freeze_until,
-            never_freeze=self.never_freeze,
+            never_freeze=that_learn(pl_module, self.never_freeze),
         )
         try:
             chain = first.chain(find)

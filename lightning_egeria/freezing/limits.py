@@ -69,6 +69,18 @@ def depth_limit(
     return limit
 
 
+def that_learn(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """The paths without those of modules in ``module`` that have parameters and learn none: they do not freeze anyway.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    >>> that_learn(net, ["0", "1"])
+    ['1']
+    """
+    modules = dict(module.named_modules())
+    learning = {path: [p.requires_grad for p in modules[path].parameters()] for path in paths if path in modules}
+    return [path for path in paths if not learning.get(path) or any(learning[path])]
+
+
 def one_optimizer(
     chain: LayerChain, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
 ) -> LayerChain:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_egeria.errors import LayerChainError
-from lightning_egeria.freezing.limits import depth_limit, one_optimizer
+from lightning_egeria.freezing.limits import depth_limit, one_optimizer, that_learn
 from lightning_egeria.layers import LayerChain
 
 
@@ -58,6 +58,13 @@ def test_limits(chain, arguments, limit):
 def test_an_unknown_name_is_told_with_near_ones(chain, argument):
     with pytest.raises(LayerChainError, match=rf"{next(iter(argument))}.*'stage\.1'; did you mean 'stages\."):
         depth_limit(chain, **argument)
+
+
+def test_what_does_not_learn_needs_no_limit(net):
+    net.stages[0][1].requires_grad_(False)
+    net.norm = nn.Identity()
+    paths = ["stages.0.1", "stages.0", "norm", "stagesss", "stages.0.1.weight"]
+    assert that_learn(net, paths) == paths[1:]
 
 
 def test_the_prefix_ends_where_another_optimizer_begins(chain, net):

@@ -1322,6 +1322,25 @@ def test_a_head_of_one_layer_waits_for_its_backbone(names):
     assert [torch.equal(a, b) for a, b in itertools.pairwise(moved)] == [False, False, True]
 
 
+def test_what_never_freezes_may_begin_to_learn_later():
+    class LongHead(BackboneAndHead):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    class Allowed(Watching):
+        def start(self, max_depth):
+            allowed.append(max_depth)
+
+    callback, allowed = freezing(Allowed(), never_freeze=["backbone.4"]), []
+
+    finetuning = pl_callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    with pytest.warns(UserWarning, match="have begun to learn since"):
+        fit(new(LongHead), finetuning, callback)
+    assert allowed == [1, 2]
+    assert callback.layer_modules[:3] == ["backbone.1", "backbone.3", "backbone.4"]
+
+
 def test_a_backbone_that_runs_without_gradients_in_the_first_epochs():
     class Late(BackboneAndHead):
         def training_step(self, batch, batch_idx):
