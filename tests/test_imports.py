@@ -31,6 +31,7 @@ ORDER = [
     ["freezing.slopes", "freezing.first_step", "freezing.costs", "freezing.precision", "freezing.workers"],
     ["freezing.reference"],
     ["freezing.capture", "freezing.pool"],
+    ["freezing.evaluations"],
     ["freezing.engine"],
     ["freezing.display", "freezing.summary"],
     ["freezing.callback"],

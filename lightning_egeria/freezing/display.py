@@ -42,7 +42,7 @@ def log_metrics(trainer: pl.Trainer, engine: FreezingEngine) -> None:
     if not trainer.loggers:
         return
     chain, depth = engine.prefix.chain, engine.prefix.depth
-    counts = engine.counts
+    counts = engine.evaluations.counts
     metrics: dict[str, float] = {
         "egeria/frozen_depth": depth,
         "egeria/frozen_parameters": _frozen_share_of_parameters(engine),

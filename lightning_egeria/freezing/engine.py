@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import math
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_egeria.compilation import forget_compiled
-from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.capture import StepCapture
 from lightning_egeria.freezing.costs import StepCosts
+from lightning_egeria.freezing.evaluations import Evaluations
 from lightning_egeria.freezing.policy import Decision, Policy
 from lightning_egeria.freezing.pool import ReferencePool
 from lightning_egeria.freezing.ranks import Ranks, Word
-from lightning_egeria.freezing.reference import Comparison
 from lightning_egeria.freezing.sharded import PassingWeights
 from lightning_egeria.layers import FrozenPrefix
 from lightning_egeria.tracing import holds_shards
-
-FAILURES_TO_STOP = 3  # in a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,30 +56,12 @@ class LastEvaluation:
     slopes: tuple[float, ...]
 
 
-@dataclasses.dataclass
-class EvaluationCounts:
-    """What became of the evaluations.
-
-    Attributes:
-        done: the policy saw them.
-        late: the reference had not answered when the answer was due.
-        dropped: all others that came to nothing: no worker was free, the prefix had changed, the batch was smaller.
-        failed: the reference raised, or its process ended.
-    """
-
-    done: int = 0
-    late: int = 0
-    dropped: int = 0
-    failed: int = 0
-
-
 class FreezingEngine:
     """Observes evaluation steps, has the reference compare them, and asks the policy.
 
     Call `begin_step`, `end_forward`, `end_backward`, `end_batch` and `end_step` in this order around each training
     step. What an evaluation says is applied at the end of the first step that finds the answer there; with ``wait_s``
-    always at the next evaluation step. An answer that is not there by then (with more than one worker, that many
-    evaluation steps later), or that was asked at another prefix version, is dropped and counted.
+    always at the next evaluation step (with more than one worker, that many evaluation steps later).
 
     Of several processes, the first evaluates and decides. It tells the others at evaluation steps, and all apply it
     there.
@@ -127,29 +103,16 @@ class FreezingEngine:
         self.policy = policy
         self.pool = pool
         self.costs = StepCosts()
-        self.counts = EvaluationCounts()
-        self.messages: list[tuple[int, str]] = []
+        self.evaluations = Evaluations(prefix, pool, self.costs, evaluation_samples, in_flight, wait_s)
+        self.messages = self.evaluations.messages
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.next_evaluation = step + evaluate_every_n_steps
         self.plasticity: tuple[float, ...] | None = None
         self.last_evaluation: LastEvaluation | None = None
         self.reference_age = 0
-        self.precision: str | None = None
-        self.stopped = False
         self._refresh_every = refresh_every_n_evaluations
-        self._samples = evaluation_samples
-        self._in_flight = in_flight
-        self._wait_s = wait_s
         self._adapt = adapt
-        self._crops = False
-        self._compared_samples: int | None = None
-        self._failures = 0
-        self._late_in_a_row = 0
-        self._nothing_in_a_row, self._told_of_nothing = 0, False
         self._capture: StepCapture | None = None
-        # One entry per evaluation step; None where there was nothing to evaluate.
-        self._pending: collections.deque[StepCapture | None] = collections.deque()
-        self._overdue: list[Future[Comparison]] = []
         self._passing: PassingWeights | None = None
         self._snapshot_due = False
         self._loss_sum: Tensor | None = None
@@ -164,8 +127,7 @@ class FreezingEngine:
 
     def prefix_changed(self, prefix: FrozenPrefix) -> None:
         """An evaluation of the prefix before says nothing of the one after."""
-        self.counts.dropped += sum(capture is not None for capture in self._pending)
-        self._pending = collections.deque(None for _ in self._pending)
+        self.evaluations.void()
         forget_compiled()
 
     def observes(self, batches_ahead: int, accumulation: int = 1) -> bool:
@@ -195,9 +157,9 @@ class FreezingEngine:
             self._passing.start()
         due = step + self._steps_per_batch >= self.next_evaluation
         if due and real_input and self._capture is None and self.pool.has_snapshot and self._wants_reference():
-            if not self._wait_s and not self.pool.ready():
+            if not self.evaluations.wait_s and not self.pool.ready():
                 return  # observing the step would be for nothing
-            self._capture = StepCapture(self.prefix, self._samples, self._crops)
+            self._capture = self.evaluations.capture()
             self._capture.start()
 
     def refresh_reference(self, passing: PassingWeights | None = None) -> None:
@@ -209,10 +171,8 @@ class FreezingEngine:
             passing: those that have just passed by.
         """
         if not self._wants_reference():
-            self._pending.clear()
-            self._overdue.clear()
+            self.evaluations.forget()
             self._snapshot_due = False
-            self.pool.drop_snapshot()
             return
         self.reference_age += 1
         if self.pool.has_snapshot and (self.reference_age < self._refresh_every or self.policy.holds_reference):
@@ -228,7 +188,7 @@ class FreezingEngine:
         try:
             self.pool.take_snapshot(self.prefix.module, weights)
         except Exception as error:  # packing runs the user's own code, which may raise anything
-            self._failed(f"{type(error).__name__}: {error}")
+            self.evaluations.failed(f"{type(error).__name__}: {error}")
 
     def end_forward(self, loss: Tensor) -> None:
         """The forward is done and gave ``loss``; its backward comes now."""
@@ -287,8 +247,10 @@ class FreezingEngine:
             self.next_evaluation = step + self.evaluate_every_n_steps
         if due and self.ranks.leads:
             with self.costs.evaluating():
-                if self._wait_s:  # nobody would wait for what a decision makes void, and its worker would not be free
-                    self._dispatch(capture)
+                if (
+                    self.evaluations.wait_s
+                ):  # nobody would wait for what a decision makes void, and its worker would not be free
+                    self._ask(capture)
                 self.refresh_reference()
         return event
 
@@ -298,12 +260,16 @@ class FreezingEngine:
             return None
         if (name := self._learning or self.prefix.learning_parameter()) is not None:
             return self._give_up(name)
-        self.plasticity = self._collect(due)
-        if due and not self._wait_s:
+        self.plasticity = self.evaluations.collect(due)
+        if due and not self.evaluations.wait_s:
             with self.costs.evaluating():
-                self._dispatch(capture)
+                self._ask(capture)
             if self.plasticity is None:  # where the reference runs in this thread, the answer is there at once
-                self.plasticity = self._collect(due=False)
+                self.plasticity = self.evaluations.collect(due=False)
+        if (
+            self._adapt and self.evaluations.late_in_a_row >= 2
+        ):  # one is late whenever a new snapshot is worked on first
+            self._evaluate_half_as_often()
         loss = self._mean_loss() if due else None
         told = self.plasticity and self.prefix.chain.of_prefixes(self.plasticity, self.prefix.depth)
         decision = self.policy.observe(step, told, learning_rate, loss)
@@ -335,8 +301,7 @@ class FreezingEngine:
     def close(self) -> None:
         """Leave the model as the user made it, with nothing frozen, and end the workers. Safe to call twice."""
         self.forget_batch()
-        self._pending.clear()
-        self.pool.drop_snapshot()
+        self.evaluations.forget()
         self.prefix.set_depth(0)
 
     def state_dict(self, with_reference: bool) -> dict[str, Any]:
@@ -345,19 +310,14 @@ class FreezingEngine:
         Args:
             with_reference: also keep the weights of the reference, and wait for the evaluations under way.
         """
-        pending = [None if not with_reference or c is None else self._waited(c) for c in self._pending]
         return {
+            **self.evaluations.state_dict(with_answers=with_reference),
             "next_evaluation": self.next_evaluation,
             "evaluate_every_n_steps": self.evaluate_every_n_steps,
             "reference_age": self.reference_age,
-            "precision": self.precision,
-            "crops": self._crops,
-            "compared_samples": self._compared_samples,
             "loss_sum": None if self._loss_sum is None else float(self._loss_sum),
             "loss_count": self._loss_count,
-            "counts": vars(self.counts).copy(),
             "snapshot_due": self._snapshot_due,
-            "pending": [None if answer is None else vars(answer) for answer in pending],
             "reference": self.pool.snapshot_tensors() if with_reference else None,
         }
 
@@ -371,156 +331,39 @@ class FreezingEngine:
         if self._adapt:
             self.evaluate_every_n_steps = state["evaluate_every_n_steps"]
         self.reference_age = state["reference_age"]
-        self.precision = state["precision"]
-        self._crops = state["crops"]
-        self._compared_samples = state["compared_samples"]
         self._loss_sum = None if state["loss_sum"] is None else torch.tensor(state["loss_sum"])
         self._loss_count = state["loss_count"]
-        self.counts = EvaluationCounts(**state["counts"])
+        self.evaluations.load_state_dict(state, with_answers=self.ranks.leads)
         if not self.ranks.leads:
             return
         self._snapshot_due = state["snapshot_due"]
         if state["reference"] is not None:
             self.pool.restore_snapshot(self.prefix.module, state["reference"])
-        for answer in state["pending"]:
-            capture = None
-            if answer is not None:
-                capture = StepCapture(self.prefix, self._samples, self._crops)
-                capture.answer = Future()
-                capture.answer.set_result(Comparison(**{**answer, "plasticity": tuple(answer["plasticity"])}))
-            self._pending.append(capture)
 
     def _wants_reference(self) -> bool:
-        return self.ranks.leads and self.policy.wants_reference and not self.stopped
+        return self.ranks.leads and self.policy.wants_reference and not self.evaluations.stopped
 
-    def _dispatch(self, capture: StepCapture | None) -> None:
-        sent = None
-        weights = capture.weights.weights if capture is not None and capture.weights is not None else None
+    def _ask(self, capture: StepCapture | None) -> None:
         if self.pool.has_snapshot and self._wants_reference():
-            if capture is not None and capture.version == self.prefix.version:
-                try:
-                    evaluation = capture.evaluation()
-                    capture.answer = self.pool.submit(evaluation, weights) if evaluation is not None else None
-                except Exception as error:  # keeping and packing run the user's own code, which may raise anything
-                    self._failed(f"{type(error).__name__}: {error}")
-            if capture is not None and capture.answer is not None:
-                sent = capture
-            else:
-                self.counts.dropped += 1
-        self._pending.append(sent)
+            self.evaluations.send(capture)
+        else:
+            self.evaluations.skip()
 
-    def _collect(self, due: bool) -> tuple[float, ...] | None:
-        """What the oldest evaluation under way says, if its answer is there, or must be."""
-        for late in [answer for answer in self._overdue if answer.done()]:
-            self._overdue.remove(late)
-            if (error := late.exception()) is not None:
-                self._failed(str(error))
-        if not (due and len(self._pending) >= self._in_flight) and not self._answered():
-            return None
-        capture = self._pending.popleft()
-        if capture is None or capture.answer is None:
-            return None
-        if not capture.answer.done() and not self._wait_s:
-            self._overdue.append(capture.answer)
-            self._late()
-            return None
-        try:
-            answer = capture.answer.result(self._wait_s)
-        except NoAnswer:
-            self._failed(f"it did not answer within {self._wait_s:g} s")
-            return None
-        except Exception as error:  # in this thread the user's modules may raise anything
-            self._failed(str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}")
-            return None
-        self._failures = self._late_in_a_row = 0
-        self._take_costs(capture)
-        if answer.precision != self.precision:
-            text = f"the reference model runs in {answer.precision}: {answer.reason}"
-            self.messages.append((logging.INFO, text))
-        self._crops, self.precision = answer.crops, answer.precision
-        return self._comparable(answer)
-
-    def _answered(self) -> bool:
-        """Whether the oldest evaluation under way is done; where answers are waited for, that must not matter."""
-        oldest = self._pending[0] if self._pending and not self._wait_s else None
-        return oldest is not None and oldest.answer is not None and oldest.answer.done()
-
-    def _waited(self, capture: StepCapture) -> Comparison | None:
-        if capture.answer is None:
-            return None
-        try:
-            return capture.answer.result(self._wait_s)
-        except Exception:  # it fails again, and is told of, where the answer is due
-            return None
-
-    def _comparable(self, answer: Comparison) -> tuple[float, ...] | None:
-        """The plasticity, unless it says nothing.
-
-        Where batches differ in size, so does the noise of what is measured on them.
-        """
-        if self._compared_samples is None:
-            self._compared_samples = answer.samples
-        active = range(self.prefix.depth, len(answer.plasticity))
-        unmeasured = next((index for index in active if not math.isfinite(answer.plasticity[index])), None)
-        if unmeasured is not None:
-            self._said_nothing(unmeasured, answer.samples)
-        if answer.samples != self._compared_samples or unmeasured is not None:
-            self.counts.dropped += 1
-            return None
-        self.counts.done += 1
-        self._nothing_in_a_row = 0
-        return answer.plasticity
-
-    def _said_nothing(self, index: int, samples: int) -> None:
-        self._nothing_in_a_row += 1
-        if self._nothing_in_a_row == FAILURES_TO_STOP and not self._told_of_nothing:
-            self._told_of_nothing = True
-            name = self.prefix.chain.layer_modules[index].name
-            reason = f"what {name!r} gives is not finite, or the same for every sample"
-            if samples == 1:
-                reason = "a batch of one sample has none that it could be like"
-            text = f"{FAILURES_TO_STOP} evaluations in a row said nothing: {reason}; while that is so, nothing freezes"
-            self.messages.append((logging.WARNING, text))
-
-    def _take_costs(self, capture: StepCapture) -> None:
-        if not capture.timer.timed:
-            return
-        shares = capture.timer.layer_seconds() if self.prefix.depth == 0 else None
-        if shares is not None:
-            self.costs.add_layer_seconds(shares)
+    def _evaluate_half_as_often(self) -> None:
+        self.evaluations.late_in_a_row = 0
+        self.evaluate_every_n_steps *= 2
+        every = f"which now is {self.evaluate_every_n_steps} steps"
+        text = f"the reference needed longer than the interval between two evaluations, {every}"
+        self.messages.append((logging.INFO, text))
 
     def _give_up(self, name: str) -> Decision:
         """Something else decides what learns here: leave it to it."""
-        self._gave_up = self.stopped = True
+        self._gave_up = True
         self.forget_batch()
-        self._pending.clear()
-        self.pool.drop_snapshot()
+        self.evaluations.stop()
         reason = f"the frozen parameter {name!r} was given a gradient: other code switches requires_grad on and off"
         self.messages.append((logging.WARNING, f"{reason}. All is unfrozen, and nothing will freeze any longer"))
         return Decision(0, reason)
-
-    def _late(self) -> None:
-        self.counts.late += 1
-        self._late_in_a_row += 1
-        # One is late whenever a new snapshot has to be worked on first.
-        if self._adapt and self._late_in_a_row == 2:
-            self._late_in_a_row = 0
-            self.evaluate_every_n_steps *= 2
-            every = f"which now is {self.evaluate_every_n_steps} steps"
-            text = f"the reference needed longer than the interval between two evaluations, {every}"
-            self.messages.append((logging.INFO, text))
-
-    def _failed(self, reason: str) -> None:
-        self.counts.failed += 1
-        self._failures += 1
-        if self.counts.failed == 1:
-            self.messages.append((logging.WARNING, f"the reference model failed: {reason}. Training goes on"))
-        if self._failures == FAILURES_TO_STOP:
-            self.stopped = True
-            self._pending.clear()
-            self.pool.drop_snapshot()
-            text = f"the reference model failed {FAILURES_TO_STOP} times in a row, the last time with: {reason}"
-            self.messages.append((logging.WARNING, f"{text}. Training goes on; no more layer modules will freeze"))
 
     def _mean_loss(self) -> float | None:
         if self._loss_sum is None:

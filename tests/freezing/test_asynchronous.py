@@ -264,7 +264,7 @@ def test_a_killed_worker_is_told_once_and_replaced():
     assert len(set(pids)) == 2
     savings = callback.savings()
     assert savings.evaluations_done > 20
-    assert not callback._engine.stopped
+    assert not callback._engine.evaluations.stopped
 
 
 def test_a_module_that_cannot_be_imported_there_is_told_and_training_goes_on():

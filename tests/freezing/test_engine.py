@@ -78,6 +78,7 @@ class Run:
         self.pool, self.policy, self.batch_size = HeldPool(chain), policy, batch_size
         self.prefix = FrozenPrefix(self.net, chain)
         self.engine = FreezingEngine(self.prefix, policy, self.pool, every, refresh, 64, **arguments)
+        self.evaluations = self.engine.evaluations
         self.engine.refresh_reference()
         self.step = 0
         self.events = []
@@ -115,7 +116,7 @@ def test_what_an_evaluation_in_this_thread_says_is_heard_at_once():
     run.steps(8)
     assert list(run.policy.plasticity()) == [2, 4, 6, 8]
     assert [event.step for event in run.events] == [4]
-    assert (run.engine.counts.late, run.engine.counts.dropped, run.engine.counts.done) == (0, 0, 4)
+    assert (run.evaluations.counts.late, run.evaluations.counts.dropped, run.evaluations.counts.done) == (0, 0, 4)
 
 
 def test_a_late_answer_is_dropped_and_counted():
@@ -124,13 +125,13 @@ def test_a_late_answer_is_dropped_and_counted():
     run.steps(5)
     # What was asked at step 2 came after step 5, and so did what was asked at step 4.
     assert list(run.policy.plasticity()) == [6, 7, 9]
-    assert (run.engine.counts.late, run.engine.counts.dropped, run.engine.counts.done) == (1, 0, 3)
+    assert (run.evaluations.counts.late, run.evaluations.counts.dropped, run.evaluations.counts.done) == (1, 0, 3)
     assert run.engine.evaluate_every_n_steps == 2
 
 
 def test_two_late_answers_in_a_row_make_evaluations_rarer_if_that_is_allowed():
     run = Run(Asked(), adapt=True).steps(7, answers=False).steps(9)
-    assert run.engine.counts.late == 2
+    assert run.evaluations.counts.late == 2
     assert run.engine.evaluate_every_n_steps == 4
     assert [step for step, *_, loss in run.policy.told if loss is not None] == [2, 4, 6, 10, 14]
     assert ["now is 4 steps" in text for _, text in run.engine.messages if "interval" in text] == [True]
@@ -143,7 +144,7 @@ def test_an_evaluation_that_no_worker_is_free_for_is_dropped_and_counted():
     run.pool.busy = False
     run.steps(5)
     assert list(run.policy.plasticity()) == [7, 9]
-    assert run.engine.counts.dropped == 2
+    assert run.evaluations.counts.dropped == 2
 
 
 def test_with_more_in_flight_an_answer_has_as_many_intervals_time():
@@ -152,7 +153,7 @@ def test_with_more_in_flight_an_answer_has_as_many_intervals_time():
     run.steps(5)
     # Those of steps 2, 4 and 6 came together.
     assert list(run.policy.plasticity()) == [8, 9, 10, 11, 12]
-    assert run.engine.counts.late == 0
+    assert run.evaluations.counts.late == 0
 
 
 def test_a_deterministic_run_waits_for_the_answer():
@@ -171,7 +172,7 @@ def test_a_deterministic_run_asks_for_nothing_that_a_decision_makes_void():
 
 def test_waiting_ends():
     run = Run(Asked(), wait_s=0.05).steps(4, answers=False)
-    assert run.engine.counts.failed == 1
+    assert run.evaluations.counts.failed == 1
     assert "did not answer within 0.05 s" in run.engine.messages[0][1]
 
 
@@ -181,10 +182,10 @@ def test_failures_are_told_once_and_after_three_in_a_row_nothing_is_compared_any
     run.steps(5)
     run.pool.fails = None
     run.steps(3)
-    assert (run.engine.counts.failed, run.engine.counts.done, run.engine.stopped) == (2, 1, False)
+    assert (run.evaluations.counts.failed, run.evaluations.counts.done, run.evaluations.stopped) == (2, 1, False)
     run.pool.fails = WorkerError("broken")
     run.steps(20)
-    assert (run.engine.counts.failed, run.engine.stopped, run.pool.has_snapshot) == (5, True, False)
+    assert (run.evaluations.counts.failed, run.evaluations.stopped, run.pool.has_snapshot) == (5, True, False)
     told = [text for level, text in run.engine.messages if level == logging.WARNING]
     assert len(told) == 2
     assert "failed: broken" in told[0]
@@ -197,15 +198,15 @@ def test_a_failure_that_comes_late_is_told_too():
     run.pool.answer()
     run.pool.fails = None
     run.steps(4)
-    assert run.engine.counts.failed == 2  # the one that was late, and the one after it
-    assert run.engine.counts.late == 1
+    assert run.evaluations.counts.failed == 2  # the one that was late, and the one after it
+    assert run.evaluations.counts.late == 1
 
 
 def test_an_answer_about_another_prefix_version_is_dropped_and_counted():
     # Frozen after step 5: the evaluation of step 4 is on its way.
     run = Run(Asked({5: Decision(1, "test")})).steps(3).steps(2, answers=False).steps(5)
     assert list(run.policy.plasticity()) == [3, 7, 9]
-    assert run.engine.counts.dropped == 1
+    assert run.evaluations.counts.dropped == 1
     assert [(event.step, event.kind, event.depth, event.reason) for event in run.events] == [(5, "freeze", 1, "test")]
 
 
@@ -218,13 +219,13 @@ def test_plasticity_of_frozen_layer_modules_is_nan():
 def test_a_smaller_batch_is_an_evaluation_that_did_not_happen():
     run = Run(Asked()).steps(5).steps(1, batch_size=5).steps(4)
     assert list(run.policy.plasticity()) == [3, 5, 9]
-    assert run.engine.counts.dropped == 1
+    assert run.evaluations.counts.dropped == 1
 
 
 def test_a_batch_of_one_says_nothing():
     run = Run(Asked(), batch_size=1).steps(10)
     assert run.policy.plasticity() == {}
-    assert run.engine.counts.done == 0
+    assert run.evaluations.counts.done == 0
 
 
 @pytest.mark.parametrize(("refresh", "ages"), [(1, [2, 2, 2, 2]), (2, [2, 4, 2, 4]), (10, [2, 4, 6, 8])])

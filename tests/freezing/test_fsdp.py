@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.freezing import engine
+from lightning_egeria.freezing import evaluations
 from lightning_egeria.freezing.capture import StepCapture
 from lightning_egeria.freezing.parcels import pack, unpack
 
@@ -189,7 +189,7 @@ class OfTheForward(StepCapture):
 
 
 def run_guided_under_ddp():
-    engine.StepCapture = OfTheForward
+    evaluations.StepCapture = OfTheForward
     module, freezing = Whole(), guided()
     seen = []
 

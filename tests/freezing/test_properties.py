@@ -354,6 +354,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.prefix, self.pool, self.policy = FrozenPrefix(self.net, chain), HeldPool(), Believer(self)
         self.in_flight, self.every = in_flight, every
         self.engine = FreezingEngine(self.prefix, self.policy, self.pool, every, refresh, 4, in_flight=in_flight)
+        self.evaluations = self.engine.evaluations
         self.engine.refresh_reference()
         # Of each future: number of its evaluation, step and prefix version when it was made.
         self.made, self.believed, self.step, self.depth, self.version = {}, set(), 0, 0, 0
@@ -407,7 +408,7 @@ class EngineMachine(RuleBasedStateMachine):
     def answer_one(self, data):
         self.resolve(data.draw(st.sampled_from(self.open())))
 
-    @precondition(lambda self: self.open() and self.engine.counts.failed < 2)
+    @precondition(lambda self: self.open() and self.evaluations.counts.failed < 2)
     @rule(data=st.data())
     def fail_one(self, data):
         data.draw(st.sampled_from(self.open())).set_exception(WorkerError("it died"))
@@ -457,9 +458,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_are_accounted_for(self):
-        counts = self.engine.counts
+        counts = self.evaluations.counts
         assert counts.done == len(self.believed)
-        assert len(self.engine._pending) <= self.in_flight
+        assert len(self.evaluations._pending) <= self.in_flight
 
 
 def test_engine():
