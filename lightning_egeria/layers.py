@@ -30,7 +30,7 @@ class LayerModule:
         name: path of its first module that holds weights.
         boundary: path of the module whose output is the boundary activation (a pooling layer behind a stem, say).
         output_leaf: which tensor of that output, counted over its nested leaves.
-        members: paths of all modules that freezing switches to evaluation mode.
+        members: paths of all modules that freeze with it.
         parameters: names of the trainable parameters that this layer module adds to the prefix.
         units: paths of the calls that make it up, in order, none inside another; the last is that of the boundary. A
             step that takes the boundary activation from a cache leaves them out.
@@ -216,18 +216,25 @@ class PrefixOwner(Protocol):
 
 
 class FrozenPrefix:
-    """The first `depth` layer modules of a model: without gradients, in evaluation mode, as the user left them after.
+    """The first `depth` layer modules of a model: without gradients, and after that as the user left them.
+
+    Modules that hold statistics or the like, floating-point buffers of their own or of their parts, are in evaluation
+    mode while they are frozen, because they would go on changing. All others stay as they are: dropout in the front
+    keeps what learns behind it from overfitting, frozen or not.
 
     The prefix is changed between two optimizer steps only, never inside a gradient accumulation window: a gradient that
     is there already would otherwise be applied to a weight that counts as frozen, or be lost.
 
     >>> import torch
-    >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 2))
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3), nn.Linear(3, 2))
     >>> chain = LayerChain.trace(net, lambda: net(torch.ones(5, 4)).sum())
     >>> prefix = FrozenPrefix(net, chain)
     >>> prefix.set_depth(1)
-    >>> prefix.version, net[0].weight.requires_grad, net[1].training, net[2].training
-    (1, False, False, True)
+    >>> prefix.version, net[0].weight.requires_grad, [part.training for part in net]
+    (1, False, [True, False, True, True, True])
+    >>> prefix.evaluate()
+    >>> [part.training for part in net]
+    [False, False, False, True, True]
     >>> prefix.set_depth(0)
     >>> prefix.version, net[0].weight.requires_grad, net[1].training
     (2, True, True)
@@ -240,7 +247,9 @@ class FrozenPrefix:
         self.version = 0
         self.listeners: list[PrefixListener] = []
         self._frozen_parameters: list[nn.Parameter] = []
-        self._training_before: list[tuple[nn.Module, bool]] = []
+        self._members: list[nn.Module] = []
+        self._evaluates = False
+        self._training_before: list[tuple[nn.Module, bool]] = []  # of the members that are in evaluation mode
 
     def set_depth(self, depth: int) -> None:
         """Freeze or unfreeze so that exactly the first ``depth`` layer modules are frozen, and tell the listeners.
@@ -263,17 +272,28 @@ class FrozenPrefix:
         self.depth = depth
         members = [path for layer_module in self.chain.layer_modules[:depth] for path in layer_module.members]
         modules = dict(self.module.named_modules())
-        self._training_before = [(modules[path], modules[path].training) for path in members]
-        for module, _ in self._training_before:
-            # ``self.train()`` may stand anywhere in the user's code, in the middle of a training step too.
-            vars(module).setdefault("train", _StayInEvaluation(module))
-        self.assert_modes()
+        self._members = [modules[path] for path in members]
+        self._hold_in_evaluation()
         self.version += 1
         for listener in self.listeners:
             listener.prefix_changed(self)
 
+    def evaluate(self) -> None:
+        """From here on, have all of the prefix in evaluation mode, so that it gives the same each time."""
+        self._evaluates = True
+        self._hold_in_evaluation()
+
+    def _hold_in_evaluation(self) -> None:
+        held = {module for module, _ in self._training_before}
+        for module in self._members:
+            if module not in held and (self._evaluates or any(b.is_floating_point() for b in module.buffers())):
+                self._training_before.append((module, module.training))
+                # ``self.train()`` may stand anywhere in the user's code, in the middle of a training step too.
+                vars(module).setdefault("train", _StayInEvaluation(module))
+        self.assert_modes()
+
     def assert_modes(self) -> None:
-        """Put the prefix back into evaluation mode, if something that did not call ``train()`` took it out."""
+        """Put modules back into evaluation mode, if something that did not call ``train()`` took them out."""
         for module, _ in self._training_before:
             if module.training:  # which is read much faster than it is set
                 module.training = False
@@ -307,7 +327,7 @@ class FrozenPrefix:
             if isinstance(vars(module).get("train"), _StayInEvaluation):
                 del vars(module)["train"]
             module.training = training
-        self._frozen_parameters, self._training_before = [], []
+        self._frozen_parameters, self._members, self._training_before = [], [], []
 
     def check_fits(self) -> None:
         """Compare the chain, as read from a checkpoint, with the model.

@@ -687,6 +687,7 @@ class TestWhatIsFound:
         chain = LayerChain.trace(holder, lambda: step(wrapped, (torch.rand(5, 4),)))
         prefix = FrozenPrefix(holder, chain)
         prefix.set_depth(2)
+        prefix.evaluate()
         assert not any(part.training for part in wrapped[0].modules())
         assert not wrapped[0][0].weight.requires_grad
         prefix.set_depth(0)
@@ -772,6 +773,7 @@ class TestNamed:
         assert {name.split(".")[0] for name in chain.prefix_parameters(2)} == {"conv1", "bn1", "layer1"}
         prefix = FrozenPrefix(net, chain)
         prefix.set_depth(2)
+        prefix.evaluate()
         assert {path.split(".")[0] for path, part in net.named_modules() if not part.training} == {
             "conv1",
             "bn1",
@@ -869,7 +871,7 @@ class TestFrozenPrefix:
 
         class Listener:
             def prefix_changed(self, prefix):
-                heard.append((prefix.depth, prefix.version, net[0].weight.requires_grad, net[0].training))
+                heard.append((prefix.depth, prefix.version, net[0].weight.requires_grad, net[1].training))
 
         prefix.listeners.extend([Listener(), Listener()])
         for depth in (1, 1, 2, 0):
@@ -919,30 +921,65 @@ class TestFrozenPrefix:
         moved = {key for key, value in net.named_buffers() if not torch.equal(value, before[key])}
         assert moved == {"5.running_mean", "5.running_var", "5.num_batches_tracked"}
 
-    def test_somebody_who_calls_train_does_not_reach_the_prefix(self, net, prefix):
+    @pytest.mark.parametrize(
+        ("evaluates", "modes"), [(True, [False] * 4 + [True] * 6), (False, [True, False] + [True] * 8)]
+    )
+    def test_somebody_who_calls_train_does_not_reach_the_prefix(self, net, prefix, evaluates, modes):
         prefix.set_depth(1)
+        if evaluates:
+            prefix.evaluate()
         assert net.train() is net
         assert net[1].train() is net[1]
-        assert [part.training for part in net] == [False] * 4 + [True] * 6
+        assert [part.training for part in net] == modes
         other = pickle.loads(pickle.dumps(copy.deepcopy(net)))
         prefix.set_depth(0)
         assert all(part.training for part in net)
         assert not any("train" in vars(part) for part in net)
-        assert [part.training for part in other] == [False] * 4 + [True] * 6
+        assert [part.training for part in other] == modes
         assert all(part.training for part in other.train())
 
     def test_modes_come_back_after_somebody_changed_them_past_train(self, net, prefix):
         prefix.set_depth(1)
         net[1].training = True
         prefix.assert_modes()
-        assert [part.training for part in net] == [False] * 4 + [True] * 6
+        assert [part.training for part in net] == [True, False] + [True] * 8
         prefix.set_depth(0)
         assert all(part.training for part in net)
 
-    def test_the_prefix_gives_the_same_output_every_time(self, net, prefix):
-        prefix.set_depth(2)
+    def test_the_prefix_gives_the_same_output_every_time_if_it_is_to(self, net, prefix):
+        prefix.set_depth(1)
         x = torch.rand(5, 4)
+        assert not torch.equal(net[:7](x), net[:7](x))
+        prefix.evaluate()
+        prefix.set_depth(2)
         assert torch.equal(net[:7](x), net[:7](x))
+
+    def test_what_changes_in_training_is_at_rest_and_dropout_goes_on(self):
+        class Counts(nn.Module):
+            """Changes what a part of it holds."""
+
+            def __init__(self):
+                super().__init__()
+                self.part, self.dropout = nn.BatchNorm1d(4, momentum=0.0), nn.Dropout(0.5)
+
+            def forward(self, x):
+                if self.training:
+                    self.part.running_mean += 1
+                return self.dropout(x)
+
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        net = nn.Sequential(spectral, Counts(), nn.LSTM(4, 4, 2, dropout=0.5), nn.Identity(), *deep_mlp()[:4])
+        net[3].forward = lambda output: output[0]
+        net = nn.Sequential(*net, nn.Linear(6, 6), nn.Linear(6, 2))
+        prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
+        prefix.set_depth(prefix.chain.max_depth)
+        before = copy.deepcopy(net.state_dict())
+        outputs = [net[:8](torch.ones(5, 4)) for _ in range(2)]
+        assert not torch.equal(*outputs)
+        assert all(map(torch.equal, before.values(), net.state_dict().values()))
+        learning = {path for path, part in net.named_modules() if part.training and "." not in path}
+        assert learning >= {"", "2", "3", "4", "6", "7"}
+        assert net[1].dropout.training
 
     def test_what_the_user_froze_stays_frozen(self, net):
         net[1].bias.requires_grad_(False)
@@ -961,6 +998,7 @@ class TestFrozenPrefix:
         assert [index for index, part in enumerate(net) if not part.training] == [1]
 
     def test_the_container_and_the_back_keep_training(self, net, prefix):
+        prefix.evaluate()
         prefix.set_depth(2)
         assert net.training
         assert [part.training for part in net] == [False] * 7 + [True] * 3
@@ -979,6 +1017,8 @@ class TestFrozenPrefix:
         prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (x,))))
         prefix.set_depth(2)
         parts = dict(net.encoder.layers[0].named_modules())
+        assert all(part.training for part in parts.values())
+        prefix.evaluate()
         assert not any(parts[name].training for name in ("self_attn", "dropout", "dropout1", "dropout2"))
         step(net, (x,)).backward()
         assert net.encoder.layers[0].linear1.weight.grad is None

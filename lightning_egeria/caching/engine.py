@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.examination import Examination, Verdict
@@ -70,6 +71,7 @@ class PrefixCache:
         self.stats = CacheStats()
         self.messages: list[tuple[int, str]] = []
         self._warned: set[str] = set()
+        self._told_of_dropout = False
         self._dataset = dataset
         self._directory = directory
         self._maker = LevelMaker(dataset, directory, limits, views, seed)
@@ -96,6 +98,8 @@ class PrefixCache:
         """Drop what is of no use any longer; what was cached of a shallower prefix goes on being of use."""
         if self._closed:
             return  # the callback leaves the model unfrozen at the end of fit
+        prefix.evaluate()
+        self._tell_of_dropout(prefix)
         self._load_after_all()
         deeper = self._prefix is prefix and bool(self._levels) and prefix.depth > self._levels[-1].cut
         self._end_step()
@@ -111,6 +115,17 @@ class PrefixCache:
         else:
             self._cut = None
             self.stats.off = "nothing is frozen"
+
+    def _tell_of_dropout(self, prefix: FrozenPrefix) -> None:
+        members = [path for layer_module in prefix.chain.layer_modules[: prefix.depth] for path in layer_module.members]
+        modules = dict(prefix.module.named_modules())
+        names = [path for path in members if isinstance(modules[path], _DropoutNd) and modules[path].p > 0]
+        if names and not self._told_of_dropout:
+            self._told_of_dropout = True
+            self._say(
+                f"dropout in frozen layers ({names[0]!r} and {len(names) - 1} more) is off from here on, because what "
+                "is cached must be the same each time; without FrozenPrefixCache it stays on"
+            )
 
     def _begin_cut(self, prefix: FrozenPrefix, depth: int) -> None:
         self._cut = Cut(prefix, depth, self._device)

@@ -80,6 +80,13 @@ class Watching(FreezingPolicy):
         return None
 
 
+def rest(part):
+    """Freeze by hand: without gradients, statistics as they are, dropout as it is in training."""
+    part.requires_grad_(False)
+    for module in part.modules():
+        module.training &= not any(buffer.is_floating_point() for buffer in module.buffers())
+
+
 class ByHand(L.Callback):
     """What a careful user would write to freeze stem and middle after step 4."""
 
@@ -87,7 +94,7 @@ class ByHand(L.Callback):
         if trainer.global_step >= 4:
             pl_module.resting = [pl_module.net.stem, pl_module.net.middle]
             for part in pl_module.resting:
-                part.requires_grad_(False).eval()
+                rest(part)
                 part.zero_grad(set_to_none=True)
 
 
@@ -202,7 +209,7 @@ class Trains(Module):
     def on_train_batch_start(self, batch, batch_idx):
         self.train()
         for part in self.resting:
-            part.eval()
+            rest(part)
 
 
 class LabelsItself(Module):
@@ -214,7 +221,7 @@ class LabelsItself(Module):
             labels = self.net(batch[0]).argmax(1)
         self.net.train()
         for part in self.resting:
-            part.eval()
+            rest(part)
         return super().training_step((batch[0], (labels + batch[1]) % 3), batch_idx)
 
 
@@ -984,7 +991,7 @@ def test_a_model_that_does_not_move_has_no_plasticity(kind):
     assert max(seen) < 1e-12
 
 
-def test_dropout_and_normalisation_in_the_frozen_prefix_are_at_rest():
+def test_statistics_in_the_frozen_prefix_are_at_rest_and_dropout_is_not():
     seen = {}
 
     def look(trainer, pl_module):
@@ -994,11 +1001,40 @@ def test_dropout_and_normalisation_in_the_frozen_prefix_are_at_rest():
     fit(new(validated(Module)), freezing(ScriptedPolicy({4: 2})), At(look, 3, 5, 15), val=loader(8))
     assert all(seen[3][0])
     modes = dict(zip((path for path, _ in new().net.named_modules()), seen[15][0], strict=True))
-    assert {path for path, training in modes.items() if not training} == {
-        *("stem.0", "stem.1", "stem.2", "middle.0", "middle.1", "middle.2", "middle.3"),
-        *(path for path in ("stem", "middle") if not modes[path]),
-    }
+    leaves = ("0", "1", "2", "3")
+    assert {path for path, training in modes.items() if not training and path[-1] in leaves} == {"stem.1", "middle.1"}
     assert torch.equal(seen[5][1], seen[15][1])
+
+
+class Normalised(Module):
+    """Has dropout in front and no statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Flatten(),
+            nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.Dropout(0.5)),
+            nn.TransformerEncoderLayer(8, 2, 8, 0.5, batch_first=True),
+            nn.Linear(8, 8),
+            nn.Linear(8, 3),
+        )
+
+
+def test_freezing_does_not_touch_the_gradients_of_what_learns():
+    def gradients(*callbacks):
+        found = []
+
+        class Look(L.Callback):
+            def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+                if trainer.global_step == 4:
+                    found.append([p.grad.clone() for p in pl_module.net[3:].parameters()])
+
+        fit(new(Normalised), *callbacks, Look(), epochs=1)
+        return found[0]
+
+    frozen = freezing(ScriptedPolicy({4: 2}))
+    assert all(map(torch.equal, gradients(), gradients(frozen)))
+    assert frozen.frozen_depth == 2
 
 
 class Endless(IterableDataset):
