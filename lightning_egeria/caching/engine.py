@@ -123,7 +123,7 @@ class PrefixCache:
         if names and not self._told_of_dropout:
             self._told_of_dropout = True
             self._say(
-                f"dropout in frozen layers ({names[0]!r} and {len(names) - 1} more) is off from here on, because what "
+                f"dropout in frozen layers ({names[0]!r}, say) is off from here on, because what "
                 "is cached must be the same each time; without FrozenPrefixCache it stays on"
             )
 

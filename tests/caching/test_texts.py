@@ -1,5 +1,6 @@
 """Samples of different length, padded batch by batch."""
 
+import lightning as L
 import pytest
 import torch
 from cached_runs import Classifier, fit
@@ -7,6 +8,8 @@ from test_same_training import assert_same_training, pair
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
 
@@ -107,6 +110,26 @@ def assert_same_training_as_said(plain, cached, told):
     assert len(plain.losses) == len(cached.losses)
     torch.testing.assert_close(torch.stack(plain.losses), torch.stack(cached.losses), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(plain.state_dict(), cached.state_dict(), rtol=1e-3, atol=1e-4)
+
+
+def test_dropout_in_front_is_off_where_a_cache_stands_for_it(tmp_path, caplog):
+    seen = {}
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            layers = pl_module.net.layers
+            seen.setdefault(trainer.global_step, []).append([layers[i].dropout1.training for i in (0, 3)])
+
+    for cache in ({"cache_dir": tmp_path / "cache"}, None):
+        freezing = KnowledgeGuidedFreezing(ScriptedPolicy({4: 2, 12: 3}), workers=0)
+        trainer = L.Trainer(
+            max_epochs=4, accelerator="cpu", callbacks=[freezing, Look()], logger=False, enable_checkpointing=False
+        )
+        with caplog.at_level("INFO"):
+            trainer.fit(TextClassifier(), texts() if cache is None else FrozenPrefixCache(texts(), **cache))
+        assert caplog.text.count("dropout in frozen layers ('net.layers.0.dropout1', say) is off") == 1
+    assert seen[3] == [[True, True], [True, True]]
+    assert seen[5] == seen[15] == [[False, True], [True, True]]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "list"])
