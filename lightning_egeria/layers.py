@@ -232,7 +232,7 @@ class FrozenPrefix:
     >>> prefix.set_depth(1)
     >>> prefix.version, net[0].weight.requires_grad, [part.training for part in net]
     (1, False, [True, False, True, True, True])
-    >>> prefix.evaluate()
+    >>> prefix.eval_all()
     >>> [part.training for part in net]
     [False, False, False, True, True]
     >>> prefix.set_depth(0)
@@ -248,7 +248,7 @@ class FrozenPrefix:
         self.listeners: list[PrefixListener] = []
         self._frozen_parameters: list[nn.Parameter] = []
         self._members: list[nn.Module] = []
-        self._evaluates = False
+        self._eval_all = False
         self._training_before: list[tuple[nn.Module, bool]] = []  # of the members that are in evaluation mode
 
     def set_depth(self, depth: int) -> None:
@@ -278,15 +278,15 @@ class FrozenPrefix:
         for listener in self.listeners:
             listener.prefix_changed(self)
 
-    def evaluate(self) -> None:
+    def eval_all(self) -> None:
         """From here on, have all of the prefix in evaluation mode, so that it gives the same each time."""
-        self._evaluates = True
+        self._eval_all = True
         self._hold_in_evaluation()
 
     def _hold_in_evaluation(self) -> None:
         held = {module for module, _ in self._training_before}
         for module in self._members:
-            if module not in held and (self._evaluates or any(b.is_floating_point() for b in module.buffers())):
+            if module not in held and (self._eval_all or any(b.is_floating_point() for b in module.buffers())):
                 self._training_before.append((module, module.training))
                 # ``self.train()`` may stand anywhere in the user's code, in the middle of a training step too.
                 vars(module).setdefault("train", _StayInEvaluation(module))

@@ -687,7 +687,7 @@ class TestWhatIsFound:
         chain = LayerChain.trace(holder, lambda: step(wrapped, (torch.rand(5, 4),)))
         prefix = FrozenPrefix(holder, chain)
         prefix.set_depth(2)
-        prefix.evaluate()
+        prefix.eval_all()
         assert not any(part.training for part in wrapped[0].modules())
         assert not wrapped[0][0].weight.requires_grad
         prefix.set_depth(0)
@@ -773,7 +773,7 @@ class TestNamed:
         assert {name.split(".")[0] for name in chain.prefix_parameters(2)} == {"conv1", "bn1", "layer1"}
         prefix = FrozenPrefix(net, chain)
         prefix.set_depth(2)
-        prefix.evaluate()
+        prefix.eval_all()
         assert {path.split(".")[0] for path, part in net.named_modules() if not part.training} == {
             "conv1",
             "bn1",
@@ -927,7 +927,7 @@ class TestFrozenPrefix:
     def test_somebody_who_calls_train_does_not_reach_the_prefix(self, net, prefix, evaluates, modes):
         prefix.set_depth(1)
         if evaluates:
-            prefix.evaluate()
+            prefix.eval_all()
         assert net.train() is net
         assert net[1].train() is net[1]
         assert [part.training for part in net] == modes
@@ -950,7 +950,7 @@ class TestFrozenPrefix:
         prefix.set_depth(1)
         x = torch.rand(5, 4)
         assert not torch.equal(net[:7](x), net[:7](x))
-        prefix.evaluate()
+        prefix.eval_all()
         prefix.set_depth(2)
         assert torch.equal(net[:7](x), net[:7](x))
 
@@ -998,7 +998,7 @@ class TestFrozenPrefix:
         assert [index for index, part in enumerate(net) if not part.training] == [1]
 
     def test_the_container_and_the_back_keep_training(self, net, prefix):
-        prefix.evaluate()
+        prefix.eval_all()
         prefix.set_depth(2)
         assert net.training
         assert [part.training for part in net] == [False] * 7 + [True] * 3
@@ -1018,7 +1018,7 @@ class TestFrozenPrefix:
         prefix.set_depth(2)
         parts = dict(net.encoder.layers[0].named_modules())
         assert all(part.training for part in parts.values())
-        prefix.evaluate()
+        prefix.eval_all()
         assert not any(parts[name].training for name in ("self_attn", "dropout", "dropout1", "dropout2"))
         step(net, (x,)).backward()
         assert net.encoder.layers[0].linear1.weight.grad is None

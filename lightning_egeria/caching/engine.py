@@ -98,7 +98,7 @@ class PrefixCache:
         """Drop what is of no use any longer; what was cached of a shallower prefix goes on being of use."""
         if self._closed:
             return  # the callback leaves the model unfrozen at the end of fit
-        prefix.evaluate()
+        prefix.eval_all()
         self._tell_of_dropout(prefix)
         self._load_after_all()
         deeper = self._prefix is prefix and bool(self._levels) and prefix.depth > self._levels[-1].cut

@@ -58,11 +58,11 @@ def loader_of(dataset, batch_size=8, **options):
     return DataLoader(dataset, batch_size=batch_size, shuffle=True, **options)
 
 
-class Evaluating:
+class EvalAll:
     """Without a cache, has the frozen front give the same each time, as a cache does: the slow way to the same."""
 
     def prefix_changed(self, prefix):
-        prefix.evaluate()
+        prefix.eval_all()
 
     def batch_begins(self, batch):
         pass
@@ -109,7 +109,7 @@ def fit(
     )
     wrapped = FrozenPrefixCache(data, **cache) if cache is not None else None
     if wrapped is None:
-        freezing.step_listeners.append(Evaluating())
+        freezing.step_listeners.append(EvalAll())
     with mock.patch.object(stats, "COMPARED_STEPS", compared_steps):
         if wrapped is not None:
             trainer.fit(module, datamodule=wrapped)
