@@ -520,7 +520,10 @@ class PrefixCache:
         self._drop_levels()
         self._cut = None
         self.stats.off = reason
-        self._warn(f"the cache of the frozen layers is off: {reason}. Training goes on without it", cause or reason)
+        text = f"the cache of the frozen layers is off: {reason}. Training goes on without it"
+        if self._told_of_dropout:
+            text += "; leave FrozenPrefixCache out to have the dropout of frozen layers on"
+        self._warn(text, cause or reason)
 
     def _drop_levels(self) -> None:
         if not self._levels:
