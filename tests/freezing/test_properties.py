@@ -349,6 +349,8 @@ class EngineMachine(RuleBasedStateMachine):
     def begin(self, in_flight, every, refresh):
         torch.manual_seed(0)
         self.net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        for layer in self.net:
+            layer.register_buffer("statistic", torch.zeros(1))  # so that it is in evaluation mode while it is frozen
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         chain = LayerChain.trace(self.net, lambda: self.net(torch.ones(2, 2)).sum())
         self.prefix, self.pool, self.policy = FrozenPrefix(self.net, chain), HeldPool(), Believer(self)
