@@ -142,6 +142,10 @@ class LayerChain:
         """Names of the trainable parameters in the first ``depth`` layer modules."""
         return tuple(name for layer_module in self.layer_modules[:depth] for name in layer_module.parameters)
 
+    def members(self, depth: int) -> list[str]:
+        """Paths of all modules that freeze with the first ``depth`` layer modules."""
+        return [path for layer_module in self.layer_modules[:depth] for path in layer_module.members]
+
     def of_prefixes(self, values: Sequence[float], depth: int) -> tuple[float, ...]:
         """For each prefix, the largest value of the layer modules that something behind the prefix uses.
 
@@ -270,9 +274,8 @@ class FrozenPrefix:
                 parameter.requires_grad_(False)
                 self._frozen_parameters.append(parameter)
         self.depth = depth
-        members = [path for layer_module in self.chain.layer_modules[:depth] for path in layer_module.members]
         modules = dict(self.module.named_modules())
-        self._members = [modules[path] for path in members]
+        self._members = [modules[path] for path in self.chain.members(depth)]
         self._hold_in_evaluation()
         self.version += 1
         for listener in self.listeners:

@@ -117,15 +117,18 @@ class PrefixCache:
             self.stats.off = "nothing is frozen"
 
     def _tell_of_dropout(self, prefix: FrozenPrefix) -> None:
-        members = [path for layer_module in prefix.chain.layer_modules[: prefix.depth] for path in layer_module.members]
+        if self._told_of_dropout:
+            return
         modules = dict(prefix.module.named_modules())
-        names = [path for path in members if isinstance(modules[path], _DropoutNd) and modules[path].p > 0]
-        if names and not self._told_of_dropout:
-            self._told_of_dropout = True
-            self._say(
-                f"dropout in frozen layers ({names[0]!r}, say) is off from here on, because what "
-                "is cached must be the same each time; without FrozenPrefixCache it stays on"
-            )
+        for path in prefix.chain.members(prefix.depth):
+            module = modules[path]
+            if isinstance(module, _DropoutNd) and module.p > 0:
+                self._told_of_dropout = True
+                self._say(
+                    f"dropout in frozen layers ({path!r}, say) is off from here on, because what is cached must be the "
+                    "same each time; without FrozenPrefixCache it stays on"
+                )
+                return
 
     def _begin_cut(self, prefix: FrozenPrefix, depth: int) -> None:
         self._cut = Cut(prefix, depth, self._device)

@@ -247,9 +247,8 @@ class FreezingEngine:
             self.next_evaluation = step + self.evaluate_every_n_steps
         if due and self.ranks.leads:
             with self.costs.evaluating():
-                if (
-                    self.evaluations.wait_s
-                ):  # nobody would wait for what a decision makes void, and its worker would not be free
+                # Asked before, it may be void by now; nobody would wait for it, and its worker would not be free.
+                if self.evaluations.wait_s:
                     self._ask(capture)
                 self.refresh_reference()
         return event
@@ -266,9 +265,8 @@ class FreezingEngine:
                 self._ask(capture)
             if self.plasticity is None:  # where the reference runs in this thread, the answer is there at once
                 self.plasticity = self.evaluations.collect(due=False)
-        if (
-            self._adapt and self.evaluations.late_in_a_row >= 2
-        ):  # one is late whenever a new snapshot is worked on first
+        # One is late whenever a new snapshot has to be worked on first.
+        if self._adapt and self.evaluations.late_in_a_row >= 2:
             self._evaluate_half_as_often()
         loss = self._mean_loss() if due else None
         told = self.plasticity and self.prefix.chain.of_prefixes(self.plasticity, self.prefix.depth)

@@ -145,7 +145,7 @@ class Ranks:
 
 def prefix_buffers(prefix: FrozenPrefix, depth: int) -> dict[str, Tensor]:
     """Buffers of the first ``depth`` layer modules by name."""
-    members = {path for layer_module in prefix.chain.layer_modules[:depth] for path in layer_module.members}
+    members = set(prefix.chain.members(depth))
     return {name: buffer for name, buffer in prefix.module.named_buffers() if name.rpartition(".")[0] in members}
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.caching import stats
+from lightning_egeria.layers import StepListener
 
 
 class Net(nn.Module):
@@ -58,23 +59,14 @@ def loader_of(dataset, batch_size=8, **options):
     return DataLoader(dataset, batch_size=batch_size, shuffle=True, **options)
 
 
-class EvalAll:
+class EvalAll(StepListener):
     """Without a cache, has the frozen front give the same each time, as a cache does: the slow way to the same."""
 
     def prefix_changed(self, prefix):
         prefix.eval_all()
 
-    def batch_begins(self, batch):
-        pass
-
     def step_begins(self):
         return True
-
-    def forward_ended(self):
-        pass
-
-    def step_ended(self):
-        pass
 
 
 def fit(
