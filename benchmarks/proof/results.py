@@ -71,7 +71,7 @@ def share_of(kind: str, shares: Mapping[str, float]) -> float:
     """What a step of a kind costs, as a share of a full step.
 
     A kind that was met too rarely to be measured costs as much as the nearest one that was: a deeper or shallower hit,
-    and for batches in part from the cache, a step that runs all.
+    and where the cache kept off for a few steps, a step without it.
     """
     if kind == "0":
         return 1.0
@@ -79,6 +79,8 @@ def share_of(kind: str, shares: Mapping[str, float]) -> float:
         return shares[kind]
     depth, _, what = kind.partition(" ")
     same = {int(other.split()[0]): share for other, share in shares.items() if other.partition(" ")[2] == what}
+    if not same and what == "off":
+        return share_of(depth, shares)
     if not same:
         raise KeyError(f"the cost of a step of kind {kind!r} was not measured")
     return same[min(same, key=lambda other: abs(other - int(depth)))]

@@ -33,8 +33,9 @@ SYNCHRONOUS = {"workers": 0, "deterministic": False, "reference_precision": "flo
 class Curve(lightning.Callback):
     """Notes the metrics after each validation, with the batches that were done of each kind until then.
 
-    The kind of a batch is the frozen depth, and with the cache what it did: ``"5 hit"``, ``"5 miss"``. It is what the
-    time of a step depends on. Give it behind the freezing callback, which counts the cache's batches before it then.
+    The kind of a batch is the frozen depth, and with the cache what it did: ``"5 hit"``, ``"5 miss"``, or ``"5 off"``
+    where it kept off, though what is frozen is in evaluation mode for its sake. It is what the time of a step depends
+    on. Give it behind the freezing callback, which counts the cache's batches before it then.
 
     Args:
         freezing: of the run, or None.
@@ -69,14 +70,14 @@ class Curve(lightning.Callback):
         self._mark = now
 
     def _kind(self) -> str:
-        if self.cache is None:
+        if self.cache is None or self._depth == 0:
             return str(self._depth)
         stats = self.cache.stats
         used, missed = stats.hits + stats.advanced, stats.misses
         more_used, more_missed = used - self._used, missed - self._missed
         self._used, self._missed = used, missed
         if more_used == more_missed == 0:
-            return str(self._depth)
+            return f"{self._depth} off"
         return f"{self._depth} {'hit' if more_used > more_missed else 'miss'}"
 
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:

@@ -43,12 +43,39 @@ class Layout(NamedTuple):
         return same and self[:2] == other[:2]
 
 
+class Part(NamedTuple):
+    """How a view of a part of each row lies in the memory of a contiguous tensor: all tokens but the last, say.
+
+    Attributes:
+        row_shape: of the tensor, without its first dimension.
+        offset: of the view's first element in a row.
+        shape: of the view, without its first dimension.
+        stride: of the view.
+    """
+
+    row_shape: tuple[int, ...]
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, leaf: Tensor, view: Tensor) -> Part | None:
+        """The part of each row of ``leaf`` that a view of it is; None: each row of it is not of one row of ``leaf``."""
+        if not (leaf.ndim and view.ndim and leaf.is_contiguous() and view.numel() and len(leaf) == len(view)):
+            return None
+        offset = int(view.storage_offset()) - int(leaf.storage_offset())
+        last = offset + sum((size - 1) * step for size, step in zip(view.shape[1:], view.stride()[1:], strict=True))
+        if view.stride(0) != leaf.stride(0) or offset < 0 or last >= leaf.stride(0):
+            return None
+        return cls(tuple(leaf.shape[1:]), offset, tuple(view.shape[1:]), tuple(view.stride()))
+
+
 class GivenInput(NamedTuple):
     """An argument of the network that comes from the batch, by number, and the number of its leaf in that."""
 
     argument: int
     leaf: int
-    layout: Layout | None  # None: a copy, and no view
+    layout: Layout | Part | None  # None: a copy, and no view
 
 
 class _Kept(NamedTuple):
@@ -161,8 +188,10 @@ def has_values_of(leaf: Tensor, other: Tensor) -> bool:
     return same_leaf(moved.reshape(-1), other.detach().reshape(-1))
 
 
-def is_view(leaf: Tensor, argument: Tensor, layout: Layout) -> bool:
-    """Whether the network is given a view of all of this tensor, of that layout."""
+def is_view(leaf: Tensor, argument: Tensor, layout: Layout | Part) -> bool:
+    """Whether the network is given a view of this tensor, of that layout."""
+    if isinstance(layout, Part):
+        return shares_memory(leaf, argument) and Part.of(leaf, argument) == layout
     shared = leaf.numel() == argument.numel() and shares_memory(leaf, argument)
     return shared and Layout.of(leaf, argument).agrees(layout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -143,6 +144,10 @@ class PrefixBypass:
     def position_of(self, depth: int) -> int:
         """How many unit calls the first ``depth`` layer modules take."""
         return self._positions[depth - 1]
+
+    def depth_at(self, position: int) -> int:
+        """How many layer modules are over after so many unit calls."""
+        return bisect.bisect_right(self._positions, position)
 
     def begin(self, passage: Passage) -> None:
         """The network takes this passage from here on, until `end`."""

@@ -36,6 +36,7 @@ from lightning_egeria.tracing import tensor_leaves
 
 CHANGES_TO_STOP = 3  # of weights or data under one frozen prefix
 COUNT_EVERY_S = 1.0
+LAST_BITS = "the last bits depend on where in a batch a sample is, and may differ"
 EXAMINATIONS_TO_STOP = 10  # of batches that show nothing
 
 
@@ -403,7 +404,7 @@ class PrefixCache:
         # Where the newly frozen layers cannot all be left out, those that were can still be.
         depth = max((level.cut for level in self._levels), default=0)
         if verdict.shallower:
-            depth = max(depth, cut.depth - 1)
+            depth = max(depth, cut.depth - verdict.shallower)
         if self._prefix is None or depth in (0, cut.depth):
             self._stop(verdict.problem or f"none of {EXAMINATIONS_TO_STOP} batches showed whether it can be done")
         else:
@@ -434,7 +435,7 @@ class PrefixCache:
             inputs = f"inputs are loaded all the same ({verdict.reason_to_load})"
         known = int(np.count_nonzero(opened.level.store.index))
         found = f"; {known} entries are there already" if known else ""
-        place = "" if terms.exact else "; the last bits depend on where in a batch a sample is, and may differ"
+        place = "" if terms.exact else f"; {LAST_BITS}"
         self._say(f"{opened.text}; {inputs}{found}{place}")
         if not terms.compiled:  # or the examined step was computed by other code than the next ones
             self._verify_present(step, cut, opened.lengths)
@@ -474,6 +475,10 @@ class PrefixCache:
             self.stats.wrong += len(set(wrong))
             sample = step.planned.plan.ids[wrong[0]]
             self._start_over(cut, f"what is cached of sample {sample} is not what it gives now")
+        elif cut.terms is not None and cut.terms.exact:
+            cut.terms.exact = all(same_leaf(fresh[place], row) for place, row in zip(places, stored, strict=True))
+            if not cut.terms.exact:
+                self._say(LAST_BITS)
 
     def _try_size(self, step: Step, terms: Terms) -> None:
         """A batch of another size ran whole: is what it gives what is cached?"""

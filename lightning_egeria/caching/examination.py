@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_egeria.caching.arguments import GivenInput, Layout, OtherArguments, is_given, order_of, shares_memory
+from lightning_egeria.caching.arguments import (
+    GivenInput,
+    Layout,
+    OtherArguments,
+    Part,
+    is_given,
+    order_of,
+    shares_memory,
+)
 from lightning_egeria.caching.bypass import Passage, PrefixBypass
 from lightning_egeria.caching.findings import Findings, InputField, VaryingField
 from lightning_egeria.caching.hooks import BatchHooks
@@ -30,14 +38,14 @@ class Verdict:
 
     Attributes:
         problem: why activations of this boundary cannot stand for the prefix; None if they can.
-        shallower: another boundary may do better.
+        shallower: by how many layer modules less a boundary may do better; 0: by none.
         again: nothing was found, because of the batch; another one may show more.
         terms: on which they can.
         reason_to_load: why inputs have to be loaded all the same; None: they need not.
     """
 
     problem: str | None = None
-    shallower: bool = False
+    shallower: int = 0
     again: bool = False
     terms: Terms | None = None
     reason_to_load: str | None = None
@@ -77,6 +85,7 @@ class Examination:
         self._modules = dict(prefix.module.named_modules())
         self._inputs: list[GivenInput] = []
         self._others = OtherArguments(set())
+        self._made: set[int] = set()  # arguments with a row for each sample that are not of the batch, for the watch
         self._gradients: list[Tensor] = []
         self._context = contextlib.ExitStack()
         self._recorder = CallRecorder(self._modules, prefix.chain.entries, lambda t: t.detach().clone())
@@ -107,10 +116,14 @@ class Examination:
             return Verdict(findings.problem)
         if self._passage.reached is None or step.computed is None:
             return Verdict(again=True)  # a step that did not run the network
-        if step.changed_input or not self._inputs:
+        # What the step itself has made may be given to layers behind the boundary.
+        made_in_front = [units for number, units in self._watch.read_in_front.items() if number in self._made]
+        changed = step.changed_input or not self._inputs
+        if changed or made_in_front:
             return Verdict(
                 "the network is not given what the data loader gave (mixing of samples, normalisation or augmentation "
-                "in the training step?), so its frozen front has no fixed output for a sample"
+                "in the training step?), so its frozen front has no fixed output for a sample",
+                0 if changed else self._bypass.depth - self._bypass.depth_at(min(made_in_front)),
             )
         if any(one.leaf not in findings.own_rows for one in self._inputs):
             return Verdict(
@@ -120,9 +133,9 @@ class Examination:
         if len(calls) != len({call.entry for call in calls}):
             return Verdict("the training step calls the network more than once")
         if step.computed.shape[:1] != (step.samples,):  # frames or crops lie there
-            return Verdict(NO_ROWS, True)
+            return Verdict(NO_ROWS, 1)
         if self._watch.prefix_used is not None:
-            return Verdict(f"{self._watch.prefix_used} behind the boundary uses what was computed in front of it", True)
+            return Verdict(f"{self._watch.prefix_used} behind the boundary uses what was computed in front of it", 1)
         given = {one.leaf: one.argument for one in reversed(self._inputs)}
         field = next((field for field in findings.inputs if field.batch_leaf in given), None)
         varying = self._varies()
@@ -141,7 +154,7 @@ class Examination:
         if proof.problem is None and proof.padding_comes_out and not self._padding_is_not_learnt():
             proof = Proof("the loss depends on positions behind the end of shorter samples", True)
         if proof.problem is not None or proof.again:
-            return Verdict(proof.problem, proof.repairable, proof.again)
+            return Verdict(proof.problem, int(proof.repairable), proof.again)
         return self._on_terms(proof, field)
 
     def _on_terms(self, proof: Proof, field: InputField | None) -> Verdict:
@@ -154,7 +167,7 @@ class Examination:
             or (f"{used} uses them" if used else "more than the prefix needs them")
         )
         ragged = varying is not None and proof.ragged
-        behind = self._watch.read_behind - self._watch.read_in_front
+        behind = (self._watch.read_behind | self._made) - self._watch.read_in_front.keys()
         self._others.leave_free({number - len(step.source) for number in behind})
         terms = Terms(
             inputs=self._inputs,
@@ -189,21 +202,15 @@ class Examination:
             for number, argument in enumerate(tensor_leaves((args, kwargs))):
                 if not argument.ndim or argument.shape[0] != step.samples:
                     continue
-                # A mask may be equal to a cast of the tokens: the tensor itself comes first, then one of its dtype.
-                match = [
-                    (not shares_memory(leaf, argument), leaf.dtype != argument.dtype, i)
-                    for i, leaf in enumerate(step.source)
-                    if is_given(leaf, argument)
-                ]
-                if match:
-                    copied, _, leaf = min(match)
-                    layout = None if copied else Layout.of(step.source[leaf], argument)
-                    self._inputs.append(GivenInput(number, leaf, layout))
-                    # Nor may anything be done to the batch on its way to the training step.
-                    as_loaded = leaf < len(before) and step.came_as_loaded(leaf) and step.is_untouched(leaf)
-                    step.changed_input |= not as_loaded
-                else:
-                    step.changed_input = True
+                given = self._source_of(number, argument)
+                if given is None:
+                    self._made.add(len(step.source) + number)
+                    continue
+                self._inputs.append(given)
+                # Nor may anything be done to the batch on its way to the training step.
+                leaf = given.leaf
+                as_loaded = leaf < len(before) and step.came_as_loaded(leaf) and step.is_untouched(leaf)
+                step.changed_input |= not as_loaded
         varying = self._varies()
         if varying is not None:
             step.length = step.source[varying.batch_leaf].shape[1]
@@ -212,6 +219,26 @@ class Examination:
             self._others.changed(args, kwargs, step.samples, step.length)
         for number, argument in self._others.tensors(args, kwargs):
             self._watch.follow(argument, len(step.source) + number)
+
+    def _source_of(self, number: int, argument: Tensor) -> GivenInput | None:
+        """Which tensor of the batch an argument is, or part of each of its rows; None: of none."""
+        source = self._step.source
+        # A mask may be equal to a cast of the tokens: the tensor itself comes first, then one of its dtype.
+        match = [
+            (not shares_memory(leaf, argument), leaf.dtype != argument.dtype, i)
+            for i, leaf in enumerate(source)
+            if is_given(leaf, argument)
+        ]
+        if match:
+            copied, _, leaf = min(match)
+            return GivenInput(number, leaf, None if copied else Layout.of(source[leaf], argument))
+        padded = {field.batch_leaf for field in self._findings.varying}  # whose length is another in each batch
+        for place, tensor in enumerate(source):
+            if place not in padded and shares_memory(tensor, argument):
+                part = Part.of(tensor, argument)
+                if part is not None:
+                    return GivenInput(number, place, part)
+        return None
 
     def _left(self, activation: Tensor) -> None:
         self._step.computed = activation.detach().clone(memory_format=torch.preserve_format)

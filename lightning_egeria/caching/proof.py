@@ -25,6 +25,7 @@ from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
 
 # Rows of a batch are computed alike up to rounding: of the largest value, in units of the dtype's resolution.
 ROUNDING = 64
+SHORTER_LENGTHS = 5  # that are tried, of those that the samples of a batch have
 NO_ROWS = "the boundary activation does not have the samples of the batch in its first dimension"
 
 
@@ -152,17 +153,23 @@ class Prover:
         return proof if self._lengths is None else self._try_shorter(proof, activation, ragged)
 
     def _try_shorter(self, proof: Proof, activation: Tensor, ragged: bool) -> Proof:
-        """Run the shorter samples alone, padded to less."""
+        """Run the shorter samples alone, padded to less: to several lengths, since each may round in its own way."""
         if self._lengths is None or self._length is None:
             raise RuntimeError("the samples do not differ in length")
         shorter = np.unique(self._lengths[self._lengths < self._length])
         if not len(shorter) or len(self._calls) > 1:
             return dataclasses.replace(proof, again=True)
-        length = int(shorter[len(shorter) // 2])
-        places = np.flatnonzero(self._lengths <= length)
+        for place in np.unique(np.linspace(0, len(shorter) - 1, SHORTER_LENGTHS).round().astype(int)):
+            proof = self._try_length(proof, activation, ragged, int(shorter[place]))
+            if proof.problem is not None:
+                break
+        return proof
+
+    def _try_length(self, proof: Proof, activation: Tensor, ragged: bool, length: int) -> Proof:
+        lengths, call = np.asarray(self._lengths), self._calls[0]
+        places = np.flatnonzero(lengths <= length)
         rows = torch.from_numpy(places)
-        call = self._calls[0]
-        args, kwargs = rows_of(call.args, call.kwargs, self._samples, rows, (self._length, length))
+        args, kwargs = rows_of(call.args, call.kwargs, self._samples, rows, (self._length or 0, length))
         calls = [NetworkCall(call.entry, args, kwargs)]
         found = self._boundary(calls, seed=1)
         wanted = activation[rows.to(activation.device)]
@@ -170,7 +177,7 @@ class Prover:
             return Proof("the frozen layers cannot be run for shorter samples alone", True)
         exact = proof.exact
         for place, one, other in zip(places, found, wanted, strict=True):
-            own = int(self._lengths[place])
+            own = int(lengths[place])
             one, other = (one[:own], other[:own]) if ragged else (one, other)
             if not rows_alike(one, other):
                 return Proof("the output of the frozen layers depends on how far a sample is padded", True)

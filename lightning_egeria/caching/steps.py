@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_egeria.caching.arguments import (
     GivenInput,
     OtherArguments,
+    Part,
     has_values_of,
     is_given,
     is_view,
@@ -244,7 +245,8 @@ class Step:
             if argument >= len(given) or leaf >= min(len(self.source), len(self._handed_on)):
                 self.changed_input = True
                 continue
-            if layout is not None and (not self.all_loaded or shares_memory(self.source[leaf], given[argument])):
+            shared = not self.all_loaded or shares_memory(self.source[leaf], given[argument])
+            if isinstance(layout, Part) or (layout is not None and shared):
                 # Whatever is done to NaN gives NaN: values would show nothing.
                 self.changed_input |= not is_view(self.source[leaf], given[argument], layout)
             else:

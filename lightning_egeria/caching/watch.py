@@ -33,7 +33,8 @@ class StepWatch(TorchDispatchMode):
     Attributes:
         prefix_used: the first operation that used the inside of the prefix behind the boundary; None: there was none.
         input_used: by leaf of the batch, the first operation that needs its values apart from the prefix.
-        read_in_front: numbers of all that is followed and was read in front of the boundary.
+        read_in_front: numbers of all that is followed and was read in front of the boundary, and of each how many units
+            were over by then.
         read_behind: and of what was read behind it.
     """
 
@@ -41,7 +42,7 @@ class StepWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.prefix_used: str | None = None
         self.input_used: dict[int, str] = {}
-        self.read_in_front: set[int] = set()
+        self.read_in_front: dict[int, int] = {}
         self.read_behind: set[int] = set()
         self._passage = passage
         self._marks: dict[int, set[int]] = {}
@@ -65,7 +66,7 @@ class StepWatch(TorchDispatchMode):
             read |= self._marks_of(tensor)
         result = func(*args, **(kwargs or {}))
         if self._passage.in_unit:
-            self.read_in_front |= read
+            self._reads_in_front(read, self._passage.position - 1)
             read = {_PREFIX}
         elif read:
             self._judge(func._schema.name, read)
@@ -80,13 +81,17 @@ class StepWatch(TorchDispatchMode):
         if behind:
             self.read_behind |= read
         elif name in _READS_OUT:
-            self.read_in_front |= read
+            self._reads_in_front(read, self._passage.position)
         if _PREFIX in read and (behind or name in _READS_OUT):
             self.prefix_used = self.prefix_used or name
         beside = not self._passage.in_entry and name not in _HANDS_ON and not _is_view(name)
         if behind or beside or name in _READS_OUT:
             for number in read - {_PREFIX}:
                 self.input_used.setdefault(number, name)
+
+    def _reads_in_front(self, read: set[int], units: int) -> None:
+        for number in read:
+            self.read_in_front.setdefault(number, units)
 
     def _unit_changed(self, inside: bool) -> None:
         if not inside and self._passage.reached is not None:

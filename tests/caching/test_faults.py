@@ -139,6 +139,18 @@ def test_data_that_changed_under_the_cache_are_found(tmp_path):
     assert wrapped.stats.hits > 50
 
 
+def test_entries_that_differ_in_the_last_bits_are_said_to(tmp_path, caplog):
+    other = images()
+    other.tensors[0][1:19] *= 1 + 2**-22  # those of the fingerprint are the same
+    first, second = pair(Still)
+    fit(first, loader_of(images()), {1: 1}, {"cache_dir": tmp_path / "cache"})
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        wrapped = fit(second, loader_of(other), {1: 1}, {"cache_dir": tmp_path / "cache"})
+    assert "the last bits depend on where in a batch a sample is, and may differ" in caplog.text
+    assert wrapped.stats.off is None
+    assert wrapped.stats.hits > 0
+
+
 class Repaired(Dataset):
     """A few samples of which are other ones later on."""
 

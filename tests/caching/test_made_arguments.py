@@ -1,0 +1,163 @@
+"""What the training step makes of the batch before it calls the network: parts of its rows, arguments for the back."""
+
+import pytest
+import torch
+from cached_runs import Classifier, fit
+from test_same_training import assert_same_training, pair
+from test_texts import assert_same_training_as_said
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_egeria.caching.arguments import Part
+from lightning_egeria.demos.translation import TranslationTransformer, padded
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+ENCODER = 5  # layer modules: the words, their places, two layers; and the target's words
+
+
+def sentences(count=48, shortest=3, longest=9):
+    generator = torch.Generator().manual_seed(0)
+
+    def text():
+        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
+        return torch.randint(1, 30, (length,), generator=generator)
+
+    return [(text(), text()) for _ in range(count)]
+
+
+def pairs_of(length=None):
+    """Batches of two texts each; without a length, each is of its own, and padded."""
+    texts = sentences() if length is None else sentences(shortest=length, longest=length)
+    return DataLoader(texts, batch_size=8, shuffle=True, collate_fn=padded)
+
+
+class Translator(Classifier):
+    """The decoder is given the target without its last word."""
+
+    def __init__(self):
+        super().__init__(TranslationTransformer(30, 30, width=16, layers=2, heads=2, dropout=0.1, longest=12))
+
+    def training_step(self, batch, batch_idx):
+        source, target = batch
+        logits = self.net(source, self.given(target))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=0)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def given(self, target):
+        return target[:, :-1]
+
+
+def compare(make, cache_dir, data, schedule):
+    plain, cached = pair(make)
+    fit(plain, data(), schedule, epochs=8)
+    wrapped = fit(cached, data(), schedule, {"cache_dir": cache_dir}, epochs=8)
+    return plain, cached, wrapped
+
+
+@pytest.mark.parametrize("depth", [ENCODER, ENCODER + 2])
+def test_what_is_made_for_layers_behind_the_boundary_is_no_obstacle(tmp_path, depth, caplog):
+    """The decoder is given another tensor than the loader gave, so the encoder is what is cached."""
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        plain, cached, wrapped = compare(Translator, tmp_path, lambda: pairs_of(9), {8: depth})
+    assert f"froze, now {depth}/8 layer modules are frozen" in caplog.text
+    assert "cache: the outputs of 'net.encoder_norm' will take" in caplog.text
+    assert wrapped.stats.cut == ENCODER - 1
+    assert wrapped.stats.hits > 150
+    assert_same_training_as_said(plain, cached, caplog.text)
+
+
+def test_what_is_made_of_padded_batches(tmp_path):
+    plain, cached, wrapped = compare(Translator, tmp_path, pairs_of, {8: ENCODER})
+    assert wrapped.stats.cut == ENCODER - 1
+    assert wrapped.stats.hits > 100
+    # Few lengths are in an examined batch of eight, and another length may round otherwise.
+    torch.testing.assert_close(torch.stack(plain.losses), torch.stack(cached.losses), rtol=1e-4, atol=1e-5)
+
+
+class Predictor(Classifier):
+    """Says the next word of a text, which comes as one tensor."""
+
+    def __init__(self, part=lambda step, words: words[:, :-1]):
+        super().__init__(CausalNet())
+        self.part = part
+
+    def training_step(self, batch, batch_idx):
+        words = batch[1]
+        logits = self.net(self.part(self.global_step, words))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), words[:, -logits.shape[1] :].flatten())
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+class CausalNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(30, 16)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(16, 30)
+
+    def forward(self, words):
+        x, length = self.embedding(words), words.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        for layer in self.layers:
+            x = layer(x, src_mask=later)
+        return self.head(x)
+
+
+def test_the_network_is_given_a_part_of_each_row(tmp_path, caplog):
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        plain, cached, wrapped = compare(Predictor, tmp_path, lambda: pairs_of(9), {8: 2, 20: 3})
+    assert wrapped.stats.cut == 3
+    assert wrapped.stats.hits > 150
+    assert wrapped.stats.advanced > 20
+    assert wrapped.stats.not_loaded == 0  # what comes next is in it
+    assert_same_training_as_said(plain, cached, caplog.text)
+
+
+def another_part(step, words):
+    return words[:, :-1] if step < 26 else words[:, 1:]
+
+
+def a_copy_of_another_part(step, words):
+    return another_part(step, words).clone() if step >= 26 else another_part(step, words)
+
+
+@pytest.mark.parametrize("part", [another_part, a_copy_of_another_part])
+def test_another_part_of_each_row_ends_the_cache(tmp_path, part):
+    with pytest.warns(UserWarning, match="off: the network was not given what the data loader gave"):
+        plain, cached, wrapped = compare(lambda: Predictor(part), tmp_path, lambda: pairs_of(9), {8: 2})
+    assert wrapped.stats.hits > 40
+    assert_same_training(plain, cached)
+
+
+@pytest.mark.parametrize(
+    "part", [lambda _, words: words.flip(1), lambda _, words: words.roll(1, 0)[:, :-1]], ids=["flipped", "rolled"]
+)
+def test_what_is_made_for_the_front_keeps_the_cache_off(tmp_path, part):
+    with pytest.warns(UserWarning, match="off: the network is not given what the data loader gave"):
+        plain, cached, wrapped = compare(lambda: Predictor(part), tmp_path, lambda: pairs_of(9), {8: 2})
+    assert wrapped.stats.hits == 0
+    assert_same_training(plain, cached)
+
+
+def test_a_part_is_of_each_row_alone():
+    words = torch.arange(40).reshape(4, 10)
+    assert Part.of(words, words[:, :-1]) == Part((10,), 0, (9,), (10, 1))
+    assert Part.of(words[:2], words[:2, :-1]) == Part.of(words, words[:, :-1])
+    assert Part.of(words, words[:, 1:]) != Part.of(words, words[:, :-1])
+    assert Part.of(words, words[:, 0]) == Part((10,), 0, (), (10,))
+    assert Part.of(words, words[:, 2::3]) == Part((10,), 2, (3,), (10, 3))
+    pictures = torch.rand(4, 4, 5, 5)
+    assert Part.of(pictures, pictures[:, :3]) == Part((4, 5, 5), 0, (3, 5, 5), (100, 25, 5, 1))
+    rows = words.flatten()
+    for view in (
+        rows.as_strided((4, 9), (9, 1)),
+        rows.as_strided((4, 9), (0, 1)),
+        words[1:, :-1],
+    ):
+        assert Part.of(words, view) is None
+    assert Part.of(words[:3], rows[1:31].reshape(3, 10)) is None  # goes beyond the end of each row
+    assert Part.of(words[1:], words[:3, :-1]) is None  # begins in front of it
+    assert Part.of(words.T, words.T[:, :-1]) is None
+    assert Part.of(words[0].sum(), words[0].sum()) is None
