@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_egeria.boundaries import (
     Boundary,
@@ -20,6 +21,9 @@ from lightning_egeria.boundaries import (
 )
 from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError
 from lightning_egeria.tracing import ModuleCall, StepTrace, walk
+
+SETTLING_STEPS = 40  # after which 1.5 % of a running statistic is older than the freeze
+SETTLING_MOMENTUM = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +230,10 @@ class FrozenPrefix:
     mode while they are frozen, because they would go on changing. All others stay as they are: dropout in the front
     keeps what learns behind it from overfitting, frozen or not.
 
+    Batch normalisation whose running statistics follow slowly (a momentum below 0.1; MobileNetV3 and EfficientNet have
+    0.01) still has those of weights of long ago when it freezes, and would normalise by them from then on. It goes to
+    evaluation mode 40 optimizer steps later, in which its statistics follow with a momentum of 0.1.
+
     The prefix is changed between two optimizer steps only, never inside a gradient accumulation window: a gradient that
     is there already would otherwise be applied to a weight that counts as frozen, or be lost.
 
@@ -248,12 +256,15 @@ class FrozenPrefix:
         self.module = module
         self.chain = chain
         self.depth = 0
+        self.settled_depth = 0  # so many give the same each time from here on; fewer than ``depth`` for some steps
         self.version = 0
         self.listeners: list[PrefixListener] = []
         self._frozen_parameters: list[nn.Parameter] = []
         self._members: list[nn.Module] = []
         self._eval_all = False
         self._training_before: list[tuple[nn.Module, bool]] = []  # of the members that are in evaluation mode
+        self._momentum_before: dict[_BatchNorm, float | None] = {}  # of those that are settling
+        self._steps_to_settle = 0
 
     def set_depth(self, depth: int) -> None:
         """Freeze or unfreeze so that exactly the first ``depth`` layer modules are frozen, and tell the listeners.
@@ -276,10 +287,51 @@ class FrozenPrefix:
         self.depth = depth
         modules = dict(self.module.named_modules())
         self._members = [modules[path] for path in self.chain.members(depth)]
+        self.settled_depth = min(self.settled_depth, depth)
+        self._begin_settling(self._members[len(self.chain.members(self.settled_depth)) :])
+        self._changed()
+
+    def end_step(self) -> bool:
+        """Count an optimizer step; returns whether the statistics of frozen modules have settled with it."""
+        if not self._momentum_before:
+            return False
+        self._steps_to_settle -= 1
+        if self._steps_to_settle > 0:
+            return False
+        self._end_settling()
+        self.settled_depth = self.depth
+        self._changed()
+        return True
+
+    def _changed(self) -> None:
         self._hold_in_evaluation()
         self.version += 1
         for listener in self.listeners:
             listener.prefix_changed(self)
+
+    def _begin_settling(self, members: Sequence[nn.Module]) -> None:
+        for module in members:
+            if isinstance(module, _BatchNorm) and module.training and _is_slow(module):
+                self._momentum_before[module], module.momentum = module.momentum, SETTLING_MOMENTUM
+        self._steps_to_settle = SETTLING_STEPS
+        if not self._momentum_before:
+            self.settled_depth = self.depth
+
+    def _end_settling(self) -> None:
+        for module, momentum in self._momentum_before.items():
+            module.momentum = momentum
+        self._momentum_before = {}
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain types only, for a checkpoint."""
+        return {"depth": self.depth, "settled_depth": self.settled_depth, "steps_to_settle": self._steps_to_settle}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on as `state_dict` says, at ``chain.max_depth`` at most."""
+        depth = min(state["depth"], self.chain.max_depth)
+        self.settled_depth = min(state["settled_depth"], depth)
+        self.set_depth(depth)
+        self._steps_to_settle = state["steps_to_settle"]
 
     def eval_all(self) -> None:
         """From here on, have all of the prefix in evaluation mode, so that it gives the same each time."""
@@ -289,7 +341,9 @@ class FrozenPrefix:
     def _hold_in_evaluation(self) -> None:
         held = {module for module, _ in self._training_before}
         for module in self._members:
-            if module not in held and (self._eval_all or any(b.is_floating_point() for b in module.buffers())):
+            if module in held or module in self._momentum_before:
+                continue
+            if self._eval_all or any(b.is_floating_point() for b in module.buffers()):
                 self._training_before.append((module, module.training))
                 # ``self.train()`` may stand anywhere in the user's code, in the middle of a training step too.
                 vars(module).setdefault("train", _StayInEvaluation(module))
@@ -326,6 +380,7 @@ class FrozenPrefix:
     def _thaw(self) -> None:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
+        self._end_settling()
         for module, training in self._training_before:
             if isinstance(vars(module).get("train"), _StayInEvaluation):
                 del vars(module)["train"]
@@ -350,6 +405,12 @@ class FrozenPrefix:
                 f"the checkpoint's layer chain does not fit {type(self.module).__name__}: it lacks {missing[0]!r}"
                 + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
             )
+
+
+def _is_slow(module: _BatchNorm) -> bool:
+    """Whether its running statistics are those of many batches; with a momentum of 0 they are what they are."""
+    momentum = module.momentum
+    return module.running_mean is not None and (momentum is None or 0 < momentum < SETTLING_MOMENTUM)
 
 
 class _StayInEvaluation:

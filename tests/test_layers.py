@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import types
 
 import pytest
 import timm
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_egeria.errors import CheckpointError, LayerChainError
-from lightning_egeria.layers import FrozenPrefix, LayerChain
+from lightning_egeria.layers import SETTLING_STEPS, FrozenPrefix, LayerChain
 from lightning_egeria.tracing import tensor_leaves
 
 
@@ -980,6 +981,70 @@ class TestFrozenPrefix:
         learning = {path for path, part in net.named_modules() if part.training and "." not in path}
         assert learning >= {"", "2", "3", "4", "6", "7"}
         assert net[1].dropout.training
+
+    @pytest.mark.parametrize("momentum", [0.01, None])
+    def test_slow_statistics_settle_before_they_are_at_rest(self, net, momentum):
+        net[1].momentum = momentum
+        prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
+        versions = []
+        prefix.listeners.append(types.SimpleNamespace(prefix_changed=lambda prefix: versions.append(prefix.version)))
+        prefix.set_depth(1)
+        net.train()
+        assert (prefix.depth, prefix.settled_depth, net[1].training, net[1].momentum) == (1, 0, True, 0.1)
+        generator = torch.Generator().manual_seed(0)
+        for number in range(SETTLING_STEPS):
+            assert prefix.settled_depth == 0
+            prefix.assert_modes()
+            net[:2](3 + torch.rand(50, 4, generator=generator))
+            assert prefix.end_step() == (number == SETTLING_STEPS - 1)
+        assert (prefix.settled_depth, net[1].training, net[1].momentum, versions) == (1, False, momentum, [1, 2])
+        expected = net[0](3 + torch.rand(5000, 4, generator=generator)).mean(0)
+        torch.testing.assert_close(net[1].running_mean, expected.detach(), rtol=0.05, atol=0.05)
+        assert not prefix.end_step()
+        prefix.set_depth(0)
+        assert (prefix.settled_depth, net[1].training, net[1].momentum) == (0, True, momentum)
+
+    def test_what_has_settled_stays_settled_when_more_freezes(self, net):
+        net[1].momentum = net[5].momentum = 0.01
+        prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
+        prefix.set_depth(1)
+        for _ in range(SETTLING_STEPS):
+            prefix.end_step()
+        prefix.set_depth(2)
+        assert (prefix.settled_depth, net[1].training, net[5].training) == (1, False, True)
+        assert (net[1].momentum, net[5].momentum) == (0.01, 0.1)
+        prefix.set_depth(1)
+        assert (prefix.settled_depth, net[1].training, net[5].training, net[5].momentum) == (1, False, True, 0.01)
+        prefix.set_depth(0)
+        prefix.set_depth(1)
+        for _ in range(SETTLING_STEPS - 1):
+            prefix.end_step()
+        prefix.set_depth(2)
+        assert not prefix.end_step()  # all of them begin anew
+        assert (prefix.settled_depth, net[1].momentum) == (0, 0.1)
+
+    @pytest.mark.parametrize("momentum", [0.1, 0.5, 0.0])
+    def test_other_statistics_are_at_rest_at_once(self, net, momentum):
+        net[1].momentum = momentum
+        prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
+        prefix.set_depth(1)
+        assert (prefix.settled_depth, net[1].training, net[1].momentum) == (1, False, momentum)
+
+    def test_settling_goes_on_from_a_checkpoint(self, net):
+        net[1].momentum = net[5].momentum = 0.01
+        chain = LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),)))
+        other = copy.deepcopy(net)
+        prefix, resumed = FrozenPrefix(net, chain), FrozenPrefix(other, chain)
+        for depth in (1, 2):
+            prefix.set_depth(depth)
+            for _ in range(SETTLING_STEPS - 10 * (depth == 2)):
+                prefix.end_step()
+        resumed.load_state_dict(json.loads(json.dumps(prefix.state_dict())))
+        for _ in range(9):
+            assert not resumed.end_step()
+            assert (resumed.depth, resumed.settled_depth, other[1].training, other[5].training) == (2, 1, False, True)
+        assert resumed.end_step()
+        assert (resumed.settled_depth, other[5].momentum) == (2, 0.01)
 
     def test_what_the_user_froze_stays_frozen(self, net):
         net[1].bias.requires_grad_(False)

@@ -110,12 +110,12 @@ class PrefixCache:
         self._changes = 0
         if not deeper:
             self._drop_levels()
-        if prefix.depth:
+        if prefix.settled_depth:
             self.stats.off = None
-            self._begin_cut(prefix, prefix.depth)
+            self._begin_cut(prefix, prefix.settled_depth)
         else:
             self._cut = None
-            self.stats.off = "nothing is frozen"
+            self.stats.off = "frozen statistics still settle" if prefix.depth else "nothing is frozen"
 
     def _tell_of_dropout(self, prefix: FrozenPrefix) -> None:
         if self._told_of_dropout:

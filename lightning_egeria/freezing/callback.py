@@ -36,7 +36,7 @@ from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.layers import FrozenPrefix, LayerChain, StepListener
 from lightning_egeria.report import Savings, savings_table
 
-STATE_VERSION = 5
+STATE_VERSION = 6
 EVALUATIONS_PER_RUN = 50  # bounds the evaluations' cost by that many forwards, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
 LEAST_STEPS_BETWEEN_EVALUATIONS = 8  # in fewer, whatever learns hardly moves either
@@ -340,9 +340,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
             listener.step_ended()
         if trainer.global_step > self._step_before:
             due = trainer.global_step >= self._engine.next_evaluation
+            version = self._engine.prefix.version
             event = self._engine.end_step(trainer.global_step, self._learning_rate)
-            if event is not None:
+            if self._engine.prefix.version != version:
                 self._prefix_changed(trainer)
+            if event is not None:
                 self.events.append(event)
                 tell_event(event, self._engine)
             if due or event is not None:
@@ -402,7 +404,6 @@ class KnowledgeGuidedFreezing(pl.Callback):
             "policy": engine.policy.state_dict() if engine is not None else None,
             "policy_class": type(engine.policy).__name__ if engine is not None else None,
             "engine": engine.state_dict(with_reference=self._waits) if engine is not None else None,
-            "depth": self.frozen_depth,
             "events": [vars(event) for event in self.events],
         }
 
@@ -444,7 +445,7 @@ class KnowledgeGuidedFreezing(pl.Callback):
         prefix = self._engine.prefix if self._engine is not None else None
         if self.check_ranks and prefix is not None:
             self._ranks.compare(prefix)  # before a strategy makes equal what was not
-        prefix_changed(trainer.strategy, prefix_buffers(prefix, prefix.depth) if prefix is not None else ())
+        prefix_changed(trainer.strategy, prefix_buffers(prefix, prefix.settled_depth) if prefix is not None else ())
 
     def _start_engine(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, restored: dict[str, Any] | None
@@ -485,12 +486,11 @@ class KnowledgeGuidedFreezing(pl.Callback):
         if restored is not None:
             with checkpoint_read():
                 policy.load_state_dict(restored["policy"])
-                prefix.set_depth(min(restored["depth"], chain.max_depth))
                 engine.load_state_dict(restored["engine"])
             allowed = min(most, chain.max_depth)
             if allowed < most or not engine.pool.has_snapshot:
                 policy.start(allowed)
-            if prefix.depth < restored["depth"]:
+            if prefix.depth < restored["engine"]["prefix"]["depth"]:
                 engine.prefix_changed(prefix)  # what is under way was asked at the other depth
                 reason = "max_frozen_fraction, freeze_until or never_freeze allow no more now"
                 self.events.append(FreezingEvent(trainer.global_step, "unfreeze", prefix.depth, reason))

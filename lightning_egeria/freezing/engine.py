@@ -120,6 +120,7 @@ class FreezingEngine:
         self._gave_up = False
         self._learning: str | None = None  # a frozen parameter that was given a gradient
         self._wanted: Decision | None = None  # of the first of several ranks, until it tells the others
+        self._prefix_at_end: dict[str, int] | None = None
         self._began = 0.0
         self._step_before = step - 1
         self._steps_per_batch = 1
@@ -234,7 +235,7 @@ class FreezingEngine:
             learning_rate: that this step was done with.
 
         Returns:
-            What changed. With several ranks, all must then tell their strategy.
+            What changed. With several ranks, all must tell their strategy when the prefix has another version.
         """
         self._steps_per_batch = step - self._step_before  # more than one with several optimizers
         due = step >= self.next_evaluation
@@ -243,6 +244,8 @@ class FreezingEngine:
         if self.ranks.several:
             decision = self._agreed(decision, due)
         event = self._apply(step, decision)
+        if event is None and self.prefix.end_step():
+            self.ranks.share_buffers(self.prefix, self.prefix.depth)
         if due:
             self.next_evaluation = step + self.evaluate_every_n_steps
         if due and self.ranks.leads:
@@ -300,6 +303,7 @@ class FreezingEngine:
         """Leave the model as the user made it, with nothing frozen, and end the workers. Safe to call twice."""
         self.forget_batch()
         self.evaluations.forget()
+        self._prefix_at_end = self._prefix_at_end or self.prefix.state_dict()
         self.prefix.set_depth(0)
 
     def state_dict(self, with_reference: bool) -> dict[str, Any]:
@@ -310,6 +314,7 @@ class FreezingEngine:
         """
         return {
             **self.evaluations.state_dict(with_answers=with_reference),
+            "prefix": self._prefix_at_end or self.prefix.state_dict(),
             "next_evaluation": self.next_evaluation,
             "evaluate_every_n_steps": self.evaluate_every_n_steps,
             "reference_age": self.reference_age,
@@ -320,11 +325,12 @@ class FreezingEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; the prefix must have its depth already.
+        """Go on where `state_dict` was taken, the prefix too.
 
         Raises:
             CheckpointError: the weights of the reference do not fit the model.
         """
+        self.prefix.load_state_dict(state["prefix"])
         self.next_evaluation = state["next_evaluation"]
         if self._adapt:
             self.evaluate_every_n_steps = state["evaluate_every_n_steps"]

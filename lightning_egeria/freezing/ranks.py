@@ -150,10 +150,10 @@ def prefix_buffers(prefix: FrozenPrefix, depth: int) -> dict[str, Tensor]:
 
 
 def prefix_tensors(prefix: FrozenPrefix) -> dict[str, Tensor]:
-    """Parameters and buffers of the frozen layer modules by name."""
+    """Parameters of the frozen layer modules by name, and buffers of those that are settled."""
     parameters = dict(prefix.module.named_parameters())
     frozen = {name: parameters[name] for name in prefix.chain.prefix_parameters(prefix.depth)}
-    return frozen | prefix_buffers(prefix, prefix.depth)
+    return frozen | prefix_buffers(prefix, prefix.settled_depth)
 
 
 def fingerprint(tensors: dict[str, Tensor]) -> bytes:

@@ -98,6 +98,27 @@ def test_freeze_deeper_unfreeze_and_freeze_again(tmp_path, make, precision):
     assert wrapped.stats.not_loaded > 100
 
 
+class SlowStatistics(Classifier):
+    def __init__(self):
+        super().__init__()
+        for part in self.net.modules():
+            if isinstance(part, nn.BatchNorm2d):
+                part.momentum = 0.01
+
+
+@pytest.mark.parametrize("schedule", [{7: 2}, {7: 2, 60: 3}, {7: 2, 20: 3, 30: 0, 35: 1}])
+def test_the_cache_waits_for_statistics_that_settle(tmp_path, schedule):
+    plain, cached = pair(SlowStatistics)
+    fit(plain, loader_of(images()), schedule, epochs=24)
+    wrapped = fit(cached, loader_of(images()), schedule, {"cache_dir": tmp_path / "cache"}, epochs=24)
+    assert_same_training(plain, cached)
+    last, depth = list(schedule.items())[-1]
+    assert wrapped.stats.off is None
+    assert wrapped.stats.cut == depth
+    assert wrapped.stats.hits > (120 - last - 40 - 10) * 8 / 2
+    assert (wrapped.stats.advanced > 0) == (60 in schedule)
+
+
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_worker_processes(tmp_path, options):
     plain, cached = pair(Classifier)

@@ -150,6 +150,36 @@ def test_a_resumed_deterministic_run_is_the_uninterrupted_one_bit_for_bit(tmp_pa
     assert states_equal(expected, found)
 
 
+@pytest.mark.parametrize("at", [5, 45, 50])
+def test_a_run_that_is_resumed_while_statistics_settle(tmp_path, at):
+    class Slow(Module):
+        def __init__(self):
+            super().__init__()
+            for number in (1, 4, 7):
+                self.net[number].momentum = 0.02
+
+    class Saves(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.global_step == at:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    class Modes(Each):
+        def __init__(self):
+            super().__init__(lambda trainer, module: self.seen.update({trainer.global_step: module.net[4].training}))
+            self.seen = {}
+
+    def callback():
+        return KnowledgeGuidedFreezing(ScriptedPolicy({3: 1, 8: 2, 60: 0}), workers=0)
+
+    modes, resumed_modes = Modes(), Modes()
+    expected = fit(callback(), modes, Saves(), module=Slow(), epochs=13)
+    found = fit(callback(), resumed_modes, module=Slow(), epochs=13, ckpt_path=tmp_path / "half.ckpt")
+    assert [step for step, training in modes.seen.items() if not training] == list(range(48, 60))
+    assert resumed_modes.seen == {step: training for step, training in modes.seen.items() if step > at}
+    assert found.net[4].momentum == 0.02
+    assert states_equal(expected, found)
+
+
 def test_a_deterministic_run_resumes_with_what_modules_keep_beside_their_weights(tmp_path):
     class Keeps(Module):
         def __init__(self):

@@ -137,6 +137,23 @@ def test_ranks_stay_equal_and_exchange_the_active_share(ranks):
     assert all(other == sent[0] for other in sent)
 
 
+def run_slow():
+    module = Module()
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.momentum = 0.01
+    freezing = scripted({3: 1, 6: 2})
+    fit(module, freezing, steps=50)
+    buffers = [buffer.tolist() for part in (module.net.stem, module.net.middle) for buffer in part.buffers()]
+    return digest(module), buffers, freezing._engine.prefix.version
+
+
+def test_statistics_that_have_settled_are_those_of_all_ranks():
+    first, second = all_well(in_ranks(2, run_slow))
+    assert first == second
+    assert first[2] == 4  # two freezes, one settling, and the end
+
+
 def batches_by_hand():
     """This rank's share of the data, epoch after epoch, as the Trainer hands it out."""
     samples = data()
