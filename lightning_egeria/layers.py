@@ -232,7 +232,8 @@ class FrozenPrefix:
 
     Batch normalisation whose running statistics follow slowly (a momentum below 0.1; MobileNetV3 and EfficientNet have
     0.01) still has those of weights of long ago when it freezes, and would normalise by them from then on. It goes to
-    evaluation mode 40 optimizer steps later, in which its statistics follow with a momentum of 0.1.
+    evaluation mode 40 optimizer steps later, in which its statistics follow with a momentum of 0.1. Outside of these
+    steps it has its own momentum.
 
     The prefix is changed between two optimizer steps only, never inside a gradient accumulation window: a gradient that
     is there already would otherwise be applied to a weight that counts as frozen, or be lost.
@@ -263,8 +264,8 @@ class FrozenPrefix:
         self._members: list[nn.Module] = []
         self._eval_all = False
         self._training_before: list[tuple[nn.Module, bool]] = []  # of the members that are in evaluation mode
-        self._momentum_before: dict[_BatchNorm, float | None] = {}  # of those that are settling
-        self._steps_to_settle = 0
+        self._settling: dict[_BatchNorm, int] = {}  # for how many steps more
+        self._momentum_before: dict[_BatchNorm, float | None] = {}  # while a step runs
 
     def set_depth(self, depth: int) -> None:
         """Freeze or unfreeze so that exactly the first ``depth`` layer modules are frozen, and tell the listeners.
@@ -276,6 +277,15 @@ class FrozenPrefix:
             raise ValueError(f"depth must be in 0..{self.chain.max_depth}, got {depth}")
         if depth == self.depth:
             return
+        members = self._modules_of(depth)
+        new = set(members) - set(self._members)
+        settling = {module: steps for module, steps in self._settling.items() if module in members}
+        for module in members:
+            if module in new and isinstance(module, _BatchNorm) and module.training and _is_slow(module):
+                settling[module] = SETTLING_STEPS
+        self._freeze(depth, settling)
+
+    def _freeze(self, depth: int, settling: dict[_BatchNorm, int]) -> None:
         self._thaw()
         parameters = dict(self.module.named_parameters())
         for name in self.chain.prefix_parameters(depth):
@@ -285,53 +295,58 @@ class FrozenPrefix:
                 parameter.requires_grad_(False)
                 self._frozen_parameters.append(parameter)
         self.depth = depth
-        modules = dict(self.module.named_modules())
-        self._members = [modules[path] for path in self.chain.members(depth)]
-        self.settled_depth = min(self.settled_depth, depth)
-        self._begin_settling(self._members[len(self.chain.members(self.settled_depth)) :])
+        self._members = self._modules_of(depth)
+        self._settling = settling
         self._changed()
 
-    def end_step(self) -> bool:
-        """Count an optimizer step; returns whether the statistics of frozen modules have settled with it."""
-        if not self._momentum_before:
-            return False
-        self._steps_to_settle -= 1
-        if self._steps_to_settle > 0:
-            return False
-        self._end_settling()
-        self.settled_depth = self.depth
-        self._changed()
-        return True
+    def _modules_of(self, depth: int) -> list[nn.Module]:
+        modules = dict(self.module.named_modules())
+        return [modules[path] for path in self.chain.members(depth)]
 
     def _changed(self) -> None:
+        depths = range(self.depth, 0, -1)
+        self.settled_depth = next((k for k in depths if self._settling.keys().isdisjoint(self._modules_of(k))), 0)
         self._hold_in_evaluation()
         self.version += 1
         for listener in self.listeners:
             listener.prefix_changed(self)
 
-    def _begin_settling(self, members: Sequence[nn.Module]) -> None:
-        for module in members:
-            if isinstance(module, _BatchNorm) and module.training and _is_slow(module):
+    def begin_batch(self) -> None:
+        """A forward is about to run."""
+        self.assert_modes()
+        for module in self._settling:
+            if module not in self._momentum_before:
                 self._momentum_before[module], module.momentum = module.momentum, SETTLING_MOMENTUM
-        self._steps_to_settle = SETTLING_STEPS
-        if not self._momentum_before:
-            self.settled_depth = self.depth
 
-    def _end_settling(self) -> None:
+    def end_batch(self) -> None:
+        """It is over. Safe to call twice."""
         for module, momentum in self._momentum_before.items():
-            module.momentum = momentum
+            if module.momentum == SETTLING_MOMENTUM:  # or somebody else has set it
+                module.momentum = momentum
         self._momentum_before = {}
 
-    def state_dict(self) -> dict[str, int]:
-        """Plain types only, for a checkpoint."""
-        return {"depth": self.depth, "settled_depth": self.settled_depth, "steps_to_settle": self._steps_to_settle}
+    def count_step(self) -> bool:
+        """An optimizer step was done; returns whether statistics have settled with it, for `settle`."""
+        self._settling = {module: steps - 1 for module, steps in self._settling.items()}
+        return any(steps <= 0 for steps in self._settling.values())
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def settle(self) -> None:
+        """Hold statistics that have settled as they are, and tell the listeners."""
+        self._settling = {module: steps for module, steps in self._settling.items() if steps > 0}
+        self._changed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types only, for a checkpoint."""
+        paths = {module: path for path, module in self.module.named_modules()}
+        return {"depth": self.depth, "settling": {paths[module]: steps for module, steps in self._settling.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as `state_dict` says, at ``chain.max_depth`` at most."""
         depth = min(state["depth"], self.chain.max_depth)
-        self.settled_depth = min(state["settled_depth"], depth)
-        self.set_depth(depth)
-        self._steps_to_settle = state["steps_to_settle"]
+        if depth != self.depth:
+            modules = dict(zip(self.chain.members(depth), self._modules_of(depth), strict=True))
+            found = {modules[path]: int(steps) for path, steps in state["settling"].items() if path in modules}
+            self._freeze(depth, {module: steps for module, steps in found.items() if isinstance(module, _BatchNorm)})
 
     def eval_all(self) -> None:
         """From here on, have all of the prefix in evaluation mode, so that it gives the same each time."""
@@ -341,7 +356,7 @@ class FrozenPrefix:
     def _hold_in_evaluation(self) -> None:
         held = {module for module, _ in self._training_before}
         for module in self._members:
-            if module in held or module in self._momentum_before:
+            if module in held or module in self._settling:
                 continue
             if self._eval_all or any(b.is_floating_point() for b in module.buffers()):
                 self._training_before.append((module, module.training))
@@ -380,12 +395,12 @@ class FrozenPrefix:
     def _thaw(self) -> None:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
-        self._end_settling()
+        self.end_batch()
         for module, training in self._training_before:
             if isinstance(vars(module).get("train"), _StayInEvaluation):
                 del vars(module)["train"]
             module.training = training
-        self._frozen_parameters, self._members, self._training_before = [], [], []
+        self._frozen_parameters, self._members, self._training_before, self._settling = [], [], [], {}
 
     def check_fits(self) -> None:
         """Compare the chain, as read from a checkpoint, with the model.

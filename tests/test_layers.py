@@ -982,6 +982,16 @@ class TestFrozenPrefix:
         assert learning >= {"", "2", "3", "4", "6", "7"}
         assert net[1].dropout.training
 
+    @staticmethod
+    def one_step(prefix, forward=lambda: None):
+        prefix.begin_batch()
+        forward()
+        prefix.end_batch()
+        settled = prefix.count_step()
+        if settled:
+            prefix.settle()
+        return settled
+
     @pytest.mark.parametrize("momentum", [0.01, None])
     def test_slow_statistics_settle_before_they_are_at_rest(self, net, momentum):
         net[1].momentum = momentum
@@ -989,39 +999,54 @@ class TestFrozenPrefix:
         versions = []
         prefix.listeners.append(types.SimpleNamespace(prefix_changed=lambda prefix: versions.append(prefix.version)))
         prefix.set_depth(1)
-        net.train()
-        assert (prefix.depth, prefix.settled_depth, net[1].training, net[1].momentum) == (1, 0, True, 0.1)
         generator = torch.Generator().manual_seed(0)
-        for number in range(SETTLING_STEPS):
-            assert prefix.settled_depth == 0
-            prefix.assert_modes()
+
+        def forward():
+            assert net[1].momentum == 0.1
             net[:2](3 + torch.rand(50, 4, generator=generator))
-            assert prefix.end_step() == (number == SETTLING_STEPS - 1)
+
+        for number in range(SETTLING_STEPS):
+            net.train()
+            assert (prefix.depth, prefix.settled_depth, net[1].training, net[1].momentum) == (1, 0, True, momentum)
+            assert self.one_step(prefix, forward) == (number == SETTLING_STEPS - 1)
         assert (prefix.settled_depth, net[1].training, net[1].momentum, versions) == (1, False, momentum, [1, 2])
         expected = net[0](3 + torch.rand(5000, 4, generator=generator)).mean(0)
         torch.testing.assert_close(net[1].running_mean, expected.detach(), rtol=0.05, atol=0.05)
-        assert not prefix.end_step()
+        assert not self.one_step(prefix)
         prefix.set_depth(0)
         assert (prefix.settled_depth, net[1].training, net[1].momentum) == (0, True, momentum)
 
-    def test_what_has_settled_stays_settled_when_more_freezes(self, net):
+    def test_each_module_settles_in_its_own_time(self, net):
         net[1].momentum = net[5].momentum = 0.01
         prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
         prefix.set_depth(1)
-        for _ in range(SETTLING_STEPS):
-            prefix.end_step()
+        for _ in range(SETTLING_STEPS - 10):
+            self.one_step(prefix)
+        prefix.set_depth(2)
+        assert [self.one_step(prefix) for _ in range(10)] == [False] * 9 + [True]
+        assert (prefix.settled_depth, net[1].training, net[5].training) == (1, False, True)
+        assert [self.one_step(prefix) for _ in range(30)] == [False] * 29 + [True]
+        assert (prefix.settled_depth, net[5].training) == (2, False)
+
+    def test_what_is_shallower_stays_settled(self, net):
+        net[5].momentum = 0.01
+        prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
         prefix.set_depth(2)
         assert (prefix.settled_depth, net[1].training, net[5].training) == (1, False, True)
-        assert (net[1].momentum, net[5].momentum) == (0.01, 0.1)
-        prefix.set_depth(1)
+        prefix.begin_batch()
+        prefix.set_depth(1)  # an error in the middle of a step, say
         assert (prefix.settled_depth, net[1].training, net[5].training, net[5].momentum) == (1, False, True, 0.01)
-        prefix.set_depth(0)
+
+    def test_a_momentum_that_the_user_sets_meanwhile_counts(self, net):
+        net[1].momentum = 0.05
+        prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
         prefix.set_depth(1)
-        for _ in range(SETTLING_STEPS - 1):
-            prefix.end_step()
-        prefix.set_depth(2)
-        assert not prefix.end_step()  # all of them begin anew
-        assert (prefix.settled_depth, net[1].momentum) == (0, 0.1)
+        self.one_step(prefix)
+        net[1].momentum = 0.005
+        self.one_step(prefix, lambda: setattr(net[1], "momentum", 0.004))
+        assert net[1].momentum == 0.004
+        prefix.set_depth(0)
+        assert net[1].momentum == 0.004
 
     @pytest.mark.parametrize("momentum", [0.1, 0.5, 0.0])
     def test_other_statistics_are_at_rest_at_once(self, net, momentum):
@@ -1038,13 +1063,13 @@ class TestFrozenPrefix:
         for depth in (1, 2):
             prefix.set_depth(depth)
             for _ in range(SETTLING_STEPS - 10 * (depth == 2)):
-                prefix.end_step()
+                self.one_step(prefix)
         resumed.load_state_dict(json.loads(json.dumps(prefix.state_dict())))
         for _ in range(9):
-            assert not resumed.end_step()
+            assert not self.one_step(resumed)
             assert (resumed.depth, resumed.settled_depth, other[1].training, other[5].training) == (2, 1, False, True)
-        assert resumed.end_step()
-        assert (resumed.settled_depth, other[5].momentum) == (2, 0.01)
+        assert self.one_step(resumed)
+        assert (resumed.settled_depth, other[5].training, other[5].momentum) == (2, False, 0.01)
 
     def test_what_the_user_froze_stays_frozen(self, net):
         net[1].bias.requires_grad_(False)

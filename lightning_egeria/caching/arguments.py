@@ -176,7 +176,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def is_given(leaf: Tensor, argument: Tensor) -> bool:
     """Whether the network is given this tensor of the batch: itself, another view of all of it, or a copy."""
     if shares_memory(leaf, argument):
-        return leaf.numel() == argument.numel()
+        return _has_rows_of(leaf, argument)
     return has_values_of(leaf, argument)
 
 
@@ -192,8 +192,17 @@ def is_view(leaf: Tensor, argument: Tensor, layout: Layout | Part) -> bool:
     """Whether the network is given a view of this tensor, of that layout."""
     if isinstance(layout, Part):
         return shares_memory(leaf, argument) and Part.of(leaf, argument) == layout
-    shared = leaf.numel() == argument.numel() and shares_memory(leaf, argument)
+    shared = shares_memory(leaf, argument) and _has_rows_of(leaf, argument)
     return shared and Layout.of(leaf, argument).agrees(layout)
+
+
+def _has_rows_of(leaf: Tensor, view: Tensor) -> bool:
+    """Whether each row of a view in the same memory is all of that row of the leaf, in whatever order."""
+    if leaf.numel() != view.numel() or leaf.storage_offset() != view.storage_offset():
+        return False
+    if not leaf.ndim or not view.ndim or len(leaf) < 2:
+        return True
+    return len(leaf) == len(view) and leaf.stride(0) == view.stride(0)
 
 
 def shares_memory(first: Tensor, second: Tensor) -> bool:

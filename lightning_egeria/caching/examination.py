@@ -25,7 +25,7 @@ from lightning_egeria.caching.findings import Findings, InputField, VaryingField
 from lightning_egeria.caching.hooks import BatchHooks
 from lightning_egeria.caching.proof import NO_ROWS, Proof, Prover
 from lightning_egeria.caching.steps import Step, Terms
-from lightning_egeria.caching.watch import StepWatch
+from lightning_egeria.caching.watch import StepWatch, methods_seen
 from lightning_egeria.calls import CallRecorder
 from lightning_egeria.compilation import eager
 from lightning_egeria.layers import FrozenPrefix
@@ -98,6 +98,7 @@ class Examination:
         self._recorder.start()
         self._context.callback(self._recorder.stop)
         self._context.enter_context(eager())  # or the watch would see compiled code instead of operations
+        self._context.enter_context(methods_seen(self._watch))
         self._context.enter_context(self._watch)
 
     def end_forward(self) -> None:
@@ -116,7 +117,9 @@ class Examination:
             return Verdict(findings.problem)
         if self._passage.reached is None or step.computed is None:
             return Verdict(again=True)  # a step that did not run the network
-        # What the step itself has made may be given to layers behind the boundary.
+        # What the step itself has made may be given to layers behind the boundary, and so may parts of rows.
+        behind = self._watch.read_behind - self._watch.read_in_front.keys()
+        self._inputs = [one for one in self._inputs if not isinstance(one.layout, Part) or one.leaf not in behind]
         made_in_front = [units for number, units in self._watch.read_in_front.items() if number in self._made]
         changed = step.changed_input or not self._inputs
         if changed or made_in_front:
@@ -150,7 +153,7 @@ class Examination:
             self._compiled,
             varying.lengths if varying is not None else None,
             step.length,
-        ).prove()
+        ).prove(step.computed)
         if proof.problem is None and proof.padding_comes_out and not self._padding_is_not_learnt():
             proof = Proof("the loss depends on positions behind the end of shorter samples", True)
         if proof.problem is not None or proof.again:
@@ -167,7 +170,7 @@ class Examination:
             or (f"{used} uses them" if used else "more than the prefix needs them")
         )
         ragged = varying is not None and proof.ragged
-        behind = (self._watch.read_behind | self._made) - self._watch.read_in_front.keys()
+        behind = self._watch.read_behind - self._watch.read_in_front.keys()
         self._others.leave_free({number - len(step.source) for number in behind})
         terms = Terms(
             inputs=self._inputs,

@@ -25,7 +25,7 @@ from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
 
 # Rows of a batch are computed alike up to rounding: of the largest value, in units of the dtype's resolution.
 ROUNDING = 64
-SHORTER_LENGTHS = 5  # that are tried, of those that the samples of a batch have
+MORE_LENGTHS = 5  # that are tried, of those that the samples of a batch have
 NO_ROWS = "the boundary activation does not have the samples of the batch in its first dimension"
 
 
@@ -95,14 +95,16 @@ class Prover:
         devices = {tensor.device for call in calls for tensor in tensor_leaves((call.args, call.kwargs))}
         self._gpus = [device for device in devices if device.type == "cuda"]
 
-    def prove(self) -> Proof:
-        """Try it."""
+    def prove(self, computed: Tensor) -> Proof:
+        """Try it; ``computed`` is the boundary activation of the step itself."""
         with self._undone(), self._in_autocast(), self._alone():  # which ends after the bypass: both replace forwards
             try:
                 with torch.no_grad(), eager(), _NoTalk():  # type: ignore[no-untyped-call]
-                    proof = self._prove()
+                    proof = self._prove(computed)
                 if proof.problem is None and self._compiled:
                     self._run_compiled()
+            except _RowsDifferError as error:
+                return Proof(str(error), True)
             except (_NotCompiledError, _TalksError) as error:
                 return Proof(str(error))
             except Exception as error:  # the user's modules may raise anything
@@ -122,7 +124,7 @@ class Prover:
                     f"({type(error).__name__}: {_first_line(error)})"
                 ) from error
 
-    def _prove(self) -> Proof:
+    def _prove(self, computed: Tensor) -> Proof:
         activation = self._boundary(self._calls, seed=1)
         if activation is None or not activation.ndim or activation.shape[0] != self._samples:
             return Proof(NO_ROWS, True)
@@ -131,10 +133,8 @@ class Prover:
             return Proof("the frozen layers give other results each time they run", True)
         if self._drew:  # what comes of it may be rare
             return Proof("the frozen layers draw random numbers, or the code between them does", True)
-        try:
-            exact, sizes = self._sizes(activation)
-        except _RowsDifferError as error:
-            return Proof(str(error), True)
+        exact, sizes = self._sizes(activation)
+        exact = exact and same_leaf(activation, computed)  # which may have been given views, and copies are tried
         ragged = self._lengths is not None and activation.ndim > 1 and activation.shape[1] == self._length
         form = RowForm.of(activation, ragged)
         lengths = self._lengths.tolist() if self._lengths is not None and ragged else None
@@ -153,41 +153,55 @@ class Prover:
         return proof if self._lengths is None else self._try_shorter(proof, activation, ragged)
 
     def _try_shorter(self, proof: Proof, activation: Tensor, ragged: bool) -> Proof:
-        """Run the shorter samples alone, padded to less: to several lengths, since each may round in its own way."""
+        """Run the shorter samples alone, padded to less."""
         if self._lengths is None or self._length is None:
             raise RuntimeError("the samples do not differ in length")
         shorter = np.unique(self._lengths[self._lengths < self._length])
         if not len(shorter) or len(self._calls) > 1:
             return dataclasses.replace(proof, again=True)
-        for place in np.unique(np.linspace(0, len(shorter) - 1, SHORTER_LENGTHS).round().astype(int)):
-            proof = self._try_length(proof, activation, ragged, int(shorter[place]))
-            if proof.problem is not None:
-                break
-        return proof
-
-    def _try_length(self, proof: Proof, activation: Tensor, ragged: bool, length: int) -> Proof:
-        lengths, call = np.asarray(self._lengths), self._calls[0]
-        places = np.flatnonzero(lengths <= length)
-        rows = torch.from_numpy(places)
-        args, kwargs = rows_of(call.args, call.kwargs, self._samples, rows, (self._length or 0, length))
-        calls = [NetworkCall(call.entry, args, kwargs)]
+        length = int(shorter[len(shorter) // 2])
+        calls = self._calls_of(length)
         found = self._boundary(calls, seed=1)
-        wanted = activation[rows.to(activation.device)]
-        if found is None or (ragged and tuple(found.shape[:2]) != (len(rows), length)):
+        if found is None or (ragged and found.shape[1] != length):
             return Proof("the frozen layers cannot be run for shorter samples alone", True)
-        exact = proof.exact
-        for place, one, other in zip(places, found, wanted, strict=True):
-            own = int(lengths[place])
-            one, other = (one[:own], other[:own]) if ragged else (one, other)
-            if not rows_alike(one, other):
-                return Proof("the output of the frozen layers depends on how far a sample is padded", True)
-            exact = exact and same_leaf(one, other)
+        exact = proof.exact and self._is_alike(found, activation, length, ragged)
         outputs = self._outputs(calls, Passage(length=length), None)
         absent = self._input_leaf if proof.without_input else None
         problem = self._differs(calls, outputs, found, absent, length)
         if problem is not None:  # a dimension that is as long as these samples by chance?
             return dataclasses.replace(proof, problem=problem, again=True)
+        for place in np.unique(np.linspace(0, len(shorter) - 1, MORE_LENGTHS).round().astype(int)):
+            exact = exact and self._try_length(int(shorter[place]), activation, ragged)
         return dataclasses.replace(proof, exact=exact, padding_comes_out=self._padding_comes_out)
+
+    def _try_length(self, length: int, activation: Tensor, ragged: bool) -> bool:
+        """Whether the samples that are no longer give the same bits if they are padded to this."""
+        try:
+            found = self._boundary(self._calls_of(length), seed=1)
+        except Exception:  # a length that the network cannot take, and never will be given
+            return True
+        return found is None or self._is_alike(found, activation, length, ragged)
+
+    def _calls_of(self, length: int) -> list[NetworkCall]:
+        """The call for the samples that are no longer than that."""
+        rows, call = torch.from_numpy(np.flatnonzero(self._short(length))), self._calls[0]
+        args, kwargs = rows_of(call.args, call.kwargs, self._samples, rows, (self._length or 0, length))
+        return [NetworkCall(call.entry, args, kwargs)]
+
+    def _short(self, length: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        return np.asarray(self._lengths) <= length
+
+    def _is_alike(self, found: Tensor, activation: Tensor, length: int, ragged: bool) -> bool:
+        """Whether what shorter samples give alone has the same bits."""
+        places = np.flatnonzero(self._short(length))
+        wanted = activation[torch.from_numpy(places).to(activation.device)]
+        exact = True
+        for own, one, other in zip(np.asarray(self._lengths)[places], found, wanted, strict=True):
+            one, other = (one[:own], other[:own]) if ragged else (one, other)
+            if not rows_alike(one, other):
+                raise _RowsDifferError("the output of the frozen layers depends on how far a sample is padded")
+            exact = exact and same_leaf(one, other)
+        return exact
 
     def _differs(
         self,

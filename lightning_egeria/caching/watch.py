@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ _PREFIX = -1  # marks what was computed inside the prefix; leaves of the batch h
 _HANDS_ON = ("aten::detach", "aten::alias", "aten::_to_copy", "aten::clone", "aten::copy_", "aten::empty_like")
 # What turns a tensor into something that is no tensor, where its traces are lost.
 _READS_OUT = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero")
+_LEAVES_TORCH = ("tolist", "numpy", "__array__", "__dlpack__")  # methods that do so without an operation
 
 
 class StepWatch(TorchDispatchMode):
@@ -76,16 +80,25 @@ class StepWatch(TorchDispatchMode):
                     self._add(tensor, read)
         return result
 
+    def leaves_torch(self, tensor: Tensor, name: str) -> None:
+        """Something read the values of a tensor by a method of that name."""
+        read = self._marks_of(tensor)
+        if self._passage.in_unit:
+            self._reads_in_front(read, self._passage.position - 1)
+        elif read:
+            self._judge(name, read)
+
     def _judge(self, name: str, read: set[int]) -> None:
         behind = self._passage.reached is not None
+        read_out = name in _READS_OUT or name in _LEAVES_TORCH
         if behind:
             self.read_behind |= read
-        elif name in _READS_OUT:
+        elif read_out:
             self._reads_in_front(read, self._passage.position)
-        if _PREFIX in read and (behind or name in _READS_OUT):
+        if _PREFIX in read and (behind or read_out):
             self.prefix_used = self.prefix_used or name
         beside = not self._passage.in_entry and name not in _HANDS_ON and not _is_view(name)
-        if behind or beside or name in _READS_OUT:
+        if behind or beside or read_out:
             for number in read - {_PREFIX}:
                 self.input_used.setdefault(number, name)
 
@@ -106,6 +119,36 @@ class StepWatch(TorchDispatchMode):
             self._marks[address] = set()
             self._alive.append(tensor.untyped_storage())
         self._marks[address] |= marks
+
+
+@contextlib.contextmanager
+def methods_seen(watch: StepWatch) -> Iterator[None]:
+    """Tell ``watch`` of methods that give the values of a tensor without an operation, in this thread.
+
+    A `TorchFunctionMode` would see them too, but under one some layers compute otherwise than without it.
+    """
+    thread = threading.get_ident()
+    own = {name: vars(Tensor).get(name) for name in _LEAVES_TORCH}
+
+    def seen(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def tell(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                watch.leaves_torch(tensor, name)
+            return method(tensor, *args, **kwargs)
+
+        return tell
+
+    for name in _LEAVES_TORCH:
+        setattr(Tensor, name, seen(name, getattr(Tensor, name)))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            if method is None:  # it is inherited
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
 
 
 def _address(tensor: Tensor) -> int:

@@ -120,7 +120,7 @@ class FreezingEngine:
         self._gave_up = False
         self._learning: str | None = None  # a frozen parameter that was given a gradient
         self._wanted: Decision | None = None  # of the first of several ranks, until it tells the others
-        self._prefix_at_end: dict[str, int] | None = None
+        self._prefix_at_end: dict[str, Any] | None = None
         self._began = 0.0
         self._step_before = step - 1
         self._steps_per_batch = 1
@@ -152,7 +152,7 @@ class FreezingEngine:
         """
         self._step_before = step
         self._began = time.perf_counter()
-        self.prefix.assert_modes()
+        self.prefix.begin_batch()
         if self._snapshot_due and self._passing is None:
             self._passing = PassingWeights(self.prefix.module)
             self._passing.start()
@@ -215,12 +215,14 @@ class FreezingEngine:
 
     def end_batch(self) -> None:
         """A batch is done, whether or not an optimizer step came with it."""
+        self.prefix.end_batch()
         if self._capture is not None:
             self._capture.stop()
         self.costs.add(self.prefix.depth, time.perf_counter() - self._began, evaluated=self._capture is not None)
 
     def forget_batch(self) -> None:
         """The batch that was begun last had no end; nothing happens if it had."""
+        self.prefix.end_batch()
         if self._capture is not None:
             self._capture.stop()
         if self._passing is not None:
@@ -244,8 +246,9 @@ class FreezingEngine:
         if self.ranks.several:
             decision = self._agreed(decision, due)
         event = self._apply(step, decision)
-        if event is None and self.prefix.end_step():
+        if event is None and self.prefix.count_step():
             self.ranks.share_buffers(self.prefix, self.prefix.depth)
+            self.prefix.settle()
         if due:
             self.next_evaluation = step + self.evaluate_every_n_steps
         if due and self.ranks.leads:

@@ -1,12 +1,13 @@
 """What the training step makes of the batch before it calls the network: parts of its rows, arguments for the back."""
 
+import numpy as np
 import pytest
 import torch
-from cached_runs import Classifier, fit
+from cached_runs import Classifier, Net, fit, images, loader_of
 from test_same_training import assert_same_training, pair
 from test_texts import assert_same_training_as_said
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria.caching.arguments import Part
 from lightning_egeria.demos.translation import TranslationTransformer, padded
@@ -137,6 +138,120 @@ def test_another_part_of_each_row_ends_the_cache(tmp_path, part):
 def test_what_is_made_for_the_front_keeps_the_cache_off(tmp_path, part):
     with pytest.warns(UserWarning, match="off: the network is not given what the data loader gave"):
         plain, cached, wrapped = compare(lambda: Predictor(part), tmp_path, lambda: pairs_of(9), {8: 2})
+    assert wrapped.stats.hits == 0
+    assert_same_training(plain, cached)
+
+
+class Weighed(Net):
+    """One more argument, a weight for each sample, in front or behind the boundary."""
+
+    def __init__(self, front=False):
+        super().__init__()
+        self.front = front
+
+    def forward(self, x, weights):
+        x = self.stem(x)
+        if self.front:
+            x = torch.stack([row * weight for row, weight in zip(x, weights.tolist(), strict=True)])
+        x = self.c(self.b(self.a(x))).mean((2, 3))
+        return self.head(x if self.front else x * weights[:, None])
+
+
+class WithWeights(Classifier):
+    def __init__(self, weights, front=False):
+        super().__init__(Weighed(front))
+        self.weights = weights
+
+    def training_step(self, batch, batch_idx):
+        x, y, *more = batch
+        loss = nn.functional.cross_entropy(self.net(x, self.weights(self.global_step, x, *more)), y)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def by_list(step, x):
+    return torch.tensor([abs(row[0][0][0]) for row in x.tolist()])
+
+
+def by_numpy(step, x):
+    return torch.from_numpy(abs(x.numpy()[:, 0, 0, 0]).copy())
+
+
+def by_array(step, x):
+    return torch.from_numpy(np.abs(np.asarray(x)[:, 0, 0, 0]).copy())
+
+
+@pytest.mark.parametrize("weights", [by_list, by_numpy, by_array])
+def test_an_input_that_is_read_without_an_operation_is_loaded(tmp_path, weights):
+    plain, cached, wrapped = compare(lambda: WithWeights(weights), tmp_path, lambda: loader_of(images()), {8: 2, 20: 3})
+    assert wrapped.stats.hits > 100
+    assert wrapped.stats.not_loaded == 0
+    assert_same_training(plain, cached)
+
+
+def test_what_the_front_reads_without_an_operation_moves_the_boundary(tmp_path):
+    make = lambda: WithWeights(lambda step, x: 1 + torch.arange(len(x)) * (step % 3 + 1) / 10, front=True)  # noqa: E731
+    plain, cached, wrapped = compare(make, tmp_path, lambda: loader_of(images()), {8: 2})
+    assert wrapped.stats.cut == 1  # which is in front of it
+    assert wrapped.stats.hits > 100
+    assert_same_training(plain, cached)
+
+
+def test_a_part_for_the_back_may_change(tmp_path):
+    def weights(step, x, more):
+        return (more[:, :-1] if step < 26 else more[:, 1:]).mean(1)
+
+    class Parts(WithWeights):
+        def training_step(self, batch, batch_idx):
+            x, more, y = batch
+            return super().training_step((x, y, more), batch_idx)
+
+    x, y = images().tensors
+    more = torch.rand(40, 6, generator=torch.Generator().manual_seed(0))
+    plain, cached, wrapped = compare(
+        lambda: Parts(weights), tmp_path, lambda: loader_of(TensorDataset(x, more, y)), {8: 2}
+    )
+    assert wrapped.stats.not_loaded > 100
+    assert wrapped.stats.off is None
+    assert_same_training(plain, cached)
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(30, 16), nn.Linear(16, 16)
+        self.lstm, self.head = nn.LSTM(16, 16), nn.Linear(16, 4)
+
+    def forward(self, words):
+        return self.head(self.lstm(self.middle(self.embedding(words)).relu())[0][-1])
+
+
+class Transposed(Classifier):
+    def __init__(self):
+        super().__init__(TimeFirst())
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0].t(), batch[1]), batch_idx)
+
+
+class FirstOnly(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0][:1].expand_as(batch[0]), batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("make", [Transposed, FirstOnly])
+def test_a_view_whose_rows_are_of_other_samples_keeps_the_cache_off(tmp_path, make):
+    def data():
+        if make is FirstOnly:
+            return loader_of(images())
+        generator = torch.Generator().manual_seed(0)  # as many words as there are texts in a batch
+        words, labels = (
+            torch.randint(1, most, size, generator=generator) for most, size in ((30, (40, 8)), (4, (40,)))
+        )
+        return loader_of(TensorDataset(words, labels))
+
+    with pytest.warns(UserWarning, match="off: the network is not given what the data loader gave"):
+        plain, cached, wrapped = compare(make, tmp_path, data, {8: 1})
     assert wrapped.stats.hits == 0
     assert_same_training(plain, cached)
 

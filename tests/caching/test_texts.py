@@ -194,6 +194,34 @@ def test_layers_that_look_at_the_padding_are_not_cached(tmp_path):
     assert_same_training(plain, cached)
 
 
+def test_the_shortest_texts_need_not_run_alone(tmp_path, caplog):
+    """Batches are always long enough for the convolution; three words alone are not."""
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16, padding_idx=0)
+            self.wide, self.layer = nn.Conv1d(16, 16, 5, bias=False), nn.Conv1d(16, 16, 1)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, ids, mask):
+            hidden = self.wide(self.embedding(ids).transpose(1, 2)).relu()
+            return self.head(self.layer(hidden).relu().amax(2))
+
+    class WideClassifier(TextClassifier):
+        def __init__(self):
+            super().__init__()
+            self.net = Wide()
+
+    plain, cached = pair(WideClassifier)
+    fit(plain, texts(), {8: 1}, epochs=8)
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        wrapped = fit(cached, texts(), {8: 1}, {"cache_dir": tmp_path}, epochs=8)
+    assert wrapped.stats.off is None
+    assert wrapped.stats.hits > 100
+    assert_same_training_as_said(plain, cached, caplog.text)
+
+
 class Told(TextClassifier):
     """The network is told how long its batch is."""
 

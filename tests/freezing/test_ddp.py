@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.errors import DisagreementError, LayerChainError, UnsupportedError
+from lightning_egeria.layers import StepListener
 
 STEPS = 60
 
@@ -143,15 +144,31 @@ def run_slow():
         if isinstance(part, nn.BatchNorm2d):
             part.momentum = 0.01
     freezing = scripted({3: 1, 6: 2})
+    freezing.step_listeners.append(SeesBuffers())
     fit(module, freezing, steps=50)
     buffers = [buffer.tolist() for part in (module.net.stem, module.net.middle) for buffer in part.buffers()]
-    return digest(module), buffers, freezing._engine.prefix.version
+    return digest(module), buffers, freezing._engine.prefix.version, freezing.step_listeners[0].seen
+
+
+class SeesBuffers(StepListener):
+    """What a cache compares later with what it finds then."""
+
+    def __init__(self):
+        self.seen = []
+
+    def step_begins(self):
+        return True
+
+    def prefix_changed(self, prefix):
+        parts = (prefix.module.net.stem, prefix.module.net.middle)[: prefix.settled_depth]
+        self.seen.append([buffer.tolist() for part in parts for buffer in part.buffers()])
 
 
 def test_statistics_that_have_settled_are_those_of_all_ranks():
     first, second = all_well(in_ranks(2, run_slow))
     assert first == second
-    assert first[2] == 4  # two freezes, one settling, and the end
+    assert first[2] == 5  # two freezes, each of which settles, and the end
+    assert first[3][-2] == first[1]
 
 
 def batches_by_hand():
