@@ -738,6 +738,23 @@ def test_stochastic_weight_averaging():
     assert left_behind(by_callback) == []
 
 
+@pytest.mark.filterwarnings("ignore:.*SWA")
+def test_stochastic_weight_averaging_while_statistics_settle():
+    module = new()
+    norm = module.net.stem[1]
+    norm.momentum = 0.01
+    swa = pl_callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)
+    fit(module, swa, freezing(ScriptedPolicy({4: 2})), epochs=5)
+    assert norm.momentum == 0.01
+    measured = norm.running_mean.clone(), norm.running_var.clone()
+    norm.reset_running_stats()
+    norm.momentum = None
+    with torch.no_grad():
+        for images, _ in loader():
+            module.net.stem(images)
+    torch.testing.assert_close(measured, (norm.running_mean, norm.running_var))
+
+
 class Filtering(Module):
     def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=0.9)
