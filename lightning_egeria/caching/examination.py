@@ -118,7 +118,7 @@ class Examination:
         if self._passage.reached is None or step.computed is None:
             return Verdict(again=True)  # a step that did not run the network
         # What the step itself has made may be given to layers behind the boundary, and so may parts of rows.
-        behind = self._watch.read_behind - self._watch.read_in_front.keys()
+        behind = self._watch.only_behind
         self._inputs = [one for one in self._inputs if not isinstance(one.layout, Part) or one.leaf not in behind]
         made_in_front = [units for number, units in self._watch.read_in_front.items() if number in self._made]
         changed = step.changed_input or not self._inputs
@@ -170,8 +170,7 @@ class Examination:
             or (f"{used} uses them" if used else "more than the prefix needs them")
         )
         ragged = varying is not None and proof.ragged
-        behind = self._watch.read_behind - self._watch.read_in_front.keys()
-        self._others.leave_free({number - len(step.source) for number in behind})
+        self._others.leave_free({number - len(step.source) for number in self._watch.only_behind})
         terms = Terms(
             inputs=self._inputs,
             others=self._others,

@@ -55,6 +55,11 @@ class StepWatch(TorchDispatchMode):
             self.follow(leaf, number)
         passage.unit_changed = self._unit_changed
 
+    @property
+    def only_behind(self) -> set[int]:
+        """Numbers of what was read behind the boundary, and not in front of it."""
+        return self.read_behind - self.read_in_front.keys()
+
     def follow(self, tensor: Tensor, number: int) -> None:
         """See what is done with one more tensor; those of the batch have the first numbers."""
         self._add(tensor, {number})
