@@ -230,8 +230,8 @@ class FrozenPrefix:
     mode while they are frozen, because they would go on changing. All others stay as they are: dropout in the front
     keeps what learns behind it from overfitting, frozen or not.
 
-    Batch normalisation whose running statistics follow slowly (a momentum below 0.1; in torchvision MobileNetV3 has 0.01)
-    still has those of weights of long ago when it freezes, and would normalise by them from then on. It goes to
+    Batch normalisation whose running statistics follow slowly (a momentum below 0.1; in torchvision, MobileNetV3 has
+    0.01) still has those of weights of long ago when it freezes, and would normalise by them from then on. It goes to
     evaluation mode 40 optimizer steps later, in which its statistics follow with a momentum of 0.1. Outside of these
     steps it has its own momentum.
 
