@@ -99,6 +99,10 @@ class ByHand(L.Callback):
             pl_module.get_parameter(name).requires_grad_(False).grad = None
         for path in self.watched.resting[trainer.global_step]:
             pl_module.get_submodule(path).training = False
+        for part in pl_module.modules():
+            slow = isinstance(part, nn.BatchNorm2d) and part.momentum < 0.1
+            if slow and part.training and not part.weight.requires_grad:
+                part.momentum = 0.1  # its statistics settle, in more steps than there are here
 
 
 def fit(net, loss, batches, *callbacks):
