@@ -304,8 +304,9 @@ class FrozenPrefix:
         return [modules[path] for path in self.chain.members(depth)]
 
     def _changed(self) -> None:
-        depths = range(self.depth, 0, -1)
-        self.settled_depth = next((k for k in depths if self._settling.keys().isdisjoint(self._modules_of(k))), 0)
+        self.settled_depth = self.depth
+        while not self._settling.keys().isdisjoint(self._members[: len(self.chain.members(self.settled_depth))]):
+            self.settled_depth -= 1
         self._hold_in_evaluation()
         self.version += 1
         for listener in self.listeners:

@@ -191,8 +191,12 @@ def test_an_input_that_is_read_without_an_operation_is_loaded(tmp_path, weights)
 
 
 def test_what_the_front_reads_without_an_operation_moves_the_boundary(tmp_path):
-    make = lambda: WithWeights(lambda step, x: 1 + torch.arange(len(x)) * (step % 3 + 1) / 10, front=True)  # noqa: E731
-    plain, cached, wrapped = compare(make, tmp_path, lambda: loader_of(images()), {8: 2})
+    def weights(step, x):
+        return 1 + torch.arange(len(x)) * (step % 3 + 1) / 10
+
+    plain, cached, wrapped = compare(
+        lambda: WithWeights(weights, front=True), tmp_path, lambda: loader_of(images()), {8: 2}
+    )
     assert wrapped.stats.cut == 1  # which is in front of it
     assert wrapped.stats.hits > 100
     assert_same_training(plain, cached)
