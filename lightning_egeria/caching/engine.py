@@ -84,6 +84,7 @@ class PrefixCache:
         self._levels: list[Level] = []
         self._dropped: list[Path] = []
         self._changes = 0
+        self._made_varies = False
         self._data_changes = dataset.changes
         self._step: Step | None = None
         self._kept_stand_in: Tensor | None = None
@@ -285,7 +286,9 @@ class PrefixCache:
             return True
         findings, step.armed = step.loaded.findings, True
         if findings is not None:
-            self._examination = Examination(prefix, cut.bypass, step, findings, cut.compiled, self._hooks)
+            self._examination = Examination(
+                prefix, cut.bypass, step, findings, cut.compiled, self._hooks, self._made_varies
+            )
             self._examination.begin()
             return True
         if cut.terms is None:
@@ -324,6 +327,9 @@ class PrefixCache:
             )
             return
         if cut.terms is None:
+            return
+        if step.changed_made is not None:
+            self._made_changed(step, cut, *step.changed_made)
             return
         self._accounts.count(step, self._levels[-1])
         if not cut.terms.is_proven(step.samples):
@@ -384,7 +390,7 @@ class PrefixCache:
         return list(tensor_leaves(self._whole(step.planned, step.loaded)))[terms.input_field.batch_leaf]
 
     def _write(self, step: Step, terms: Terms) -> None:
-        self._recording.write(step, self._levels, terms.input_field is not None)
+        self._recording.write(step, self._levels, step.fields(terms))
 
     # --- after the examination --------------------------------------------------------------------------------------
 
@@ -465,7 +471,7 @@ class PrefixCache:
         fresh = pieces_of(level.form, step.computed.cpu(), lengths).rows()
         stored = dataclasses.replace(rows, data=rows.data.cpu()).rows()
         wrong = [place for place, row in zip(places, stored, strict=True) if not rows_alike(fresh[place], row)]
-        fields = step.loaded.fields
+        fields = step.fields(cut.terms) if cut.terms is not None else None
         if level.store.manifest.field_bytes and fields is not None:
             for place in places:
                 kept = level.store.read_fields(step.planned.plan.entries[place])
@@ -500,6 +506,18 @@ class PrefixCache:
             return False
         self._start_over(self._cut, "the weights of frozen layers have changed")
         return True
+
+    def _made_changed(self, step: Step, cut: Cut, entry: int, level: Level) -> None:
+        """The training step makes something else of a sample than when its entry was written."""
+        sample = step.planned.plan.ids[step.planned.plan.entries.index(entry)]
+        self.stats.wrong += 1
+        if level.is_found:
+            self._start_over(cut, f"what the training step makes of sample {sample} is not what was cached of it")
+            return
+        self._made_varies = True  # a boundary in front of what reads it may still do
+        self._drop_levels()
+        if self._prefix is not None:
+            self._begin_cut(self._prefix, cut.depth)
 
     def _start_over(self, cut: Cut, reason: str) -> None:
         """Something changed under the cache: nothing of it is used any longer."""

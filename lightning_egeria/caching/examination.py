@@ -23,6 +23,7 @@ from lightning_egeria.caching.arguments import (
 from lightning_egeria.caching.bypass import Passage, PrefixBypass
 from lightning_egeria.caching.findings import Findings, InputField, VaryingField
 from lightning_egeria.caching.hooks import BatchHooks
+from lightning_egeria.caching.made import UNKNOWN, MadeArguments
 from lightning_egeria.caching.proof import NO_ROWS, Proof, Prover
 from lightning_egeria.caching.steps import Step, Terms
 from lightning_egeria.caching.watch import StepWatch, methods_seen
@@ -61,6 +62,7 @@ class Examination:
         findings: about its samples.
         compiled: whether the network is.
         hooks: of the user.
+        made_varies: what the training step makes of a sample was seen not to be the same each time.
 
     Attributes:
         autocast: device type and dtype of the autocast that the step ran in; None: it did not.
@@ -74,6 +76,7 @@ class Examination:
         findings: Findings,
         compiled: bool,
         hooks: BatchHooks,
+        made_varies: bool,
     ) -> None:
         self.autocast: tuple[str, torch.dtype] | None = None
         self._prefix = prefix
@@ -82,6 +85,8 @@ class Examination:
         self._findings = findings
         self._compiled = compiled
         self._hooks = hooks
+        self._made_varies = made_varies
+        self._has_drawn = False
         self._modules = dict(prefix.module.named_modules())
         self._inputs: list[GivenInput] = []
         self._others = OtherArguments(set())
@@ -120,14 +125,12 @@ class Examination:
         # What the step itself has made may be given to layers behind the boundary, and so may parts of rows.
         behind = self._watch.only_behind
         self._inputs = [one for one in self._inputs if not isinstance(one.layout, Part) or one.leaf not in behind]
-        made_in_front = [units for number, units in self._watch.read_in_front.items() if number in self._made]
-        changed = step.changed_input or not self._inputs
-        if changed or made_in_front:
-            return Verdict(
-                "the network is not given what the data loader gave (mixing of samples, normalisation or augmentation "
-                "in the training step?), so its frozen front has no fixed output for a sample",
-                0 if changed else self._bypass.depth - self._bypass.depth_at(min(made_in_front)),
-            )
+        self._made -= behind
+        problem = self._problem_of_made()
+        if problem is not None:
+            front = [units for number, units in self._watch.read_in_front.items() if number in self._made]
+            shallower = self._bypass.depth - self._bypass.depth_at(min(front)) if front and self._inputs else 0
+            return Verdict(problem, shallower)
         if any(one.leaf not in findings.own_rows for one in self._inputs):
             return Verdict(
                 "the collate function mixes or reorders samples, or normalises over the batch, so a row of the "
@@ -160,19 +163,46 @@ class Examination:
             return Verdict(proof.problem, int(proof.repairable), proof.again)
         return self._on_terms(proof, field)
 
+    def _problem_of_made(self) -> str | None:
+        """Why what the training step has made for the frozen front cannot be known again."""
+        if not self._made and not self._inputs:
+            return "the network is not given a row for each sample of the batch"
+        if not self._made:
+            return None
+        if self._made_varies:
+            return "what the training step makes of a sample for the network is not the same each time"
+        if self._has_drawn:
+            return (
+                "random numbers are drawn between the data loader and the network (mixing of samples, augmentation?), "
+                "so its frozen front has no fixed output for a sample"
+            )
+        if self._findings.varying and self._varies() is None:
+            return "the training step changes padded samples before it gives them to the network"
+        return None
+
     def _on_terms(self, proof: Proof, field: InputField | None) -> Verdict:
         step, findings, varying = self._step, self._findings, self._varies()
         used = self._watch.input_used.get(field.batch_leaf) if field is not None else None
+        made = MadeArguments(sorted(number - len(step.source) for number in self._made))
         absent = field is not None and proof.without_input and used is None and self._hooks.reason is None
+        absent = absent and not made.numbers
         reason = (
             findings.must_load
             or self._hooks.reason
+            or ("the network is given what is made of them" if made.numbers else None)
             or (f"{used} uses them" if used else "more than the prefix needs them")
         )
         ragged = varying is not None and proof.ragged
-        self._others.leave_free({number - len(step.source) for number in self._watch.only_behind})
+        self._others.leave_free({number - len(step.source) for number in self._watch.only_behind} | set(made.numbers))
+        call = self._recorder.calls[0]
+        given = list(tensor_leaves((call.args, call.kwargs)))
+        # What is found shows what they are padded with; a copy may lie in memory otherwise, and so have another digest.
+        found = made.digests(given, step.samples, varying.lengths if ragged and varying else None, step.length)
+        if (found == UNKNOWN).any():
+            return Verdict("what the training step makes of padded samples for the network differs in its padding", 1)
         terms = Terms(
             inputs=self._inputs,
+            made=made,
             others=self._others,
             input_field=field if absent else None,
             input_order=order_of(list(tensor_leaves(step.loaded.batch))[field.batch_leaf]) if field is not None else (),
@@ -200,19 +230,17 @@ class Examination:
         kind = step.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         before = list(tensor_leaves(step.loaded.batch))
+        self._has_drawn = step.has_drawn()
         with _disable_current_modes():
             for number, argument in enumerate(tensor_leaves((args, kwargs))):
                 if not argument.ndim or argument.shape[0] != step.samples:
                     continue
                 given = self._source_of(number, argument)
-                if given is None:
+                leaf = given.leaf if given is not None else len(before)
+                if given is None or leaf >= len(before) or not (step.came_as_loaded(leaf) and step.is_untouched(leaf)):
                     self._made.add(len(step.source) + number)
-                    continue
-                self._inputs.append(given)
-                # Nor may anything be done to the batch on its way to the training step.
-                leaf = given.leaf
-                as_loaded = leaf < len(before) and step.came_as_loaded(leaf) and step.is_untouched(leaf)
-                step.changed_input |= not as_loaded
+                else:
+                    self._inputs.append(given)
         varying = self._varies()
         if varying is not None:
             step.length = step.source[varying.batch_leaf].shape[1]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_egeria.caching.made import DIGEST_BYTES, UNKNOWN, Digests, MadeArguments
 from lightning_egeria.caching.store import ActivationStore
 
 Rows = npt.NDArray[np.int64]
@@ -208,6 +209,9 @@ class Level:
         device: in the memory of the device that trains, if that is another.
         doubtful: the index as it was when the store was opened: what an earlier run has left is compared with its
             sample before it is used. Zero for what was, and for what is of this run; None: there was nothing.
+        made: arguments of the network whose rows the entries hold digests of.
+        known: digest of each entry, as far as they were read; None: they hold none.
+        is_found: an earlier run, or another process, has left entries in the store.
     """
 
     cut: int
@@ -216,6 +220,9 @@ class Level:
     host: MemoryTier
     device: MemoryTier
     doubtful: npt.NDArray[np.uint32] | None = None
+    made: MadeArguments = dataclasses.field(default_factory=MadeArguments)
+    known: Digests | None = None
+    is_found: bool = False
 
     def present(self, entries: Rows) -> Flags:
         """Which entries are there, as far as the index says."""
@@ -239,9 +246,23 @@ class Level:
             self.store.forget(number)
         return False
 
+    def digests(self, entries: Rows) -> Digests:
+        """Of what the network was given when entries were computed; `UNKNOWN` where that cannot be read."""
+        if self.known is None:
+            raise RuntimeError("these entries have no digests")
+        for number in entries[self.known[entries] == UNKNOWN].tolist():
+            fields = self.store.read_fields(number)
+            if fields is None or len(fields) != DIGEST_BYTES:
+                self._forget(number)
+            else:
+                self.known[number] = int.from_bytes(fields, "little")
+        return self.known[entries]
+
     def _forget(self, number: int) -> None:
         """An entry cannot be read: what is written in its place is of this run."""
         self.store.forget(number)
+        if self.known is not None:
+            self.known[number] = UNKNOWN
         if self.doubtful is not None:
             self.doubtful[number] = 0
 

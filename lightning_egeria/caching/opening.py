@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lightning_egeria.caching.bypass import PrefixBypass
@@ -14,6 +15,7 @@ from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.findings import Findings, layers_of
 from lightning_egeria.caching.levels import Level, MemoryTier, RowForm
 from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.made import DIGEST_BYTES, UNKNOWN
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.steps import Step, Terms
 from lightning_egeria.caching.store import FORMAT, Manifest
@@ -110,6 +112,7 @@ class LevelMaker:
             str(self._views),
             str(self._seed if self._views else 0),
             str(terms.input_field is not None),
+            str(terms.made),
             str(cut.compiled),
         ]
         parts += [f"{unit}: {modules[unit]!r}" for unit in cut.bypass.units]
@@ -131,7 +134,9 @@ class LevelMaker:
         entries = len(self._dataset) * max(1, self._views)
         lengths = step.loaded.lengths or _lengths_of(cut.findings, terms)
         longest = LENGTH_SLACK * max(lengths) if lengths else 1
-        field_bytes = 0 if terms.input_field is None else max(64, FIELD_SLACK * terms.input_field.other_bytes)
+        field_bytes = DIGEST_BYTES if terms.made.numbers else 0
+        if terms.input_field is not None:
+            field_bytes = max(64, FIELD_SLACK * terms.input_field.other_bytes)
         manifest = Manifest(
             fingerprint,
             entries,
@@ -148,13 +153,16 @@ class LevelMaker:
         host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
         device_bytes = self._limits.device_bytes if cut.device.type != "cpu" else 0
         device = MemoryTier(device_bytes, form, entries, cut.device)
-        doubtful = store.index.copy() if terms.input_field is not None and store.index.any() else None
+        is_found = bool(store.index.any())
+        doubtful = store.index.copy() if terms.input_field is not None and is_found else None
+        known = np.full(entries, UNKNOWN, np.uint64) if terms.made.numbers else None
         share = "" if size <= room else f", of which {room / size:.0%} fit"
         text = (
             f"the outputs of {cut.boundary!r} will take about {size / 1e9:.2f} GB in {store.folder} "
             f"({entries} entries of {row_bytes} bytes){share}"
         )
-        return Opened(Level(cut.depth, form, store, host, device, doubtful), lengths, text)
+        level = Level(cut.depth, form, store, host, device, doubtful, terms.made, known, is_found)
+        return Opened(level, lengths, text)
 
     def taken_by_others(self, levels: Sequence[Level]) -> int:
         """Bytes of the stores in the directory that are not of these levels."""

@@ -128,7 +128,8 @@ class Planner:
             input_field=terms.input_field,
             structure=terms.structure,
             length_leaf=terms.length_leaf,
-            keep=(records and bool((stored != len(levels) - 1).any())) or checks or doubtful,
+            keep=terms.input_field is not None
+            and ((records and bool((stored != len(levels) - 1).any())) or checks or doubtful),
         )
         return PlannedBatch(plan, reads, checks)
 

@@ -50,34 +50,30 @@ class Recording:
         """A new level is there, and stores of others take ``others`` bytes beside this run's."""
         self.active, self._error, self._others = True, None, others
 
-    def write(self, step: Step, levels: Sequence[Level], with_fields: bool) -> None:
+    def write(self, step: Step, levels: Sequence[Level], fields: Sequence[bytes | None] | None) -> None:
         """Have the new rows of a step written.
 
         Args:
             step: that computed the activation of the newest level.
             levels: that are cached, the newest last.
-            with_fields: whether entries hold the other fields of their sample.
+            fields: what the entry of each sample holds besides; None for those that are not written, or for all.
         """
         level = levels[-1]
         if self._error is not None:
             self._end("the disk", self._error, level)
-        activation, fields, lengths = step.computed, step.loaded.fields, step.loaded.lengths
-        if not self.active or activation is None or (with_fields and fields is None):
+        activation, lengths = step.computed, step.loaded.lengths
+        if not self.active or activation is None or fields is None:
             return
         if level.form.ragged and (lengths is None or activation.ndim < 2 or activation.shape[1] != step.length):
             return
         if RowForm.of(activation, level.form.ragged) != level.form:
             return  # of another size: never a hit
         entries = step.entries
-        new = ~level.present(entries)
-        kept = [b""] * len(entries)
-        if with_fields and fields is not None:
-            new &= np.array([field is not None for field in fields])
-            kept = [field or b"" for field in fields]
+        new = ~level.present(entries) & np.array([field is not None for field in fields])
         if not new.any():
             return
         rows = pieces_of(level.form, activation, lengths).select(new)
-        chosen = tuple(kept[place] for place in np.flatnonzero(new))
+        chosen = tuple(fields[place] or b"" for place in np.flatnonzero(new).tolist())
         if level.device.capacity:
             level.device.put(entries[new], rows)
         size = rows.data.nbytes + sum(map(len, chosen))

@@ -23,9 +23,10 @@ from lightning_egeria.caching.arguments import (
     version_of,
 )
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
-from lightning_egeria.caching.findings import InputField
+from lightning_egeria.caching.findings import InputField, random_state, same_random_state
 from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
 from lightning_egeria.caching.loading import Loaded, Plan
+from lightning_egeria.caching.made import DIGEST_BYTES, UNKNOWN, Digests, MadeArguments
 from lightning_egeria.caching.samples import stand_in_tensor
 from lightning_egeria.clock import mark
 from lightning_egeria.errors import CacheError
@@ -38,6 +39,7 @@ class Terms:
 
     Attributes:
         inputs: arguments of the network that come from the batch.
+        made: those that the training step makes, and that the frozen front reads.
         others: all its other arguments.
         input_field: the field that need not be loaded; None: all are.
         input_order: dimensions of its tensor in the batch, from the slowest to the fastest in memory.
@@ -53,6 +55,7 @@ class Terms:
     """
 
     inputs: list[GivenInput]
+    made: MadeArguments
     others: OtherArguments
     input_field: InputField | None
     input_order: tuple[int, ...]
@@ -122,6 +125,8 @@ class Step:
         length: what its samples are padded to, if they differ in length.
         changed_input: the network was given something else than the batch.
         changed_argument: name of another argument of the network that was not what it had been; None: none was.
+        changed_made: an entry, and the level that has it, of which something else was made before; None: there is none.
+        random_state: of all generators, before anybody did anything with the batch; of a batch that is examined.
         began: the network was called.
         ended: the boundary was passed.
         computed: boundary activation that was computed in this step, all of the batch.
@@ -150,6 +155,9 @@ class Step:
         self.length: int | None = None
         self.changed_input = False
         self.changed_argument: str | None = None
+        self.changed_made: tuple[int, Level] | None = None
+        self._digests: Digests | None = None
+        self.random_state: tuple[Any, ...] | None = None
         self.began: float | torch.cuda.Event | None = None
         self.ended: float | torch.cuda.Event | None = None
         self.computed: Tensor | None = None
@@ -159,6 +167,7 @@ class Step:
     def hand_on(self, batch: Any) -> None:
         """The batch is on its way to the device."""
         self._handed_on = [(leaf, version_of(leaf)) for leaf in tensor_leaves(batch)]
+        self.random_state = self._random_state() if self.planned.plan.examine else None
 
     def arrive(self, batch: Any) -> None:
         """The batch is on its device."""
@@ -174,6 +183,25 @@ class Step:
         """Whether a tensor of the batch is, value by value, what the data loader gave."""
         handed_on, source = self._handed_on[leaf][0], self.source[leaf]
         return handed_on is source or has_values_of(handed_on, source)
+
+    def has_drawn(self) -> bool:
+        """Whether random numbers were drawn since the batch was handed on, for whatever."""
+        before, now = self.random_state, self._random_state()
+        return before is None or not same_random_state(before, now) or not torch.equal(before[-1], now[-1])
+
+    def _random_state(self) -> tuple[Any, ...]:
+        gpu = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.empty(0)
+        return (*random_state(), gpu)
+
+    def fields(self, terms: Terms) -> Sequence[bytes | None] | None:
+        """What the entry of each sample holds besides its activation; None for those that cannot be written."""
+        if terms.input_field is not None:
+            return self.loaded.fields
+        if not terms.made.numbers:
+            return [b""] * self.samples
+        if self._digests is None:
+            return None
+        return [int(one).to_bytes(DIGEST_BYTES, "little") if one != UNKNOWN else None for one in self._digests]
 
     def replace(self, leaf: int, real: Tensor) -> None:
         """Put what was loaded after all in the place of a stand-in."""
@@ -222,7 +250,7 @@ class Step:
             level, rows = self.rows[0][0].level, self.rows[0][1]
             passage.activation = rows.batch(level.form, self.length, self.device)
             passage.skip = bypass.position_of(level.cut)
-            passage.left = lambda activation: self._left(activation, keep=level is not newest)
+            passage.left = lambda activation: self._left(activation, keep=self.full or level is not newest)
 
         def entered(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._entered(args, kwargs, terms)
@@ -230,6 +258,8 @@ class Step:
                 self._fill_in(load(), list(tensor_leaves((args, kwargs))), terms)
             if self.changed_input or self.changed_argument is not None:
                 passage.skip = 0
+            elif not self._are_made_of_the_same(list(tensor_leaves((args, kwargs))), newest):
+                passage.skip, self.full = 0, True
             elif mixed and not self.full:
                 parts = _Parts(bypass, terms, newest, module.get_submodule(path), args, kwargs, self)
                 passage.activation, passage.skip = parts.whole(), len(bypass.units)
@@ -260,6 +290,27 @@ class Step:
             )
 
         self.changed_argument = terms.others.changed(args, kwargs, self.samples, self.length)
+
+    def _are_made_of_the_same(self, given: list[Tensor], newest: Level) -> bool:
+        """Whether all rows were computed of what the network is given now, as far as the training step makes that."""
+        found: dict[tuple[int, ...], Digests] = {}
+
+        def digests(made: MadeArguments) -> Digests:
+            if made.numbers not in found:
+                found[made.numbers] = made.digests(given, self.samples, self.loaded.lengths, self.length)
+            return found[made.numbers]
+
+        if newest.made.numbers:
+            self._digests = digests(newest.made)
+        same = True
+        for read, _ in self.rows:
+            if read.level.made.numbers:
+                before, now = read.level.digests(read.entries), digests(read.level.made)[read.places]
+                for place in np.flatnonzero(before != now):
+                    same = False
+                    if before[place] != UNKNOWN:
+                        self.changed_made = self.changed_made or (int(read.entries[place]), read.level)
+        return same
 
     def _fill_in(self, real: Tensor | None, given: list[Tensor], terms: Terms) -> None:
         """Write the real input over its stand-in, and over all copies of that."""
