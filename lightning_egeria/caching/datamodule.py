@@ -19,7 +19,7 @@ from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.hooks import BatchHooks, uses_argument
 from lightning_egeria.caching.loading import PlannedDataset, is_own
-from lightning_egeria.caching.planned import PlannedLoader, why_not
+from lightning_egeria.caching.planned import PlannedLoader, gives_samples_once, why_not
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.errors import ArgumentError, CacheError
@@ -105,6 +105,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self._listener = _Listener()
         self._owner: PrefixOwner | None = None
         self._bar_entry: BarEntry | None = None
+        self._epochs: int | None = None
         self._stats = CacheStats(off="fit has not begun")
         for name in (*_BATCH_HOOKS, *_LOADERS):
             # Lightning asks whether a hook is overridden, so there must be none where the user has none.
@@ -170,6 +171,8 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self._stats = cache.stats
         self._listener.follow(cache)
         self._bar_entry = BarEntry(self.trainer, "cached", cache.progress)
+        epochs = getattr(self.trainer, "max_epochs", None) or -1
+        self._epochs = epochs if epochs > 0 and gives_samples_once(loader) else None
         return PlannedLoader(loader, dataset, cache.plan, cache.receive, self._begin_epoch, cache.is_on)
 
     def teardown(self, stage: str) -> None:
@@ -194,7 +197,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     def _begin_epoch(self) -> None:
         if self._listener.cache is not None and self.trainer is not None:
-            self._listener.cache.begin_epoch(self.trainer.current_epoch)
+            self._listener.cache.begin_epoch(self.trainer.current_epoch, self._epochs)
 
     def _divided(self, loader: Any) -> Any:
         """With several processes, the loader of this one, as Lightning would make it of the user's."""

@@ -111,12 +111,15 @@ class PrefixCache:
         self._changes = 0
         if not deeper:
             self._drop_levels()
-        if prefix.settled_depth:
-            self.stats.off = None
-            self._begin_cut(prefix, prefix.settled_depth)
-        else:
-            self._cut = None
+        self._cut = None
+        if not prefix.settled_depth:
             self.stats.off = "frozen statistics still settle" if prefix.depth else "nothing is frozen"
+        elif self._planner.is_read_again or self._hold_anything():
+            self.stats.off = None
+            cut = prefix.settled_depth if self._planner.is_read_again else self._levels[-1].cut
+            self._begin_cut(prefix, cut)
+        else:
+            self._end_too_late()
 
     def _tell_of_dropout(self, prefix: FrozenPrefix) -> None:
         if self._told_of_dropout:
@@ -132,6 +135,20 @@ class PrefixCache:
                 )
                 return
 
+    def _hold_anything(self) -> bool:
+        if self._levels:
+            self._recording.finish()
+        return any(level.store.index.any() for level in self._levels)
+
+    def _end_too_late(self) -> None:
+        """Nothing was written, and nothing that would be from here on is read again."""
+        self._drop_levels()
+        self._cut = None
+        self.stats.off = "so late in the run, nothing that is written would be read again"
+        if self.stats.off not in self._warned:
+            self._warned.add(self.stats.off)
+            self._say(f"the cache of the frozen layers is off: {self.stats.off}")
+
     def _begin_cut(self, prefix: FrozenPrefix, depth: int) -> None:
         self._cut = Cut(prefix, depth, self._device)
         self._kept_stand_in = None
@@ -143,15 +160,22 @@ class PrefixCache:
         """What to load for the next batch."""
         cut = self._cut
         terms = cut.terms if cut is not None else None
-        return self._planner.plan(ids, self._version, cut is not None, terms, self._levels, self._recording.active)
+        return self._planner.plan(ids, self._version, cut is not None, terms, self._levels, self._records)
 
     def is_on(self) -> bool:
         """Whether plans are more than ids."""
         return self._cut is not None
 
-    def begin_epoch(self, epoch: int) -> None:
-        """The loader begins anew: batches that were planned and did not come will not."""
-        self._planner.begin_epoch(epoch)
+    def begin_epoch(self, epoch: int, epochs: int | None = None) -> None:
+        """The loader begins anew: batches that were planned and did not come will not.
+
+        Args:
+            epoch: that begins.
+            epochs: of the whole run, if each of them has every sample once at most; None: nobody knows.
+        """
+        self._planner.begin_epoch(epoch, epochs)
+        if self._cut is not None and not self._planner.is_read_again and not self._hold_anything():
+            self._end_too_late()
         for level in self._levels:
             with contextlib.suppress(StoreError, OSError):  # then its entries are found to be missing one by one
                 level.store.refresh()
@@ -161,6 +185,10 @@ class PrefixCache:
                 self._drop(level)
         if self._dropped:
             self._remove_dropped()
+
+    @property
+    def _records(self) -> bool:
+        return self._recording.active and self._planner.is_read_again
 
     @property
     def _version(self) -> int:
@@ -344,7 +372,7 @@ class PrefixCache:
 
     def progress(self) -> str | None:
         """How much of the newest level is there, in words; None while nothing is cached, and when all of it is."""
-        if not self._levels or self._cut is None or not self._recording.active:
+        if not self._levels or self._cut is None or not self._records:
             return None
         now = time.monotonic()
         if now - self._counted_at > COUNT_EVERY_S:  # a bar asks at each step, and there may be millions of entries
@@ -390,7 +418,8 @@ class PrefixCache:
         return list(tensor_leaves(self._whole(step.planned, step.loaded)))[terms.input_field.batch_leaf]
 
     def _write(self, step: Step, terms: Terms) -> None:
-        self._recording.write(step, self._levels, step.fields(terms))
+        if self._records:
+            self._recording.write(step, self._levels, step.fields(terms))
 
     # --- after the examination --------------------------------------------------------------------------------------
 

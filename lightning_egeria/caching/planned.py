@@ -24,6 +24,14 @@ _KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weight
 LOOK_AHEAD_BATCHES = 3
 
 
+def gives_samples_once(loader: DataLoader[Any]) -> bool:
+    """Whether no sample comes twice in an epoch, as far as the sampler is known."""
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples <= len(loader.dataset)  # type: ignore[arg-type]
+    return isinstance(sampler, (SequentialSampler, SubsetRandomSampler, DistributedSampler))
+
+
 class _PlannedSampler:
     """The user's batch sampler; yields plans instead of lists of ids. Other attributes are those of the user's."""
 

@@ -33,6 +33,7 @@ class Planner:
         self._observes = observes
         self._pin = False
         self._epoch = 0
+        self._epochs: int | None = None
         self._next = 0
         self._largest = 0
         self._planned: dict[int, PlannedBatch] = {}
@@ -71,9 +72,14 @@ class Planner:
             self._examination_planned = False
         return planned
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Batches that were planned and did not come will not. The epoch chooses the view."""
-        self._epoch = epoch
+    @property
+    def is_read_again(self) -> bool:
+        """Whether what is written now may be read before the run ends: a sample has the same view some epochs later."""
+        return self._epochs is None or self._epoch + max(1, self._views) < self._epochs
+
+    def begin_epoch(self, epoch: int, epochs: int | None) -> None:
+        """Batches that were planned and did not come will not. The epoch, of so many, chooses the view."""
+        self._epoch, self._epochs = epoch, epochs
         self._planned.clear()
         self._reader.cancel()
         self._examination_planned = False

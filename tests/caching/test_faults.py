@@ -173,7 +173,7 @@ def test_samples_that_were_repaired_since_the_last_run(tmp_path, repaired, host_
     _, second = pair(Classifier)
     _, third = pair(Classifier)
     cache = {"cache_dir": tmp_path / "cache", "host_bytes": host_bytes}
-    fit(first, DataLoader(Repaired(), 8, num_workers=workers), FROM_THE_START, cache, epochs=3)
+    fit(first, DataLoader(Repaired(), 8, num_workers=workers), FROM_THE_START, cache, epochs=5)
     fit(plain, DataLoader(Repaired(**repaired), 8, num_workers=workers), FROM_THE_START, epochs=5)
     wrapped = fit(second, DataLoader(Repaired(**repaired), 8, num_workers=workers), FROM_THE_START, cache, epochs=5)
     assert_same_training(plain, second)
