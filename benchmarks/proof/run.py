@@ -33,9 +33,9 @@ SYNCHRONOUS = {"workers": 0, "deterministic": False, "reference_precision": "flo
 class Curve(lightning.Callback):
     """Notes the metrics after each validation, with the batches that were done of each kind until then.
 
-    The kind of a batch is the frozen depth, and with the cache what it did: ``"5 hit"``, ``"5 miss"``, or ``"5 off"``
-    where it kept off, though what is frozen is in evaluation mode for its sake. It is what the time of a step depends
-    on. Give it behind the freezing callback, which counts the cache's batches before it then.
+    The kind of a batch is the frozen depth, and with the cache what it did: ``"5 hit"``, ``"5 miss"`` where it writes,
+    or ``"5 off"`` where it does neither, though what is frozen is in evaluation mode for its sake. It is what the time
+    of a step depends on. Give it behind the freezing callback, which counts the cache's batches before it then.
 
     Args:
         freezing: of the run, or None.
@@ -53,7 +53,7 @@ class Curve(lightning.Callback):
         self.durations: list[tuple[str, float]] = []
         self.seconds = 0.0
         self._mark = 0.0
-        self._depth = self._used = self._missed = 0
+        self._depth = self._used = self._missed = self._written = 0
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._mark = time.perf_counter()
@@ -73,12 +73,12 @@ class Curve(lightning.Callback):
         if self.cache is None or self._depth == 0:
             return str(self._depth)
         stats = self.cache.stats
-        used, missed = stats.hits + stats.advanced, stats.misses
-        more_used, more_missed = used - self._used, missed - self._missed
-        self._used, self._missed = used, missed
-        if more_used == more_missed == 0:
-            return f"{self._depth} off"
-        return f"{self._depth} {'hit' if more_used > more_missed else 'miss'}"
+        used, missed, written = stats.hits + stats.advanced, stats.misses, stats.written
+        more_used, more_missed, more_written = used - self._used, missed - self._missed, written - self._written
+        self._used, self._missed, self._written = used, missed, written
+        if more_used > more_missed:
+            return f"{self._depth} hit"
+        return f"{self._depth} {'miss' if more_written else 'off'}"
 
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:

@@ -111,15 +111,12 @@ class PrefixCache:
         self._changes = 0
         if not deeper:
             self._drop_levels()
-        self._cut = None
-        if not prefix.settled_depth:
-            self.stats.off = "frozen statistics still settle" if prefix.depth else "nothing is frozen"
-        elif self._planner.is_read_again or self._hold_anything():
+        if prefix.settled_depth:
             self.stats.off = None
-            cut = prefix.settled_depth if self._planner.is_read_again else self._levels[-1].cut
-            self._begin_cut(prefix, cut)
+            self._begin_cut(prefix, prefix.settled_depth)
         else:
-            self._end_too_late()
+            self._cut = None
+            self.stats.off = "frozen statistics still settle" if prefix.depth else "nothing is frozen"
 
     def _tell_of_dropout(self, prefix: FrozenPrefix) -> None:
         if self._told_of_dropout:
@@ -134,20 +131,6 @@ class PrefixCache:
                     "same each time; without FrozenPrefixCache it stays on"
                 )
                 return
-
-    def _hold_anything(self) -> bool:
-        if self._levels:
-            self._recording.finish()
-        return any(level.store.index.any() for level in self._levels)
-
-    def _end_too_late(self) -> None:
-        """Nothing was written, and nothing that would be from here on is read again."""
-        self._drop_levels()
-        self._cut = None
-        self.stats.off = "so late in the run, nothing that is written would be read again"
-        if self.stats.off not in self._warned:
-            self._warned.add(self.stats.off)
-            self._say(f"the cache of the frozen layers is off: {self.stats.off}")
 
     def _begin_cut(self, prefix: FrozenPrefix, depth: int) -> None:
         self._cut = Cut(prefix, depth, self._device)
@@ -174,8 +157,6 @@ class PrefixCache:
             epochs: of the whole run, if each of them has every sample once at most; None: nobody knows.
         """
         self._planner.begin_epoch(epoch, epochs)
-        if self._cut is not None and not self._planner.is_read_again and not self._hold_anything():
-            self._end_too_late()
         for level in self._levels:
             with contextlib.suppress(StoreError, OSError):  # then its entries are found to be missing one by one
                 level.store.refresh()
