@@ -303,7 +303,7 @@ class PrefixCache:
         if cut.terms is None:
             return True
         load = functools.partial(self._real_input, step, cut.terms)
-        cut.bypass.begin(step.passage(cut.bypass, cut.terms, self._levels, prefix.module, load))
+        cut.bypass.begin(step.passage(cut.bypass, cut.terms, self._levels, prefix.module, load, self._records))
         return step.all_loaded
 
     def forward_ended(self) -> None:
@@ -337,11 +337,13 @@ class PrefixCache:
             return
         if cut.terms is None:
             return
-        if step.changed_made is not None:
-            self._made_changed(step, cut, *step.changed_made)
-            return
         self._accounts.count(step, self._levels[-1])
-        if not cut.terms.is_proven(step.samples):
+        if step.made_compared and cut.terms.made.varies(step.changed_made is not None):
+            self._made_changed(step, cut)
+            return
+        if step.made_differs:
+            self._write(step, cut.terms)  # of samples that have no entry
+        elif not cut.terms.is_proven(step.samples):
             self._try_size(step, cut.terms)
             if step.samples == cut.terms.first_size:
                 self._write(step, cut.terms)
@@ -452,7 +454,8 @@ class PrefixCache:
         known = int(np.count_nonzero(opened.level.store.index))
         found = f"; {known} entries are there already" if known else ""
         place = "" if terms.exact else f"; {LAST_BITS}"
-        self._say(f"{opened.text}; {inputs}{found}{place}")
+        late = "" if self._records else "; nothing is written any more, since the run would not read it again"
+        self._say(f"{opened.text}; {inputs}{found}{place}{late}")
         if not terms.compiled:  # or the examined step was computed by other code than the next ones
             self._verify_present(step, cut, opened.lengths)
             if self._levels and terms.input_field is None and not form.ragged:
@@ -517,15 +520,17 @@ class PrefixCache:
         self._start_over(self._cut, "the weights of frozen layers have changed")
         return True
 
-    def _made_changed(self, step: Step, cut: Cut, entry: int, level: Level) -> None:
-        """The training step makes something else of a sample than when its entry was written."""
+    def _made_changed(self, step: Step, cut: Cut) -> None:
+        """Again and again, the training step makes something else of a sample than when its entry was written."""
+        if step.changed_made is None:
+            raise RuntimeError("there is no such sample")
+        entry, level = step.changed_made
         sample = step.planned.plan.ids[step.planned.plan.entries.index(entry)]
-        self.stats.wrong += 1
         if level.is_found:
             self._start_over(cut, f"what the training step makes of sample {sample} is not what was cached of it")
             return
         self._made_varies = True  # a boundary in front of what reads it may still do
-        self._drop_levels()
+        self._drop_levels([level for level in self._levels if level.made.numbers])
         if self._prefix is not None:
             self._begin_cut(self._prefix, cut.depth)
 
@@ -561,15 +566,17 @@ class PrefixCache:
             text += "; leave FrozenPrefixCache out to have the dropout of frozen layers on"
         self._warn(text, cause or reason)
 
-    def _drop_levels(self) -> None:
+    def _drop_levels(self, levels: Sequence[Level] | None = None) -> None:
+        """All, or some of them."""
         if not self._levels:
             return
-        self._planner.forget_reads()
+        self._planner.forget_rows()
         self._recording.finish()
-        for level in self._levels:
+        dropped = list(self._levels if levels is None else levels)
+        for level in dropped:
             self._drop(level)
-        self._levels = []
-        self.stats.cut = 0
+        self._levels = [level for level in self._levels if level not in dropped]
+        self.stats.cut = self._levels[-1].cut if self._levels else 0
         self._remove_dropped()
 
     def _drop(self, level: Level) -> None:

@@ -128,9 +128,7 @@ class Examination:
         self._made -= behind
         problem = self._problem_of_made()
         if problem is not None:
-            front = [units for number, units in self._watch.read_in_front.items() if number in self._made]
-            shallower = self._bypass.depth - self._bypass.depth_at(min(front)) if front and self._inputs else 0
-            return Verdict(problem, shallower)
+            return Verdict(problem, self._layers_that_read_made())
         if any(one.leaf not in findings.own_rows for one in self._inputs):
             return Verdict(
                 "the collate function mixes or reorders samples, or normalises over the batch, so a row of the "
@@ -162,6 +160,11 @@ class Examination:
         if proof.problem is not None or proof.again:
             return Verdict(proof.problem, int(proof.repairable), proof.again)
         return self._on_terms(proof, field)
+
+    def _layers_that_read_made(self) -> int:
+        """How many layer modules there are from the first that reads what was made to the boundary; 0: all."""
+        front = [units for number, units in self._watch.read_in_front.items() if number in self._made]
+        return self._bypass.depth - self._bypass.depth_at(min(front)) if front and self._inputs else 0
 
     def _problem_of_made(self) -> str | None:
         """Why what the training step has made for the frozen front cannot be known again."""
@@ -199,7 +202,10 @@ class Examination:
         # What is found shows what they are padded with; a copy may lie in memory otherwise, and so have another digest.
         found = made.digests(given, step.samples, varying.lengths if ragged and varying else None, step.length)
         if (found == UNKNOWN).any():
-            return Verdict("what the training step makes of padded samples for the network differs in its padding", 1)
+            return Verdict(
+                "what the training step makes of a sample for the network cannot be known again (differing padding?)",
+                self._layers_that_read_made(),
+            )
         terms = Terms(
             inputs=self._inputs,
             made=made,

@@ -78,10 +78,12 @@ class Pieces:
     Attributes:
         data: in memory order, ``[pieces, ...]``.
         lengths: pieces of each row, ``[rows]``; None: one each.
+        digests: of what each row was computed of, ``[rows]``; None: that is not known by digests.
     """
 
     data: Tensor
     lengths: Rows | None
+    digests: Digests | None = None
 
     def rows(self) -> list[Tensor]:
         """Each row in memory order."""
@@ -91,9 +93,10 @@ class Pieces:
 
     def select(self, kept: Flags) -> Pieces:
         """Some of the rows."""
+        digests = self.digests[kept] if self.digests is not None else None
         if self.lengths is None:
-            return Pieces(self.data[torch.from_numpy(kept)], None)
-        return Pieces(self.data[torch.from_numpy(np.repeat(kept, self.lengths))], self.lengths[kept])
+            return Pieces(self.data[torch.from_numpy(kept)], None, digests)
+        return Pieces(self.data[torch.from_numpy(np.repeat(kept, self.lengths))], self.lengths[kept], digests)
 
     def batch(self, form: RowForm, length: int | None, device: torch.device) -> Tensor:
         """As the network gives it, ``[rows, ...]``: with zeros behind the end of each sample, up to ``length``."""
@@ -137,14 +140,18 @@ class MemoryTier:
         form: of the rows.
         entries: how many entries the store has.
         device: where to keep them.
+        with_digests: whether rows have digests, which are kept with them.
     """
 
-    def __init__(self, capacity_bytes: int, form: RowForm, entries: int, device: torch.device) -> None:
+    def __init__(
+        self, capacity_bytes: int, form: RowForm, entries: int, device: torch.device, with_digests: bool = False
+    ) -> None:
         pieces = capacity_bytes // max(1, form.piece_bytes)
         self._capacity = min(pieces, 2**31 - 1) if form.ragged else min(pieces, entries)
         kept = entries if self._capacity else 0
         self._place = np.full(kept, -1, np.int32)
         self._length = np.zeros(kept, np.int32) if form.ragged else None
+        self._digest = np.full(kept, UNKNOWN, np.uint64) if with_digests else None
         # Memory of the host is taken page by page as it is written.
         self._pieces = torch.empty((self._capacity, *form.piece), dtype=form.dtype, device=device)
         self._used = 0
@@ -157,10 +164,12 @@ class MemoryTier:
     def take(self, entries: Rows) -> Pieces:
         """Rows that are here."""
         starts = self._place[entries].astype(np.int64)
+        digests = self._digest[entries] if self._digest is not None else None
         if self._length is None:
-            return Pieces(self._pieces[torch.from_numpy(starts).to(self._pieces.device)], None)
+            return Pieces(self._pieces[torch.from_numpy(starts).to(self._pieces.device)], None, digests)
         lengths = self._length[entries].astype(np.int64)
-        return Pieces(self._pieces[torch.from_numpy(ranges(starts, lengths)).to(self._pieces.device)], lengths)
+        places = torch.from_numpy(ranges(starts, lengths)).to(self._pieces.device)
+        return Pieces(self._pieces[places], lengths, digests)
 
     def put(self, entries: Rows, rows: Pieces) -> None:
         """Keep as many rows as still fit."""
@@ -177,6 +186,8 @@ class MemoryTier:
             self._pieces[self._used : self._used + count] = kept.data.to(self._pieces.device)
             if self._length is not None:
                 self._length[entries[new]] = lengths[new]
+            if self._digest is not None and rows.digests is not None:
+                self._digest[entries[new]] = rows.digests[new]
             # Last: whoever finds a place finds its row.
             self._place[entries[new]] = self._used + np.cumsum(lengths[new]) - lengths[new]
             self._used += count
@@ -194,7 +205,8 @@ class MemoryTier:
     @property
     def index_bytes(self) -> int:
         """Memory for knowing where the rows are."""
-        return self._place.nbytes + (self._length.nbytes if self._length is not None else 0)
+        others = sum(array.nbytes for array in (self._length, self._digest) if array is not None)
+        return self._place.nbytes + others
 
 
 @dataclasses.dataclass
@@ -210,7 +222,6 @@ class Level:
         doubtful: the index as it was when the store was opened: what an earlier run has left is compared with its
             sample before it is used. Zero for what was, and for what is of this run; None: there was nothing.
         made: arguments of the network whose rows the entries hold digests of.
-        known: digest of each entry, as far as they were read; None: they hold none.
         is_found: an earlier run, or another process, has left entries in the store.
     """
 
@@ -221,7 +232,6 @@ class Level:
     device: MemoryTier
     doubtful: npt.NDArray[np.uint32] | None = None
     made: MadeArguments = dataclasses.field(default_factory=MadeArguments)
-    known: Digests | None = None
     is_found: bool = False
 
     def present(self, entries: Rows) -> Flags:
@@ -246,23 +256,9 @@ class Level:
             self.store.forget(number)
         return False
 
-    def digests(self, entries: Rows) -> Digests:
-        """Of what the network was given when entries were computed; `UNKNOWN` where that cannot be read."""
-        if self.known is None:
-            raise RuntimeError("these entries have no digests")
-        for number in entries[self.known[entries] == UNKNOWN].tolist():
-            fields = self.store.read_fields(number)
-            if fields is None or len(fields) != DIGEST_BYTES:
-                self._forget(number)
-            else:
-                self.known[number] = int.from_bytes(fields, "little")
-        return self.known[entries]
-
     def _forget(self, number: int) -> None:
         """An entry cannot be read: what is written in its place is of this run."""
         self.store.forget(number)
-        if self.known is not None:
-            self.known[number] = UNKNOWN
         if self.doubtful is not None:
             self.doubtful[number] = 0
 
@@ -285,44 +281,70 @@ class Level:
         host = self.host  # which may be released meanwhile
         data = torch.empty((len(entries), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
         sound = np.ones(len(entries), bool)
+        digests = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None
         held = host.holds(entries)
         if held.any():
-            data[torch.from_numpy(held)] = host.take(entries[held]).data
+            taken = host.take(entries[held])
+            data[torch.from_numpy(held)] = taken.data
+            if digests is not None and taken.digests is not None:
+                digests[held] = taken.digests
         raw = _as_bytes(data)
         for place in np.flatnonzero(~held):
             number = int(entries[place])
-            if self.store.read(number, raw[place]) != self.form.piece:
+            shape, digest = self._read_one(number, raw[place])
+            if shape != self.form.piece:
                 sound[place] = False
                 self._forget(number)
-        rows = Pieces(data, None)
+            elif digests is not None:
+                digests[place] = digest
+        rows = Pieces(data, None, digests)
         new = ~held & sound
         if new.any():
             host.put(entries[new], rows.select(new))
         return rows if sound.all() else rows.select(sound), sound
+
+    def _read_one(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[tuple[int, ...] | None, int]:
+        """The shape of an entry, and the digest that it has; None: it cannot be read."""
+        found = self.store.read_both(number, into)
+        if found is None:
+            return None, UNKNOWN
+        shape, fields = found
+        if not self.made.numbers:
+            return shape, UNKNOWN
+        if fields is None or len(fields) != DIGEST_BYTES:
+            return None, UNKNOWN
+        return shape, int.from_bytes(fields, "little")
 
     def _read_ragged(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
         host = self.host  # which may be released meanwhile
         parts: list[Tensor] = []
         sound = np.ones(len(entries), bool)
         held = host.holds(entries)
-        known = iter(host.take(entries[held]).rows() if held.any() else ())
+        taken = host.take(entries[held]) if held.any() else None
+        known = iter(taken.rows() if taken is not None else ())
+        digests = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None
+        if taken is not None and digests is not None and taken.digests is not None:
+            digests[held] = taken.digests
         buffer = self.store.buffer()
         for place, number in enumerate(entries.tolist()):
             if held[place]:
                 parts.append(next(known))
                 continue
-            shape = self.store.read(number, buffer)
+            shape, digest = self._read_one(number, buffer)
             if shape is None or shape[1:] != self.form.piece:
                 sound[place] = False
                 self._forget(number)
                 continue
+            if digests is not None:
+                digests[place] = digest
             row = torch.empty(shape, dtype=self.form.dtype)
             _as_bytes(row.unsqueeze(0))[0] = buffer[: shape[0] * self.form.piece_bytes]
             parts.append(row)
         data = torch.empty((sum(len(p) for p in parts), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
         if parts:
             torch.cat(parts, out=data)
-        rows = Pieces(data, np.array([len(part) for part in parts], np.int64))
+        lengths = np.array([len(part) for part in parts], np.int64)
+        rows = Pieces(data, lengths, digests[sound] if digests is not None else None)
         new = ~held & sound
         if new.any():
             host.put(entries[new], rows.select(new[sound]))

@@ -10,12 +10,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lightning_egeria.caching.arguments import order_of
 from lightning_egeria.caching.samples import bytes_of
 
 Digests = npt.NDArray[np.uint64]
 DIGEST_BYTES = 8
 UNKNOWN = 0  # in the place of a digest
+CHANGES_TO_VARY = 3  # batches with rows that are not what they were, and more of these than of others
 
 
 class MadeArguments:
@@ -30,18 +30,25 @@ class MadeArguments:
 
     def __init__(self, numbers: Sequence[int] = ()) -> None:
         self.numbers = tuple(numbers)
+        self._positions: dict[int, list[int]] = {}
         self._padding: dict[int, bytes] = {}
+        self._changed = self._same = 0
 
     def __repr__(self) -> str:
-        return f"{self.numbers} {self._padding}"
+        return f"{self.numbers} {self._positions} {self._padding}"
+
+    def varies(self, changed: bool) -> bool:
+        """Whether it is something else each time, as far as the batches show of which this is one more."""
+        self._changed, self._same = self._changed + changed, self._same + (not changed)
+        return changed and self._changed >= CHANGES_TO_VARY and self._changed > self._same
 
     def digests(
         self, given: Sequence[Tensor], samples: int, lengths: Sequence[int] | None, length: int | None
     ) -> Digests:
         """A digest of what each sample has in all of these arguments.
 
-        Where samples differ in length, each dimension that is as long as the batch is padded is cut to the sample's own
-        length. What is behind that must be one value, the same in each batch.
+        Where samples differ in length, the dimensions that are as long as the first batch is padded are cut to the
+        sample's own length. What is behind that must be one value, the same in each batch.
 
         Args:
             given: all tensors that the network is given.
@@ -55,18 +62,41 @@ class MadeArguments:
         hashes = [xxhash.xxh3_64() for _ in range(samples)]
         known = [True] * samples
         for number in self.numbers:
-            rows = given[number].detach()
-            if rows.shape[:1] != (samples,):
+            try:
+                rows = given[number].detach().cpu()
+                if rows.shape[:1] != (samples,):
+                    return np.full(samples, UNKNOWN, np.uint64)
+                self._add(number, rows, lengths, length, hashes, known)
+            except (RuntimeError, TypeError):  # a tensor without values in memory: a sparse or a nested one, say
                 return np.full(samples, UNKNOWN, np.uint64)
-            head = f"{number} {rows.dtype} {order_of(rows)} ".encode()
-            for place, row in enumerate(rows.cpu()):
-                if lengths is not None:
-                    row, behind = _split(row, lengths[place], length)
-                    known[place] = known[place] and self._is_padding(number, behind)
-                hashes[place].update(head)
-                hashes[place].update(bytes_of(row))
         found = [max(1, one.intdigest()) if is_known else UNKNOWN for one, is_known in zip(hashes, known, strict=True)]
         return np.array(found, np.uint64)
+
+    def _add(
+        self,
+        number: int,
+        rows: Tensor,
+        lengths: Sequence[int] | None,
+        length: int | None,
+        hashes: list[xxhash.xxh3_64],
+        known: list[bool],
+    ) -> None:
+        order = _order_of(rows)
+        in_memory = [dim - 1 for dim in order if dim > 0]
+        in_memory += [dim for dim in range(rows.ndim - 1) if dim not in in_memory]
+        positions: list[int] = []
+        if lengths is not None:
+            as_long = [dim for dim, size in enumerate(rows.shape[1:]) if size == length]
+            positions = self._positions.setdefault(number, as_long)
+        for place, row in enumerate(rows):
+            if lengths is not None:
+                if lengths[place] > (length or 0) or any(row.shape[dim] != length for dim in positions):
+                    known[place] = False
+                    continue
+                row, behind = _split(row, lengths[place], positions)
+                known[place] = known[place] and self._is_padding(number, behind)
+            hashes[place].update(f"{number} {row.dtype} {tuple(row.shape)} {order} ".encode())
+            hashes[place].update(bytes_of(row.permute(in_memory)))
 
     def _is_padding(self, number: int, behind: Tensor) -> bool:
         if not behind.numel():
@@ -76,12 +106,18 @@ class MadeArguments:
         return bool((behind == first).all()) and padding == bytes_of(first)
 
 
-def _split(row: Tensor, own: int, length: int | None) -> tuple[Tensor, Tensor]:
+def _order_of(rows: Tensor) -> tuple[int, ...]:
+    """Dimensions from the slowest to the fastest in memory; without those of size 1; a batch of one is the slowest."""
+    strides, shape = rows.stride(), rows.shape
+    dims = [dim for dim in range(rows.ndim) if dim == 0 or shape[dim] > 1]
+    return tuple(sorted(dims, key=lambda dim: (not (dim == 0 and shape[0] == 1), -strides[dim], dim)))
+
+
+def _split(row: Tensor, own: int, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What a sample has in a padded row, and what is behind its end, ``[values]``."""
     inside = torch.zeros(row.shape, dtype=torch.bool)
     part, kept = inside, row
-    for dim, size in enumerate(row.shape):
-        if size == length:
-            part, kept = part.narrow(dim, 0, own), kept.narrow(dim, 0, own)
+    for dim in positions:
+        part, kept = part.narrow(dim, 0, own), kept.narrow(dim, 0, own)
     part.fill_(True)
     return kept, row[~inside]

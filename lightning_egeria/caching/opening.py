@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from lightning_egeria.caching.bypass import PrefixBypass
@@ -15,7 +14,7 @@ from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.findings import Findings, layers_of
 from lightning_egeria.caching.levels import Level, MemoryTier, RowForm
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.made import DIGEST_BYTES, UNKNOWN
+from lightning_egeria.caching.made import DIGEST_BYTES
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.steps import Step, Terms
 from lightning_egeria.caching.store import FORMAT, Manifest
@@ -150,18 +149,18 @@ class LevelMaker:
         row_bytes = int(pieces * form.piece_bytes + field_bytes / FIELD_SLACK + manifest.header_bytes)
         size = entries * row_bytes
         store, room = self._directory.open(manifest, size, self._limits.max_bytes, self._limits.min_free_bytes)
-        host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
+        digests = bool(terms.made.numbers)
+        host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"), digests)
         device_bytes = self._limits.device_bytes if cut.device.type != "cpu" else 0
-        device = MemoryTier(device_bytes, form, entries, cut.device)
+        device = MemoryTier(device_bytes, form, entries, cut.device, digests)
         is_found = bool(store.index.any())
         doubtful = store.index.copy() if terms.input_field is not None and is_found else None
-        known = np.full(entries, UNKNOWN, np.uint64) if terms.made.numbers else None
         share = "" if size <= room else f", of which {room / size:.0%} fit"
         text = (
             f"the outputs of {cut.boundary!r} will take about {size / 1e9:.2f} GB in {store.folder} "
             f"({entries} entries of {row_bytes} bytes){share}"
         )
-        level = Level(cut.depth, form, store, host, device, doubtful, terms.made, known, is_found)
+        level = Level(cut.depth, form, store, host, device, doubtful, terms.made, is_found)
         return Opened(level, lengths, text)
 
     def taken_by_others(self, levels: Sequence[Level]) -> int:

@@ -27,9 +27,13 @@ LOOK_AHEAD_BATCHES = 3
 def gives_samples_once(loader: DataLoader[Any]) -> bool:
     """Whether no sample comes twice in an epoch, as far as the sampler is known."""
     sampler = loader.sampler
-    if isinstance(sampler, RandomSampler):
+    if type(loader.batch_sampler) is not BatchSampler:
+        return False
+    if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples <= len(loader.dataset)  # type: ignore[arg-type]
-    return isinstance(sampler, (SequentialSampler, SubsetRandomSampler, DistributedSampler))
+    if type(sampler) is SubsetRandomSampler:
+        return len(set(sampler.indices)) == len(sampler.indices)
+    return type(sampler) in (SequentialSampler, DistributedSampler)
 
 
 class _PlannedSampler:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from lightning_egeria.caching.background import WriteBehind
 from lightning_egeria.caching.levels import Level, Pieces, RowForm, Rows, pieces_of
@@ -70,10 +71,16 @@ class Recording:
             return  # of another size: never a hit
         entries = step.entries
         new = ~level.present(entries) & np.array([field is not None for field in fields])
+        if lengths is not None and step.length is not None:  # the collate function has cut longer ones off
+            new &= np.asarray(lengths) <= step.length
         if not new.any():
             return
-        rows = pieces_of(level.form, activation, lengths).select(new)
-        chosen = tuple(fields[place] or b"" for place in np.flatnonzero(new).tolist())
+        places = np.flatnonzero(new).tolist()
+        chosen = tuple(fields[place] or b"" for place in places)
+        own = [lengths[place] for place in places] if lengths is not None else None
+        rows = pieces_of(level.form, activation[torch.from_numpy(new).to(activation.device)], own)
+        if level.made.numbers:
+            rows = dataclasses.replace(rows, digests=np.frombuffer(b"".join(chosen), "<u8").astype(np.uint64))
         if level.device.capacity:
             level.device.put(entries[new], rows)
         size = rows.data.nbytes + sum(map(len, chosen))

@@ -298,7 +298,9 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """The values of a tensor, row by row."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.numel() == 1:  # which counts as contiguous whatever its stride
+        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

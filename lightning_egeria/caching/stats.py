@@ -78,7 +78,7 @@ class Accounts:
         if hits == step.samples:
             self._hit_seconds.append(seconds)
         elif hits + advanced == 0 and step.all_loaded:
-            self._miss_seconds.append(seconds)
+            self._miss_seconds.append(seconds - step.digest_seconds / step.samples)  # which it takes for the cache only
         if self._hit_seconds and self._miss_seconds and hits:
             self._stats.seconds_saved += hits * (self._miss() - self._hit())
 

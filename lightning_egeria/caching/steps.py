@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -125,7 +126,11 @@ class Step:
         length: what its samples are padded to, if they differ in length.
         changed_input: the network was given something else than the batch.
         changed_argument: name of another argument of the network that was not what it had been; None: none was.
-        changed_made: an entry, and the level that has it, of which something else was made before; None: there is none.
+        made_compared: what the training step makes was compared with what entries were computed of.
+        made_differs: something that the training step makes is not what an entry was computed of, or cannot be known
+            again.
+        changed_made: an entry that was computed of something else, and the level that has it; None: there is none.
+        digest_seconds: what it took to know what the training step makes.
         random_state: of all generators, before anybody did anything with the batch; of a batch that is examined.
         began: the network was called.
         ended: the boundary was passed.
@@ -155,7 +160,9 @@ class Step:
         self.length: int | None = None
         self.changed_input = False
         self.changed_argument: str | None = None
+        self.made_compared = self.made_differs = False
         self.changed_made: tuple[int, Level] | None = None
+        self.digest_seconds = 0.0
         self._digests: Digests | None = None
         self.random_state: tuple[Any, ...] | None = None
         self.began: float | torch.cuda.Event | None = None
@@ -230,6 +237,7 @@ class Step:
         levels: Sequence[Level],
         module: nn.Module,
         load: Callable[[], Tensor | None],
+        records: bool,
     ) -> Passage:
         """How this step goes through the prefix.
 
@@ -239,6 +247,7 @@ class Step:
             levels: that are cached, the newest last.
             module: the model in training.
             load: loads the input that is not there after all; None: it is.
+            records: whether what is computed may be written.
         """
         newest = levels[-1]
         mixed = len(self.rows) + bool(len(self.missing)) > 1
@@ -254,11 +263,14 @@ class Step:
 
         def entered(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._entered(args, kwargs, terms)
-            if self.changed_argument is not None:
-                self._fill_in(load(), list(tensor_leaves((args, kwargs))), terms)
+            given = list(tensor_leaves((args, kwargs)))
+            needs_gradient = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in given)
+            if self.changed_argument is not None or needs_gradient:
+                self._fill_in(load(), given, terms)
             if self.changed_input or self.changed_argument is not None:
                 passage.skip = 0
-            elif not self._are_made_of_the_same(list(tensor_leaves((args, kwargs))), newest):
+            # The gradient of a loss by the input, say, goes through the frozen layers.
+            elif needs_gradient or not self._are_made_of_the_same(given, newest, records):
                 passage.skip, self.full = 0, True
             elif mixed and not self.full:
                 parts = _Parts(bypass, terms, newest, module.get_submodule(path), args, kwargs, self)
@@ -291,8 +303,9 @@ class Step:
 
         self.changed_argument = terms.others.changed(args, kwargs, self.samples, self.length)
 
-    def _are_made_of_the_same(self, given: list[Tensor], newest: Level) -> bool:
+    def _are_made_of_the_same(self, given: list[Tensor], newest: Level, records: bool) -> bool:
         """Whether all rows were computed of what the network is given now, as far as the training step makes that."""
+        began = time.perf_counter()
         found: dict[tuple[int, ...], Digests] = {}
 
         def digests(made: MadeArguments) -> Digests:
@@ -300,17 +313,20 @@ class Step:
                 found[made.numbers] = made.digests(given, self.samples, self.loaded.lengths, self.length)
             return found[made.numbers]
 
-        if newest.made.numbers:
+        if newest.made.numbers and (records or self.rows):
             self._digests = digests(newest.made)
-        same = True
-        for read, _ in self.rows:
-            if read.level.made.numbers:
-                before, now = read.level.digests(read.entries), digests(read.level.made)[read.places]
-                for place in np.flatnonzero(before != now):
-                    same = False
-                    if before[place] != UNKNOWN:
-                        self.changed_made = self.changed_made or (int(read.entries[place]), read.level)
-        return same
+        for read, rows in self.rows:
+            if not read.level.made.numbers:
+                continue
+            self.made_compared = True
+            now = digests(read.level.made)[read.places]
+            before = rows.digests if rows.digests is not None else np.full(len(now), UNKNOWN, np.uint64)
+            self.made_differs = self.made_differs or bool(((before != now) | (now == UNKNOWN)).any())
+            changed = np.flatnonzero((before != now) & (before != UNKNOWN) & (now != UNKNOWN))
+            if len(changed):
+                self.changed_made = self.changed_made or (int(read.entries[changed[0]]), read.level)
+        self.digest_seconds = time.perf_counter() - began
+        return not self.made_differs
 
     def _fill_in(self, real: Tensor | None, given: list[Tensor], terms: Terms) -> None:
         """Write the real input over its stand-in, and over all copies of that."""

@@ -266,6 +266,15 @@ class ActivationStore:
         Returns:
             The shape of the activation without the batch dimension; None for a miss.
         """
+        found = self.read_both(number, into)
+        return found[0] if found is not None else None
+
+    def read_both(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[tuple[int, ...], bytes | None] | None:
+        """Read the activation of one entry, as `read` does, and its fields, as they are at the same moment.
+
+        Returns:
+            The shape, and the fields, None where they are damaged; None for a miss.
+        """
         size = _HEADER.size + self.manifest.field_bytes
         if not self._reaches(number, size):
             return None
@@ -280,7 +289,9 @@ class ActivationStore:
         shape, length, _, checksum, _ = parts
         if count < len(front) + length or length > into.nbytes:
             return None
-        return shape if xxhash.xxh3_64_intdigest(into[:length].data) == checksum else None
+        if xxhash.xxh3_64_intdigest(into[:length].data) != checksum:
+            return None
+        return shape, _fields(front, parts)
 
     def read_fields(self, number: int) -> bytes | None:
         """Read the other fields of the sample; None for a miss."""
@@ -294,9 +305,7 @@ class ActivationStore:
             return None
         if parts is None:
             return None
-        _, _, field_length, _, checksum = parts
-        fields = front[_HEADER.size : _HEADER.size + field_length]
-        return fields if len(fields) == field_length and xxhash.xxh3_64_intdigest(fields) == checksum else None
+        return _fields(front, parts)
 
     def forget(self, number: int) -> None:
         """Make a miss of an entry that was found to be wrong."""
@@ -480,3 +489,10 @@ def _printable(text: str) -> str:
 def _mark(header: bytes | bytearray) -> int:
     """What the index holds of an entry: never zero."""
     return xxhash.xxh3_64_intdigest(header) & 0xFFFFFFFF or 1
+
+
+def _fields(front: bytes | bytearray, parts: tuple[tuple[int, ...], int, int, int, int]) -> bytes | None:
+    """The fields of an entry behind its header; None: they are damaged."""
+    _, _, length, _, checksum = parts
+    fields = bytes(front[_HEADER.size : _HEADER.size + length])
+    return fields if len(fields) == length and xxhash.xxh3_64_intdigest(fields) == checksum else None

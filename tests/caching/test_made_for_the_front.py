@@ -228,7 +228,7 @@ def test_entries_of_an_earlier_run_are_of_the_same_rows_only(tmp_path, change, r
     def train(change, cache):
         torch.manual_seed(0)
         module = FrontDoesNotLearn(change)
-        return module, fit(module, loader_of(images()), {1: 2}, cache, epochs=4)
+        return module, fit(module, loader_of(images()), {1: 2}, cache, epochs=6)
 
     plain, _ = train(change, None)
     _, first = train(normalised, {"cache_dir": tmp_path})
@@ -267,23 +267,56 @@ def test_ranks_know_what_others_have_written(tmp_path):
         assert cached_losses == losses
 
 
-def made(numbers, *given, lengths=None, length=None):
+def digests(x, lengths=None, length=None, numbers=(0,)):
+    given = x if isinstance(x, list) else [x]
     return MadeArguments(numbers).digests(given, len(given[0]), lengths, length)
 
 
 def test_a_digest_is_of_the_row_and_of_how_it_lies_in_memory():
-    x = torch.rand(4, 3, 5, 5)
-    weights = torch.arange(4)
-    first = made([0, 1], x, weights)
+    x, weights = torch.rand(4, 3, 5, 5), torch.arange(4)
+    first = digests([x, weights], numbers=(0, 1))
     assert len(set(first.tolist())) == 4
-    assert (made([0, 1], x.flip(0), weights.flip(0)) == first[::-1]).all()
-    assert (made([0, 1], x[:1], weights[:1]) == first[:1]).all()
-    assert (made([0, 1], x, weights + 1) != first).all()
-    assert (made([0, 1], x.double(), weights) != first).all()
-    assert (made([0, 1], x.to(memory_format=torch.channels_last), weights) != first).all()
-    assert (made([0], x, weights) == made([0], x, weights + 1)).all()
-    assert (made([0], x[:3], weights) == made([0], x[:3], weights)).all()
+    assert (digests([x.flip(0), weights.flip(0)], numbers=(0, 1)) == first[::-1]).all()
+    assert (digests([x[:1], weights[:1]], numbers=(0, 1)) == first[:1]).all()
+    assert (digests([x, weights + 1], numbers=(0, 1)) != first).all()
+    assert (digests([x, weights + 1]) == digests([x, weights])).all()
+    assert (digests(x.double()) != digests(x)).all()
+    in_memory = x.to(memory_format=torch.channels_last)
+    assert (digests(in_memory) != digests(x)).all()
+    assert (digests(in_memory[:1]) == digests(in_memory)[:1]).all()
+    assert (digests(torch.ones(2, 2, 3)) != digests(torch.ones(2, 3, 2))).all()
     assert (MadeArguments([0]).digests([x], 3, None, None) == UNKNOWN).all()  # not a row for each of three samples
+
+
+def test_a_batch_of_one_has_the_digest_of_the_sample():
+    """Dimensions of one have whatever stride they please."""
+    many = torch.rand(3, 3, 4, 4)
+    one = many[1:2].clone().as_strided((1, 3, 4, 4), (16, 16, 4, 1))
+    assert (digests(one) == digests(many)[1:2]).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.stack([x.std((1, 2, 3))]).T,
+        lambda x: x[:, 0, 0, 0],
+        lambda x: torch.fft.fft2(x).conj(),
+        lambda x: x.bfloat16(),
+        lambda x: x > 0,
+        lambda x: x[:, :, :0],
+    ],
+    ids=["column", "number", "conjugate", "bfloat16", "bool", "nothing"],
+)
+def test_digests_of_all_kinds_of_tensors(make):
+    x = torch.rand(3, 2, 4, 4) - 0.5
+    first = digests(make(x))
+    assert (first != UNKNOWN).all()
+    assert (digests(make(x.flip(0))) == first[::-1]).all()
+
+
+@pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.empty(3, 2, device="meta")])
+def test_what_has_no_values_in_memory_has_no_digest(x):
+    assert (MadeArguments([0]).digests([x], 3, None, None) == UNKNOWN).all()
 
 
 def test_a_digest_of_a_padded_row_is_that_of_the_row():
@@ -293,32 +326,81 @@ def test_a_digest_of_a_padded_row_is_that_of_the_row():
     assert (first != UNKNOWN).all()
     assert made.digests([mask[:1, :4]], 1, [3], 4) == first[0]
     assert made.digests([~mask[:1]], 1, [3], 6) == UNKNOWN  # what is behind it is something else
-    assert repr(made) == "(0,) {0: b'\\x00'}"
+    assert repr(made) == "(0,) {0: [0]} {0: b'\\x00'}"
     square = mask[:, :, None] & mask[:, None]
     pairs = MadeArguments([0])
     known = pairs.digests([square], 2, [3, 6], 6)
     assert (known != UNKNOWN).all()
     assert pairs.digests([square[:1, :4, :4]], 1, [3], 4) == known[0]
+    assert pairs.digests([square[:1, :4, :5]], 1, [3], 4) == UNKNOWN
+    assert pairs.digests([square[:1, :4, :4]], 1, [5], 4) == UNKNOWN  # longer than its batch
     square[0, 5, 1] = True
     assert pairs.digests([square], 2, [3, 6], 6).tolist() == [UNKNOWN, known[1]]
     places = torch.arange(6).expand(2, 6)
-    assert MadeArguments([0]).digests([places], 2, [3, 5], 6).tolist() == [UNKNOWN, UNKNOWN]
+    assert digests(places, [3, 5], 6).tolist() == [UNKNOWN, UNKNOWN]
 
 
-def test_a_digest_that_cannot_be_read_is_a_miss(tmp_path):
+def test_only_dimensions_of_positions_are_cut():
+    """As many heads as the second batch has positions, by chance."""
+    made, heads = MadeArguments([0]), torch.zeros(2, 4, 6)
+    first = made.digests([heads], 2, [3, 6], 6)
+    assert made.digests([heads[:1, :, :4]], 1, [3], 4) == first[0]
+
+
+def level_of(store, rows, host_bytes):
+    form, cpu = RowForm.of(rows), torch.device("cpu")
+    tiers = MemoryTier(host_bytes, form, 3, cpu, True), MemoryTier(0, form, 0, cpu)
+    return Level(1, form, store, *tiers, None, MadeArguments([0]))
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1000])
+def test_a_digest_is_that_of_the_row_it_comes_with(tmp_path, host_bytes):
+    """Also where another process has written the entry anew, of something else."""
     rows = torch.rand(3, 4)
-    form = RowForm.of(rows)
-    nothing = MemoryTier(0, form, 0, torch.device("cpu"))
+    manifest = Manifest("store", 3, 16, 8, "torch.float32", (0, 1), {})
+    store = ActivationStore.create(tmp_path / "store", manifest)
 
-    def level():
-        return Level(1, form, store, nothing, nothing, None, MadeArguments([0]), np.zeros(3, np.uint64))
+    def write(number, row, fields):
+        store.write(number, row.view(torch.uint8).numpy(), (4,), fields)
 
-    store = ActivationStore.create(tmp_path / "store", Manifest("store", 3, 16, 8, "torch.float32", (0, 1), {}))
-    for number, fields in ((0, bytes([7, *[0] * 7])), (1, b"")):
-        store.write(number, rows[number].view(torch.uint8).numpy(), (4,), fields)
-    found = level()
-    assert found.digests(np.arange(3)).tolist() == [7, UNKNOWN, UNKNOWN]
-    assert found.present(np.arange(3)).tolist() == [True, False, False]
-    store.write(1, rows[1].view(torch.uint8).numpy(), (4,), bytes([9, *[0] * 7]))
-    assert found.digests(np.arange(2)).tolist() == [7, 9]
+    write(0, rows[0], bytes([7, *[0] * 7]))
+    write(1, rows[1], b"")
+    level = level_of(store, rows, host_bytes)
+    found, sound = level.read(np.arange(3), False)
+    assert sound.tolist() == [True, False, False]
+    assert found.digests.tolist() == [7]
+    assert level.present(np.arange(3)).tolist() == [True, False, False]
+    write(0, rows[2], bytes([9, *[0] * 7]))
+    (row, digest) = (level.read(np.array([0]), False)[0].data[0], level.read(np.array([0]), False)[0].digests[0])
+    assert (row.equal(rows[0]), digest) == (True, 7) if host_bytes else (row.equal(rows[2]), digest) == (True, 9)
     store.close()
+
+
+class Penalised(Classifier):
+    """Begins to ask for the gradient by its input in the middle of the run."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch[0].clone(), batch[1]
+        if self.global_step < 22:
+            return super().training_step((x, y), batch_idx)
+        x.requires_grad_()
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        (by_input,) = torch.autograd.grad(loss, x, create_graph=True)
+        self.losses.append(loss.detach().clone())
+        return loss + by_input.square().sum()
+
+
+def test_a_gradient_by_the_input(tmp_path):
+    plain, cached, wrapped = compare(Penalised, tmp_path, lambda: loader_of(images()), {8: 2})
+    assert wrapped.stats.hits > 20
+    assert_same_training(plain, cached)
+
+
+def test_a_smaller_last_batch_that_is_made_otherwise_is_a_miss(tmp_path):
+    def uneven(step, x):
+        return 1.5 * x + (len(x) < 8)
+
+    plain, cached, wrapped = compare(lambda: Prepared(uneven), tmp_path, lambda: loader_of(images(43)), {8: 2}, 10)
+    assert wrapped.stats.hits > 100
+    assert wrapped.stats.off is None
+    assert_same_training(plain, cached)
