@@ -224,18 +224,19 @@ def test_the_time_to_a_target_is_the_plain_runs_over_ours():
 
 
 def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch):
-    seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5": 0.4, "5 hit": 0.2, "5 miss": 0.9}] * 3)
+    working = {"5": 0.4, "5 hit": 0.2, "5 miss": 0.9, "5 off": 0.8}
+    seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working])
     asked = []
 
-    def seconds_of(workload, config, datamodule, depth, cached):
-        asked.append((depth, cached))
+    def seconds_of(workload, config, datamodule, depth, cache_does):
+        asked.append((depth, cache_does))
         return next(seconds)
 
     monkeypatch.setattr(costs, "seconds_of", seconds_of)
-    found = costs.measure(WORKLOAD, "small", data, ["0", "3", "5 hit", "5 miss"], rounds=1)
-    assert asked == [(0, False), (3, False), (5, True)]
+    found = costs.measure(WORKLOAD, "small", data, ["0", "3", "5 hit", "5 miss", "5 off"], rounds=1)
+    assert asked == [(0, ""), (3, ""), (5, "off"), (5, "work")]
     assert found["full"] == 2.0
-    assert found["shares"] == {"3": 0.5, "5 hit": 0.1, "5 miss": 0.45}
+    assert found["shares"] == {"3": 0.5, "5 hit": 0.1, "5 miss": 0.45, "5 off": 0.25}
 
 
 def test_kinds_are_measured_by_short_fits(data, monkeypatch):
@@ -243,9 +244,17 @@ def test_kinds_are_measured_by_short_fits(data, monkeypatch):
     monkeypatch.setattr(stats, "COMPARED_STEPS", sys.maxsize)  # whether so small a cache pays is chance
     config = run_module.configured(WORKLOAD, "small", data, [*TINY, "data.batch_size=8"])
     datamodule = hydra.utils.instantiate(config.data)
-    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 0, False)) == {"0"}
-    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 1, False)) == {"1"}
-    assert {"1 hit", "1 miss"} <= set(costs.seconds_of(WORKLOAD, config, datamodule, 1, True))
+    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 0, "")) == {"0"}
+    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 1, "")) == {"1"}
+    assert {"1 hit", "1 miss"} <= set(costs.seconds_of(WORKLOAD, config, datamodule, 1, "work"))
+    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 1, "off")) == {"1 off"}
+
+
+def test_networks_whose_statistics_settle_take_longer_to_measure():
+    assert costs.settles(torch.nn.BatchNorm2d(3, momentum=0.01))
+    assert costs.settles(torch.nn.BatchNorm2d(3, momentum=None))
+    assert not costs.settles(torch.nn.BatchNorm2d(3))
+    assert not costs.settles(torch.nn.LayerNorm(3))
 
 
 def test_how_short_a_run_is_made_follows_from_ours_as_far_as_there_are(data, results_folder):

@@ -7,6 +7,7 @@ with nothing frozen in the same round.
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Iterable
@@ -14,29 +15,45 @@ from typing import Any
 
 import hydra
 import lightning
+import torch
 from omegaconf import DictConfig
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.layers import SETTLING_MOMENTUM, SETTLING_STEPS
 
 BATCHES = 10  # of an epoch
 EPOCHS = 3  # that are measured
 SETTLING = 3  # batches of each kind at the start that are not
+NO_DISK_HAS_SO_MUCH = 2**60  # bytes
 
 
 def seconds_of(
-    workload: str, config: DictConfig, datamodule: lightning.LightningDataModule, depth: int, cached: bool
+    workload: str, config: DictConfig, datamodule: lightning.LightningDataModule, depth: int, cache_does: str
 ) -> dict[str, float]:
-    """Median seconds of each kind of step in one short fit."""
+    """Median seconds of each kind of step in one short fit.
+
+    Args:
+        workload: that is measured.
+        config: of it.
+        datamodule: a few batches of its data.
+        depth: of the frozen prefix.
+        cache_does: "", there is none; "work"; or "off", it has no room to write anything.
+    """
     lightning.seed_everything(0, workers=True, verbose=False)
     model = hydra.utils.instantiate(config.model)
     freezing = KnowledgeGuidedFreezing(ScriptedPolicy({1: depth})) if depth else None
     views = WORKLOADS[workload].views
     with tempfile.TemporaryDirectory() as cache_dir, quiet():
-        cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views) if cached else None
+        cache = None
+        if cache_does:
+            room = {"min_free_bytes": NO_DISK_HAS_SO_MUCH} if cache_does == "off" else {}
+            cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views, **room)
         curve = Curve(freezing, cache)
-        epochs = EPOCHS + (max(1, views) + 1 if cached else 0)
+        epochs = EPOCHS + (math.ceil(SETTLING_STEPS / BATCHES) if cache_does and settles(model) else 0)
+        epochs += max(1, views) + 1 if cache_does == "work" else 0
         callbacks = [callback for callback in (freezing, curve) if callback is not None]
         trainer = trainer_of(config, callbacks, max_epochs=epochs, limit_val_batches=0)
         trainer.fit(model, datamodule=cache if cache is not None else datamodule)
@@ -44,6 +61,12 @@ def seconds_of(
     for kind, seconds in curve.durations:
         found.setdefault(kind, []).append(seconds)
     return {kind: statistics.median(all_[SETTLING:]) for kind, all_ in found.items() if len(all_) > 2 * SETTLING}
+
+
+def settles(model: torch.nn.Module) -> bool:
+    """Whether it has running statistics that settle after a freeze, in which the cache waits."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return any(norm.momentum is None or norm.momentum < SETTLING_MOMENTUM for norm in norms)
 
 
 def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: int) -> dict[str, Any]:
@@ -54,17 +77,18 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
         its share of that, and ``spread``: the smallest and the largest.
     """
     kinds = set(kinds)
-    fits = sorted({(int(kind.split()[0]), " " in kind) for kind in kinds} - {(0, False)})
+    does = {"": "", "hit": "work", "miss": "work", "off": "off"}
+    fits = sorted({(int(kind.split()[0]), does[kind.partition(" ")[2]]) for kind in kinds} - {(0, "")})
     batch_size = configured(workload, size, data).data.batch_size
     config = configured(workload, size, data, [f"data.train_size={BATCHES * batch_size}"])
     datamodule = hydra.utils.instantiate(config.data)
     full: list[float] = []
     shares: dict[str, list[float]] = {}
     for round_ in range(rounds):
-        full.append(seconds_of(workload, config, datamodule, 0, False)["0"])
-        for depth, cached in fits if round_ % 2 == 0 else reversed(fits):
-            for kind, seconds in seconds_of(workload, config, datamodule, depth, cached).items():
-                if kind in kinds and kind != "0":
+        full.append(seconds_of(workload, config, datamodule, 0, "")["0"])
+        for depth, cache_does in fits if round_ % 2 == 0 else reversed(fits):
+            for kind, seconds in seconds_of(workload, config, datamodule, depth, cache_does).items():
+                if kind in kinds and kind != "0" and does[kind.partition(" ")[2]] == cache_does:
                     shares.setdefault(kind, []).append(seconds / full[-1])
         print(f"round {round_ + 1} of {rounds}: full step {full[-1] * 1e3:.1f} ms", flush=True)
     return {

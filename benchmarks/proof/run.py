@@ -73,7 +73,7 @@ class Curve(lightning.Callback):
         if self.cache is None or self._depth == 0:
             return str(self._depth)
         stats = self.cache.stats
-        used, missed, written = stats.hits + stats.advanced, stats.misses, stats.written
+        used, missed, written = stats.hits + stats.advanced, stats.misses, stats.to_write
         more_used, more_missed, more_written = used - self._used, missed - self._missed, written - self._written
         self._used, self._missed, self._written = used, missed, written
         if more_used > more_missed:
@@ -100,6 +100,7 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=".*does not have many workers")
             warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
             warnings.filterwarnings("ignore", message=".*lower value for log_every_n_steps")
+            warnings.filterwarnings("ignore", message="cache: no more outputs")  # of fits that are to have no room
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -85,6 +85,7 @@ class Recording:
             level.device.put(entries[new], rows)
         size = rows.data.nbytes + sum(map(len, chosen))
         if self._has_room(levels, size):
+            self._stats.to_write += len(places)
             host = dataclasses.replace(rows, data=rows.data.cpu())
             self._writer.submit(lambda: self._write(level, entries[new], host, chosen), size)
 

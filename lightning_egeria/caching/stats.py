@@ -24,6 +24,7 @@ class CacheStats:
         advanced: samples that came from a shallower boundary and ran only the layers that froze since.
         misses: samples that ran all of the frozen layers since the cache is on.
         not_loaded: samples that were not even loaded.
+        to_write: entries that were handed on to be written, in the background.
         written: entries written.
         wrong: entries that were found to be damaged or outdated.
         bytes_on_disk: of the stores of this run.
@@ -36,6 +37,7 @@ class CacheStats:
     advanced: int = 0
     misses: int = 0
     not_loaded: int = 0
+    to_write: int = 0
     written: int = 0
     wrong: int = 0
     bytes_on_disk: int = 0
