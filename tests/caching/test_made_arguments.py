@@ -50,10 +50,10 @@ class Translator(Classifier):
         return target[:, :-1]
 
 
-def compare(make, cache_dir, data, schedule):
+def compare(make, cache_dir, data, schedule, epochs=8):
     plain, cached = pair(make)
-    fit(plain, data(), schedule, epochs=8)
-    wrapped = fit(cached, data(), schedule, {"cache_dir": cache_dir}, epochs=8)
+    fit(plain, data(), schedule, epochs=epochs)
+    wrapped = fit(cached, data(), schedule, {"cache_dir": cache_dir}, epochs=epochs)
     return plain, cached, wrapped
 
 
@@ -190,11 +190,13 @@ def test_an_input_that_is_read_without_an_operation_is_loaded(tmp_path, weights)
 
 
 def test_what_the_front_reads_without_an_operation_moves_the_boundary(tmp_path):
+    """That they are not the same each time shows when samples come again."""
+
     def weights(step, x):
         return 1 + torch.arange(len(x)) * (step % 3 + 1) / 10
 
     plain, cached, wrapped = compare(
-        lambda: WithWeights(weights, front=True), tmp_path, lambda: loader_of(images()), {8: 2}
+        lambda: WithWeights(weights, front=True), tmp_path, lambda: loader_of(images()), {8: 2}, epochs=11
     )
     assert wrapped.stats.cut == 1  # which is in front of it
     assert wrapped.stats.hits > 100
