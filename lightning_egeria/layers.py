@@ -281,7 +281,7 @@ class FrozenPrefix:
         new = set(members) - set(self._members)
         settling = {module: steps for module, steps in self._settling.items() if module in members}
         for module in members:
-            if module in new and isinstance(module, _BatchNorm) and module.training and _is_slow(module):
+            if module in new and isinstance(module, _BatchNorm) and module.training and follows_slowly(module):
                 settling[module] = SETTLING_STEPS
         self._freeze(depth, settling)
 
@@ -423,7 +423,7 @@ class FrozenPrefix:
             )
 
 
-def _is_slow(module: _BatchNorm) -> bool:
+def follows_slowly(module: _BatchNorm) -> bool:
     """Whether its running statistics are those of many batches; with a momentum of 0 they are what they are."""
     momentum = module.momentum
     return module.running_mean is not None and (momentum is None or 0 < momentum < SETTLING_MOMENTUM)

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.layers import SETTLING_MOMENTUM, SETTLING_STEPS
+from lightning_egeria.layers import SETTLING_STEPS, follows_slowly
 
 BATCHES = 10  # of an epoch
 EPOCHS = 3  # that are measured
@@ -65,8 +65,7 @@ def seconds_of(
 
 def settles(model: torch.nn.Module) -> bool:
     """Whether it has running statistics that settle after a freeze, in which the cache waits."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return any(norm.momentum is None or norm.momentum < SETTLING_MOMENTUM for norm in norms)
+    return any(isinstance(module, _BatchNorm) and follows_slowly(module) for module in model.modules())
 
 
 def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: int) -> dict[str, Any]:

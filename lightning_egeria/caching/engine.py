@@ -149,7 +149,7 @@ class PrefixCache:
         """Whether plans are more than ids."""
         return self._cut is not None
 
-    def begin_epoch(self, epoch: int, epochs: int | None = None) -> None:
+    def begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """The loader begins anew: batches that were planned and did not come will not.
 
         Args:

@@ -305,12 +305,9 @@ class Level:
 
     def _read_one(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[tuple[int, ...] | None, int]:
         """The shape of an entry, and the digest that it has; None: it cannot be read."""
-        found = self.store.read_both(number, into)
-        if found is None:
-            return None, UNKNOWN
-        shape, fields = found
         if not self.made.numbers:
-            return shape, UNKNOWN
+            return self.store.read(number, into), UNKNOWN
+        shape, fields = self.store.read_both(number, into) or (None, None)
         if fields is None or len(fields) != DIGEST_BYTES:
             return None, UNKNOWN
         return shape, int.from_bytes(fields, "little")

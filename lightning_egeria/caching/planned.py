@@ -30,7 +30,7 @@ def gives_samples_once(loader: DataLoader[Any]) -> bool:
     if type(loader.batch_sampler) is not BatchSampler:
         return False
     if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples <= len(loader.dataset)  # type: ignore[arg-type]
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
     if type(sampler) is SubsetRandomSampler:
         return len(set(sampler.indices)) == len(sampler.indices)
     return type(sampler) in (SequentialSampler, DistributedSampler)

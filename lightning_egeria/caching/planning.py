@@ -90,10 +90,6 @@ class Planner:
         self._since_check = 0
         self._examination_planned = False
 
-    def forget_reads(self) -> None:
-        """Nothing that was planned to be read is of use any longer."""
-        self._reader.cancel()
-
     def forget_rows(self) -> None:
         """Entries that were read, or are being read, may be of another sample than was thought."""
         self._reader.cancel()

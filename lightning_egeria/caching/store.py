@@ -48,6 +48,8 @@ _HEADER = struct.Struct(f"<QQ{MAX_DIMENSIONS}QQQQQQ")
 _ALIGNMENT = 64
 _VALUE_BYTES = {str(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
+_Parts = tuple[tuple[int, ...], int, int, int, int]  # shape, both lengths and both checksums of an entry
+
 
 class StoreError(Exception):
     """The store cannot be read or written as it is; the message says why."""
@@ -266,8 +268,8 @@ class ActivationStore:
         Returns:
             The shape of the activation without the batch dimension; None for a miss.
         """
-        found = self.read_both(number, into)
-        return found[0] if found is not None else None
+        found = self._read(number, into)
+        return found[1][0] if found is not None else None
 
     def read_both(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[tuple[int, ...], bytes | None] | None:
         """Read the activation of one entry, as `read` does, and its fields, as they are at the same moment.
@@ -275,6 +277,11 @@ class ActivationStore:
         Returns:
             The shape, and the fields, None where they are damaged; None for a miss.
         """
+        found = self._read(number, into)
+        return (found[1][0], _fields(*found)) if found is not None else None
+
+    def _read(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[bytearray, _Parts] | None:
+        """Header and fields as they are in the file, and what the header says."""
         size = _HEADER.size + self.manifest.field_bytes
         if not self._reaches(number, size):
             return None
@@ -286,12 +293,10 @@ class ActivationStore:
             return None
         if parts is None:
             return None
-        shape, length, _, checksum, _ = parts
+        _, length, _, checksum, _ = parts
         if count < len(front) + length or length > into.nbytes:
             return None
-        if xxhash.xxh3_64_intdigest(into[:length].data) != checksum:
-            return None
-        return shape, _fields(front, parts)
+        return (front, parts) if xxhash.xxh3_64_intdigest(into[:length].data) == checksum else None
 
     def read_fields(self, number: int) -> bytes | None:
         """Read the other fields of the sample; None for a miss."""
@@ -345,7 +350,7 @@ class ActivationStore:
         except OSError:
             return False
 
-    def _checked(self, number: int, header: bytes | bytearray) -> tuple[tuple[int, ...], int, int, int, int] | None:
+    def _checked(self, number: int, header: bytes | bytearray) -> _Parts | None:
         """Shape, both lengths and both checksums of an entry, if its header is what the index says it is."""
         if len(header) != _HEADER.size:
             return None
@@ -491,7 +496,7 @@ def _mark(header: bytes | bytearray) -> int:
     return xxhash.xxh3_64_intdigest(header) & 0xFFFFFFFF or 1
 
 
-def _fields(front: bytes | bytearray, parts: tuple[tuple[int, ...], int, int, int, int]) -> bytes | None:
+def _fields(front: bytes | bytearray, parts: _Parts) -> bytes | None:
     """The fields of an entry behind its header; None: they are damaged."""
     _, _, length, _, checksum = parts
     fields = bytes(front[_HEADER.size : _HEADER.size + length])

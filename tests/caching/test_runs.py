@@ -281,13 +281,13 @@ def test_it_says_that_it_pays(tmp_path, caplog):
 
 
 def test_it_stops_where_it_does_not_pay(tmp_path, monkeypatch):
-    read = ActivationStore.read_both
+    read = ActivationStore.read
 
     def slowly(*arguments):
         time.sleep(0.005)
         return read(*arguments)
 
-    monkeypatch.setattr(ActivationStore, "read_both", slowly)
+    monkeypatch.setattr(ActivationStore, "read", slowly)
     plain, cached = pair(Classifier)
     fit(plain, loader_of(images()), {5: 2}, epochs=8)
     cache = {"cache_dir": tmp_path, "host_bytes": 0}
