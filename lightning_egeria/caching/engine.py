@@ -8,31 +8,29 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.examination import Examination, Verdict
 from lightning_egeria.caching.hooks import BatchHooks
 from lightning_egeria.caching.levels import Level, Pieces, RowForm, Rows, pieces_of
-from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset, replace_leaf
+from lightning_egeria.caching.loading import Loaded, Plan, PlannedDataset
 from lightning_egeria.caching.opening import Cut, LevelMaker
 from lightning_egeria.caching.planning import Planner
 from lightning_egeria.caching.proof import rows_alike
+from lightning_egeria.caching.receiving import Receiver, has_rows
 from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.samples import same_leaf
 from lightning_egeria.caching.stats import Accounts, CacheStats
-from lightning_egeria.caching.steps import PlannedBatch, Read, Step, Terms, stand_in_batch
+from lightning_egeria.caching.steps import Step
 from lightning_egeria.caching.store import StoreError
-from lightning_egeria.clock import mark, seconds_between
+from lightning_egeria.caching.terms import Terms
 from lightning_egeria.layers import FrozenPrefix
-from lightning_egeria.tracing import tensor_leaves
 
 CHANGES_TO_STOP = 3  # of weights or data under one frozen prefix
 COUNT_EVERY_S = 1.0
@@ -78,6 +76,7 @@ class PrefixCache:
         self._maker = LevelMaker(dataset, directory, limits, views, seed)
         self._hooks = hooks
         self._planner = Planner(views, seed, observes)
+        self._receiver = Receiver(dataset, self._planner, self.stats)
         self._prefix: FrozenPrefix | None = None
         self._device = torch.device("cpu")
         self._cut: Cut | None = None
@@ -87,7 +86,6 @@ class PrefixCache:
         self._made_varies = False
         self._data_changes = dataset.changes
         self._step: Step | None = None
-        self._kept_stand_in: Tensor | None = None
         self._examination: Examination | None = None
         self._recording = Recording(limits, self.stats, self._warn)
         self._accounts = Accounts(self.stats)
@@ -134,7 +132,7 @@ class PrefixCache:
 
     def _begin_cut(self, prefix: FrozenPrefix, depth: int) -> None:
         self._cut = Cut(prefix, depth, self._device)
-        self._kept_stand_in = None
+        self._receiver.restart(self._device)
         self._accounts.restart()
 
     # --- planning: what the batch sampler asks ----------------------------------------------------------------------
@@ -187,99 +185,19 @@ class PrefixCache:
         planned = self._planner.take(loaded.number)
         self._step = None
         if self._data_changed() or (self._levels and self._weights_changed()):
-            return self._whole(planned, loaded)
+            return self._receiver.whole(planned, loaded)
         cut = self._cut
         if cut is None or planned.plan.version != self._version or (cut.terms is None) != planned.plan.examine:
-            return self._whole(planned, loaded)
-        if loaded.odd or not _has_rows(loaded, cut.terms):
+            return self._receiver.whole(planned, loaded)
+        if loaded.odd or not has_rows(loaded, cut.terms):
             if planned.plan.examine:
                 self._finish_without_terms(cut, Verdict(again=True))
-            return self._whole(planned, loaded)
-        began = mark(torch.device("cpu"))
-        length = self._length(loaded, cut.terms)
-        rows, missing = self._rows(planned, len(loaded.loaded), length, loaded.fields)
-        waited += seconds_between(began, mark(torch.device("cpu")))
-        step = Step(planned, loaded, rows, missing, waited, self._device)
-        step.length = length
-        absent = np.flatnonzero(~np.asarray(loaded.loaded))
-        mixed = len(rows) + bool(len(missing)) > 1
-        if len(np.intersect1d(absent, missing)) or (mixed and len(absent) and cut.terms and not cut.terms.single):
-            return self._whole(planned, loaded)
-        batch = loaded.batch
-        if loaded.input_shape is not None and cut.terms is not None and cut.terms.input_field is not None:
-            number = cut.terms.input_field.batch_leaf
-            dtype = list(tensor_leaves(batch))[number].dtype
-            batch = replace_leaf(batch, number, self._stand_in(loaded.input_shape, dtype, cut.terms))
-        step.hand_on(batch)
-        self.stats.not_loaded += len(absent)
-        self._step = step
+            return self._receiver.whole(planned, loaded)
+        received = self._receiver.step_of(planned, loaded, cut.terms, waited)
+        if received is None:
+            return self._receiver.whole(planned, loaded)
+        self._step, batch = received
         return batch
-
-    def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype, terms: Terms) -> Tensor:
-        """For the input of a whole batch: the last one again, unless it was changed since."""
-        kept = self._kept_stand_in
-        if kept is None or kept._version or (kept.shape, kept.dtype, kept.device) != (shape, dtype, self._device):
-            kept = stand_in_batch(shape, terms.input_order, dtype, self._device, terms.copies_input)
-            self._kept_stand_in = kept
-        return kept.detach()
-
-    def _length(self, loaded: Loaded, terms: Terms | None) -> int | None:
-        """What the samples of the batch are padded to."""
-        if terms is None or terms.length_batch_leaf is None:
-            return None
-        missing = loaded.input_shape is not None and terms.input_field is not None
-        if missing and terms.input_field is not None and terms.input_field.batch_leaf == terms.length_batch_leaf:
-            return loaded.input_shape[1] if loaded.input_shape is not None else None
-        return list(tensor_leaves(loaded.batch))[terms.length_batch_leaf].shape[1]
-
-    def _rows(
-        self, planned: PlannedBatch, count: int, length: int | None, fields: tuple[bytes | None, ...] | None
-    ) -> tuple[list[tuple[Read, Pieces]], Rows]:
-        """What was read and is sound, and the places for which there is nothing."""
-        found: list[tuple[Read, Pieces]] = []
-        missing = np.ones(count, bool)
-        for read in planned.reads:
-            if read.future is None and not read.level.device.holds(read.entries).all():
-                continue  # released since
-            if read.future is None:
-                rows, sound = read.level.device.take(read.entries), np.ones(len(read.entries), bool)
-            else:
-                try:
-                    rows, sound = read.future.result()
-                except (CancelledError, OSError, ValueError):
-                    continue
-            self.stats.wrong += int((~sound).sum())
-            if rows.lengths is not None and length is not None and (rows.lengths > length).any():
-                fits = rows.lengths <= length  # longer than the sample is now: of other data
-                rows, sound = rows.select(fits), _narrowed(sound, fits)
-            doubtful = read.level.is_doubtful(read.entries[sound])
-            if doubtful.any():
-                kept = ~doubtful
-                kept[doubtful] = self._are_of_their_samples(read, np.flatnonzero(sound)[doubtful], fields)
-                rows, sound = rows.select(kept), _narrowed(sound, kept)
-            if sound.any():
-                missing[read.places[sound]] = False
-                found.append((dataclasses.replace(read, places=read.places[sound], entries=read.entries[sound]), rows))
-        return found, np.flatnonzero(missing)
-
-    def _are_of_their_samples(self, read: Read, numbers: Rows, fields: tuple[bytes | None, ...] | None) -> list[bool]:
-        """Whether some entries of a read, which an earlier run has written, are of the samples that were loaded."""
-        if fields is None:
-            return [False] * len(numbers)
-        found = [read.level.holds_fields(int(read.entries[n]), fields[read.places[n]]) for n in numbers]
-        if not all(found):
-            self.stats.wrong += found.count(False)
-            self._planner.forget_rows()
-            for number in numbers[~np.array(found)]:
-                read.level.drop_row(int(read.entries[number]))
-        return found
-
-    def _whole(self, planned: PlannedBatch, loaded: Loaded) -> Any:
-        """The batch with every input loaded, here and now if need be."""
-        if all(loaded.loaded):
-            return loaded.batch
-        plan = dataclasses.replace(planned.plan, input_field=None, length_leaf=None, keep=False, examine=False)
-        return self._dataset.__getitems__(plan).batch
 
     # --- the training step ------------------------------------------------------------------------------------------
 
@@ -302,7 +220,7 @@ class PrefixCache:
             return True
         if cut.terms is None:
             return True
-        load = functools.partial(self._real_input, step, cut.terms)
+        load = functools.partial(self._receiver.real_input, step, cut.terms)
         cut.bypass.begin(step.passage(cut.bypass, cut.terms, self._levels, prefix.module, load, self._records))
         return step.all_loaded
 
@@ -389,16 +307,9 @@ class PrefixCache:
         step, terms = self._step, self._cut.terms if self._cut is not None else None
         if step is None or step.armed or terms is None or terms.input_field is None:
             return
-        real = self._real_input(step, terms)
+        real = self._receiver.real_input(step, terms)
         if real is not None:
             step.replace(terms.input_field.batch_leaf, real)
-
-    def _real_input(self, step: Step, terms: Terms) -> Tensor | None:
-        """The input of a step that was not loaded; None: it was."""
-        if step.all_loaded or terms.input_field is None:
-            return None
-        self._kept_stand_in = None  # the real one may be written over it
-        return list(tensor_leaves(self._whole(step.planned, step.loaded)))[terms.input_field.batch_leaf]
 
     def _write(self, step: Step, terms: Terms) -> None:
         if self._records:
@@ -595,21 +506,3 @@ class PrefixCache:
         """Each freeze begins anew, and what was in the way before may be so again: that is no news."""
         self.messages.append((logging.INFO if cause in self._warned else logging.WARNING, text))
         self._warned.add(cause)
-
-
-def _narrowed(flags: np.ndarray[Any, np.dtype[np.bool_]], kept: np.ndarray[Any, np.dtype[np.bool_]]) -> Any:
-    """Of the places that are set, leave those set that are ``kept``."""
-    flags = flags.copy()
-    flags[np.flatnonzero(flags)[~kept]] = False
-    return flags
-
-
-def _has_rows(loaded: Loaded, terms: Terms | None) -> bool:
-    """Whether what the network is given of the batch has a row for each sample: a collate function may drop some."""
-    if terms is None:
-        return True
-    shapes = [tuple(leaf.shape) for leaf in tensor_leaves(loaded.batch)]
-    if loaded.input_shape is not None and terms.input_field is not None and shapes:
-        shapes[terms.input_field.batch_leaf] = loaded.input_shape
-    count = len(loaded.loaded)
-    return all(one.leaf < len(shapes) and shapes[one.leaf][:1] == (count,) for one in terms.inputs)

@@ -25,7 +25,8 @@ from lightning_egeria.caching.findings import Findings, InputField, VaryingField
 from lightning_egeria.caching.hooks import BatchHooks
 from lightning_egeria.caching.made import UNKNOWN, MadeArguments
 from lightning_egeria.caching.proof import NO_ROWS, Proof, Prover
-from lightning_egeria.caching.steps import Step, Terms
+from lightning_egeria.caching.steps import Step
+from lightning_egeria.caching.terms import Terms
 from lightning_egeria.caching.watch import StepWatch, methods_seen
 from lightning_egeria.calls import CallRecorder
 from lightning_egeria.compilation import eager

@@ -10,6 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_egeria.caching.arguments import order_of
 from lightning_egeria.caching.samples import bytes_of
 
 Digests = npt.NDArray[np.uint64]
@@ -108,9 +109,8 @@ class MadeArguments:
 
 def _order_of(rows: Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory; without those of size 1; a batch of one is the slowest."""
-    strides, shape = rows.stride(), rows.shape
-    dims = [dim for dim in range(rows.ndim) if dim == 0 or shape[dim] > 1]
-    return tuple(sorted(dims, key=lambda dim: (not (dim == 0 and shape[0] == 1), -strides[dim], dim)))
+    order = [dim for dim in order_of(rows) if dim == 0 or rows.shape[dim] > 1]
+    return tuple(order) if len(rows) > 1 else (0, *(dim for dim in order if dim > 0))
 
 
 def _split(row: Tensor, own: int, positions: Sequence[int]) -> tuple[Tensor, Tensor]:

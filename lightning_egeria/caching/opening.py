@@ -16,8 +16,9 @@ from lightning_egeria.caching.levels import Level, MemoryTier, RowForm
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.made import DIGEST_BYTES
 from lightning_egeria.caching.recording import Limits
-from lightning_egeria.caching.steps import Step, Terms
+from lightning_egeria.caching.steps import Step
 from lightning_egeria.caching.store import FORMAT, Manifest
+from lightning_egeria.caching.terms import Terms
 from lightning_egeria.caching.weights import PrefixWeights
 from lightning_egeria.compilation import is_compiled
 from lightning_egeria.errors import CacheError

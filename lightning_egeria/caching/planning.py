@@ -12,7 +12,8 @@ import torch
 from lightning_egeria.caching.background import ReadAhead
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import Plan
-from lightning_egeria.caching.steps import PlannedBatch, Read, Terms
+from lightning_egeria.caching.steps import PlannedBatch, Read
+from lightning_egeria.caching.terms import Terms
 
 SPOT_CHECK_EVERY_N_BATCHES = 200
 FIRST_SPOT_CHECK = 20
