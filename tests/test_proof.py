@@ -176,6 +176,17 @@ def test_freezing_and_cache_differ_in_the_kinds_of_their_steps(data, results_fol
     assert set(kinds["cached-0"]) - {"1 off"} == {"0", "1 miss", "1 hit"}
 
 
+def test_steps_that_a_deeper_front_takes_from_shallower_entries_are_of_a_kind_of_their_own(data, monkeypatch):
+    monkeypatch.setattr(stats, "COMPARED_STEPS", sys.maxsize)  # whether so small a cache pays is chance
+    policy = "{_target_: lightning_egeria.ScriptedPolicy, schedule: {1: 1, 20: 3}}"  # with 4 views, 4 epochs of 4 steps
+    scripted = ["~callbacks.freezing.policy", f"+callbacks.freezing.policy={policy}", "trainer.max_epochs=11"]
+    result = run(WORKLOAD, "small", "cached", 0, data, overrides=[*TINY, *scripted])
+    batches = result["curve"][-1]["batches"]
+    assert sum(batches.values()) == 44
+    assert batches["3 from 1"] >= 12  # three of the four epochs behind that, at least
+    assert batches["3 hit"] > 0
+
+
 def test_costs_times_and_tables_come_from_the_files(data, results_folder):
     """From runs to the table, by the commands' own functions."""
     for method in ("plain", "static"):
@@ -185,16 +196,18 @@ def test_costs_times_and_tables_come_from_the_files(data, results_folder):
         path.write_text(json.dumps(run(WORKLOAD, "small", method, 0, data, depth=2, overrides=TINY)))
     kinds = costs.kinds_of(WORKLOAD, "small")
     assert kinds == {"0", "2"}
-    found = {"full": 0.5, "shares": {"2": 0.25}, "asked": sorted(kinds)}
+    found = {"full": 0.5, "shares": {"2": 0.25}, "asked": sorted(kinds), "about": {"torch": "2", "threads": "1"}}
     (results_folder / "costs.json").write_text(json.dumps(found))
     runs = {run.method: run for run in results.read_all(WORKLOAD, "small")}
     assert runs["plain"].seconds == pytest.approx(12 * 0.5)
     raw = json.loads((results_folder / "static-0.json").read_text())
     overhead = 1 / (1 - raw["evaluation_seconds"] / raw["curve"][-1]["seconds"])
     assert runs["static"].seconds == pytest.approx(overhead * (1 * 0.5 + 11 * 0.125))
-    text = figures.table(list(runs.values()))
+    text = figures.table(list(runs.values()), found)
     final = f"{100 * runs['plain'].final:.1f}"
-    assert f"| plain | 1 | {final} | - | 1.00 | {final} | 1.00 | 1.00x | 1.00x | - |" in text
+    assert f"| plain | 1 | {final} | - | - | 1.00 | 0.00 | {final} at 1.00 | 1.00 | 1.00x | 1.00x | - |" in text
+    assert f"Runs with torch {torch.__version__}, threads: {torch.get_num_threads()}, commits: " in text
+    assert text.endswith("Costs of steps with torch 2, threads: 1, commit: unknown.\n")
     assert "| static, as deep as ours | 1 |" in text
     assert figures.picture(list(runs.values()), "val/acc").axes
 
@@ -208,12 +221,16 @@ def test_a_kind_that_was_not_measured_costs_what_the_nearest_does():
     assert results.share_of("3 off", shares | {"7 off": 0.3}) == 0.3
     with pytest.raises(KeyError, match="'7 miss' was not measured"):
         results.share_of("7 miss", shares)
+    with pytest.raises(KeyError, match="'7 miss' was not measured"):
+        results.share_of("7 from 3", shares)
+    assert results.share_of("7 from 3", shares | {"5 miss": 0.7}) == 0.7
+    assert results.share_of("7 from 3", shares | {"5 miss": 0.7, "6 from 3": 0.3, "7 from 5": 0.25}) == 0.3
 
 
 def test_the_time_to_a_target_is_the_plain_runs_over_ours():
     def curve(method, seed, values, seconds):
         points = tuple(results.Point(i, seconds * (i + 1), 0.0, value) for i, value in enumerate(values))
-        return results.Run(method, seed, len(values), points, (), ())
+        return results.Run(method, seed, len(values), points, (), (), 0.0, {})
 
     plain = [curve("plain", 0, (0.5, 0.6, 0.8), 2.0), curve("plain", 1, (0.5, 0.7, 0.7), 2.0)]
     ours = [curve("freezing", 0, (0.5, 0.8, 0.7), 1.0), curve("freezing", 1, (0.5, 0.6, 0.6), 1.0)]
@@ -223,20 +240,26 @@ def test_the_time_to_a_target_is_the_plain_runs_over_ours():
     assert figures.time_to(ours, plain, 0.85) == "2.50x"  # 6 s and 4 s, over 2 s and 2 s
 
 
-def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch):
+def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch, capsys):
     working = {"5": 0.4, "5 hit": 0.2, "5 miss": 0.9, "5 off": 0.8}
-    seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working])
+    grown = {"3 hit": 0.6, "5 from 3": 0.3, "5 hit": 0.25}
+    seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working, grown])
     asked = []
 
-    def seconds_of(workload, config, datamodule, depth, cache_does):
-        asked.append((depth, cache_does))
+    def seconds_of(workload, config, datamodule, fit):
+        asked.append(tuple(fit))
         return next(seconds)
 
     monkeypatch.setattr(costs, "seconds_of", seconds_of)
-    found = costs.measure(WORKLOAD, "small", data, ["0", "3", "5 hit", "5 miss", "5 off"], rounds=1)
-    assert asked == [(0, ""), (3, ""), (5, "off"), (5, "work")]
+    kinds = ["0", "3", "5 hit", "5 miss", "5 off", "5 from 3", "5 from 4"]
+    found = costs.measure(WORKLOAD, "small", data, kinds[:-1], rounds=1)
+    assert asked == [(0, "", 0), (3, "", 0), (5, "off", 0), (5, "work", 0), (5, "work", 3)]
     assert found["full"] == 2.0
-    assert found["shares"] == {"3": 0.5, "5 hit": 0.1, "5 miss": 0.45, "5 off": 0.25}
+    assert found["shares"] == {"3": 0.5, "5 from 3": 0.15, "5 hit": 0.1, "5 miss": 0.45, "5 off": 0.25}
+    assert capsys.readouterr().out == "round 1 of 1: full step 2000.0 ms\n"
+    seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working, grown, {}])
+    assert costs.measure(WORKLOAD, "small", data, kinds, rounds=1)["shares"] == found["shares"]
+    assert "too rare to be measured, taken to cost what the nearest kind does: 5 from 4" in capsys.readouterr().out
 
 
 def test_kinds_are_measured_by_short_fits(data, monkeypatch):
@@ -244,10 +267,12 @@ def test_kinds_are_measured_by_short_fits(data, monkeypatch):
     monkeypatch.setattr(stats, "COMPARED_STEPS", sys.maxsize)  # whether so small a cache pays is chance
     config = run_module.configured(WORKLOAD, "small", data, [*TINY, "data.batch_size=8"])
     datamodule = hydra.utils.instantiate(config.data)
-    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 0, "")) == {"0"}
-    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 1, "")) == {"1"}
-    assert {"1 hit", "1 miss"} <= set(costs.seconds_of(WORKLOAD, config, datamodule, 1, "work"))
-    assert set(costs.seconds_of(WORKLOAD, config, datamodule, 1, "off")) == {"1 off"}
+    assert set(costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(0))) == {"0"}
+    assert set(costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(1))) == {"1"}
+    assert {"1 hit", "1 miss"} <= set(costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(1, "work")))
+    assert set(costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(1, "off"))) == {"1 off"}
+    grown = costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(2, "work", 1))
+    assert "2 from 1" in grown
 
 
 def test_networks_whose_statistics_settle_take_longer_to_measure():
@@ -270,6 +295,32 @@ def test_how_short_a_run_is_made_follows_from_ours_as_far_as_there_are(data, res
     with_cache = ours | {"evaluation_seconds": 0.5 * ours["curve"][-1]["seconds"]}
     (results_folder / "cached-0.json").write_text(json.dumps(with_cache))
     assert compare.arguments_of("shortened", WORKLOAD, "small", 0) == ["--steps", "4"]  # the faster of both
+
+
+def test_a_run_that_no_longer_follows_from_ours_is_made_again(data, results_folder, monkeypatch):
+    results_folder.mkdir(parents=True)
+    short = run(WORKLOAD, "small", "shortened", 0, data, steps=4, overrides=TINY)
+    static = run(WORKLOAD, "small", "static", 0, data, depth=2, overrides=TINY)
+    made = {"plain": run(WORKLOAD, "small", "plain", 0, data, overrides=TINY), "freezing": static, "shortened": short}
+    for name, result in (made | {"static": static}).items():
+        (results_folder / f"{name}-0.json").write_text(json.dumps(result | {"evaluation_seconds": 0.0}))
+
+    def retrained(share):
+        results.costs_of.cache_clear()
+        (results_folder / "costs.json").write_text(json.dumps({"full": 1, "shares": {"2": share}, "asked": ["0", "2"]}))
+        trained = []
+        monkeypatch.setattr(compare, "train", lambda *given: trained.append(given[2:4] + given[5:]))
+        monkeypatch.setattr(
+            sys, "argv", ["compare", WORKLOAD, "--data", data, "--seeds", "0", "--methods", *made, "static"]
+        )
+        compare.main()
+        return trained
+
+    assert retrained(0.25) == []  # 1 + 11 / 4 of 12 steps
+    assert retrained(0.5) == [("shortened", 0, ["--steps", "6"])]
+    deeper = static | {"evaluation_seconds": 0.0, "events": [{"step": 1, "kind": "freeze", "depth": 3, "reason": ""}]}
+    (results_folder / "freezing-0.json").write_text(json.dumps(deeper))
+    assert retrained(0.25) == [("static", 0, ["--depth", "3"])]
 
 
 @pytest.mark.parametrize(("method", "told"), [("shortened", "steps"), ("static", "depth")])

@@ -19,6 +19,7 @@ from benchmarks.proof.results import costs_of, read
 from benchmarks.proof.workloads import OF_THE_POLICY, VARIATIONS, WORKLOADS, result_path
 
 FOLLOWERS = ("shortened", "static")
+STEPS_ALLOWED = 0.02  # share of the plain run's by which a shortened run may be longer or shorter than it should be now
 
 
 def variations(workload: str, size: str) -> list[tuple[str, list[str]]]:
@@ -50,10 +51,17 @@ def arguments_of(method: str, workload: str, size: str, seed: int) -> list[str]:
     return []
 
 
-def run_missing(workload: str, size: str, method: str, seed: int, data: str, more: list[str], label: str) -> None:
-    """Train in a process of its own, unless the result is there."""
-    if result_path(workload, size, label, seed).is_file():
-        return
+def follows_no_longer(method: str, workload: str, size: str, seed: int) -> bool:
+    """Whether a run was made by what has changed since: ours takes another time, or freezes to another depth."""
+    found, wanted = read(result_path(workload, size, method, seed)), arguments_of(method, workload, size, seed)
+    if method == "static":
+        return found.final_depth != int(wanted[1])
+    allowed = STEPS_ALLOWED * read(result_path(workload, size, "plain", seed)).steps
+    return method == "shortened" and abs(found.steps - int(wanted[1])) > allowed
+
+
+def train(workload: str, size: str, method: str, seed: int, data: str, more: list[str]) -> None:
+    """In a process of its own."""
     print(f"{workload} {size} {method} seed {seed} {' '.join(more)}", flush=True)
     command = [sys.executable, "-m", "benchmarks.proof.run", workload, method, str(seed)]
     subprocess.run([*command, "--size", size, "--data", data, *more], check=True)
@@ -73,7 +81,8 @@ def main() -> None:
     if options.sensitivity:
         for label, overrides in variations(name, size):
             for seed in options.seeds:
-                run_missing(name, size, "freezing", seed, options.data, ["--label", label, "--set", *overrides], label)
+                if not result_path(name, size, label, seed).is_file():
+                    train(name, size, "freezing", seed, options.data, ["--label", label, "--set", *overrides])
         costs.measure_missing(name, size, options.data)
         costs_of.cache_clear()
         return
@@ -81,9 +90,8 @@ def main() -> None:
     for group in ([m for m in methods if m not in FOLLOWERS], [m for m in methods if m in FOLLOWERS]):
         for seed in options.seeds:
             for method in group:
-                if not result_path(name, size, method, seed).is_file():
-                    more = arguments_of(method, name, size, seed)
-                    run_missing(name, size, method, seed, options.data, more, method)
+                if not result_path(name, size, method, seed).is_file() or follows_no_longer(method, name, size, seed):
+                    train(name, size, method, seed, options.data, arguments_of(method, name, size, seed))
         costs.measure_missing(name, size, options.data)
         costs_of.cache_clear()
 

@@ -1,4 +1,4 @@
-"""What a step costs, by its kind: the frozen depth, and with the cache whether its boundary was read or recorded.
+"""What a step costs, by its kind: the frozen depth, and with the cache what that did (see `run.Curve`).
 
 Other work on the machine changes the time of a step from minute to minute, and with it the time of a whole run. So the
 kinds are measured in turn, in short fits on a few batches, round after round, and each is said as a share of the step
@@ -11,7 +11,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 import lightning
@@ -30,8 +30,30 @@ SETTLING = 3  # batches of each kind at the start that are not
 NO_DISK_HAS_SO_MUCH = 2**60  # bytes
 
 
+class Fit(NamedTuple):
+    """A short fit that has steps of some kinds.
+
+    Attributes:
+        depth: of the frozen prefix.
+        cache_does: "", there is none; "work"; or "off", it has no room to write anything.
+        shallower: depth that is frozen, and cached, before it grows to that; 0: none.
+    """
+
+    depth: int
+    cache_does: str = ""
+    shallower: int = 0
+
+    @classmethod
+    def of(cls, kind: str) -> "Fit":
+        """The fit that a kind of step is measured in."""
+        depth, _, what = kind.partition(" ")
+        if what.startswith("from "):
+            return cls(int(depth), "work", int(what.removeprefix("from ")))
+        return cls(int(depth), {"": "", "hit": "work", "miss": "work", "off": "off"}[what])
+
+
 def seconds_of(
-    workload: str, config: DictConfig, datamodule: lightning.LightningDataModule, depth: int, cache_does: str
+    workload: str, config: DictConfig, datamodule: lightning.LightningDataModule, fit: Fit
 ) -> dict[str, float]:
     """Median seconds of each kind of step in one short fit.
 
@@ -39,32 +61,39 @@ def seconds_of(
         workload: that is measured.
         config: of it.
         datamodule: a few batches of its data.
-        depth: of the frozen prefix.
-        cache_does: "", there is none; "work"; or "off", it has no room to write anything.
+        fit: what happens in it.
     """
     lightning.seed_everything(0, workers=True, verbose=False)
     model = hydra.utils.instantiate(config.model)
-    freezing = KnowledgeGuidedFreezing(ScriptedPolicy({1: depth})) if depth else None
-    views = WORKLOADS[workload].views
+    views = max(1, WORKLOADS[workload].views)
+    settling = math.ceil(SETTLING_STEPS / BATCHES) if settles(model) else 0
+    epochs, schedule = EPOCHS + settling, {1: fit.shallower or fit.depth}
+    if fit.shallower:  # all views are cached by then
+        schedule[(settling + 1 + views) * BATCHES] = fit.depth
+        epochs += settling + 1 + views
+    if fit.cache_does == "work":
+        epochs += views + 1
+    freezing = KnowledgeGuidedFreezing(ScriptedPolicy(schedule)) if fit.depth else None
     with tempfile.TemporaryDirectory() as cache_dir, quiet():
         cache = None
-        if cache_does:
-            room = {"min_free_bytes": NO_DISK_HAS_SO_MUCH} if cache_does == "off" else {}
-            cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views, **room)
+        if fit.cache_does:
+            room = {"min_free_bytes": NO_DISK_HAS_SO_MUCH} if fit.cache_does == "off" else {}
+            cache = FrozenPrefixCache(
+                datamodule, cache_dir=cache_dir, augmentation_views=WORKLOADS[workload].views, **room
+            )
         curve = Curve(freezing, cache)
-        epochs = EPOCHS + (math.ceil(SETTLING_STEPS / BATCHES) if cache_does and settles(model) else 0)
-        epochs += max(1, views) + 1 if cache_does == "work" else 0
         callbacks = [callback for callback in (freezing, curve) if callback is not None]
         trainer = trainer_of(config, callbacks, max_epochs=epochs, limit_val_batches=0)
         trainer.fit(model, datamodule=cache if cache is not None else datamodule)
     found: dict[str, list[float]] = {}
-    for kind, seconds in curve.durations:
+    held = curve.durations[settling * BATCHES :] if fit.depth else curve.durations
+    for kind, seconds in held:
         found.setdefault(kind, []).append(seconds)
     return {kind: statistics.median(all_[SETTLING:]) for kind, all_ in found.items() if len(all_) > 2 * SETTLING}
 
 
 def settles(model: torch.nn.Module) -> bool:
-    """Whether it has running statistics that settle after a freeze, in which the cache waits."""
+    """Whether it has running statistics that settle after a freeze, which other steps are measured behind."""
     return any(isinstance(module, _BatchNorm) and follows_slowly(module) for module in model.modules())
 
 
@@ -76,20 +105,21 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
         its share of that, and ``spread``: the smallest and the largest.
     """
     kinds = set(kinds)
-    does = {"": "", "hit": "work", "miss": "work", "off": "off"}
-    fits = sorted({(int(kind.split()[0]), does[kind.partition(" ")[2]]) for kind in kinds} - {(0, "")})
+    fits = sorted({Fit.of(kind) for kind in kinds} - {Fit(0)})
     batch_size = configured(workload, size, data).data.batch_size
     config = configured(workload, size, data, [f"data.train_size={BATCHES * batch_size}"])
     datamodule = hydra.utils.instantiate(config.data)
     full: list[float] = []
     shares: dict[str, list[float]] = {}
     for round_ in range(rounds):
-        full.append(seconds_of(workload, config, datamodule, 0, "")["0"])
-        for depth, cache_does in fits if round_ % 2 == 0 else reversed(fits):
-            for kind, seconds in seconds_of(workload, config, datamodule, depth, cache_does).items():
-                if kind in kinds and kind != "0" and does[kind.partition(" ")[2]] == cache_does:
+        full.append(seconds_of(workload, config, datamodule, Fit(0))["0"])
+        for fit in fits if round_ % 2 == 0 else reversed(fits):
+            for kind, seconds in seconds_of(workload, config, datamodule, fit).items():
+                if kind in kinds and Fit.of(kind) == fit:
                     shares.setdefault(kind, []).append(seconds / full[-1])
         print(f"round {round_ + 1} of {rounds}: full step {full[-1] * 1e3:.1f} ms", flush=True)
+    if rare := sorted(kinds - shares.keys() - {"0"}):
+        print(f"too rare to be measured, taken to cost what the nearest kind does: {', '.join(rare)}", flush=True)
     return {
         "full": statistics.median(full),
         "shares": {kind: round(statistics.median(all_), 4) for kind, all_ in sorted(shares.items())},

@@ -7,15 +7,16 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-from benchmarks.proof.results import Run, read_all
+from benchmarks.proof.results import Run, costs_of, read_all
 from benchmarks.proof.workloads import RESULTS, VARIATIONS, WORKLOADS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -82,12 +83,39 @@ def time_to(runs: Sequence[Run], plain: Sequence[Run], part: float) -> str:
 
 
 def plain_by_then(runs: Sequence[Run], plain: Sequence[Run]) -> str:
-    """Mean of what the plain runs of the same seeds had at their last validation within the time of the runs."""
-    values = []
+    """Mean of what the plain runs of the same seeds had at their last validation within the time of the runs, and when.
+
+    That is said as a share of their time, since a run may end long after the last validation that is counted.
+    """
+    values, shares = [], []
     for run in runs:
-        points = [p for other in plain if other.seed == run.seed for p in other.points if p.seconds <= run.seconds]
-        values += [100 * points[-1].value] if points else []
-    return f"{statistics.fmean(values):.1f}" if values else "-"
+        for other in plain:
+            points = [point for point in other.points if point.seconds <= run.seconds]
+            if other.seed == run.seed and points:
+                values.append(100 * points[-1].value)
+                shares.append(points[-1].seconds / other.seconds)
+    return f"{statistics.fmean(values):.1f} at {statistics.fmean(shares):.2f}" if values else "-"
+
+
+def over(runs: Sequence[Run], others: Sequence[Run]) -> str:
+    """Mean difference in points to other runs of the same seeds, with its confidence interval."""
+    theirs = {run.seed: 100 * run.final for run in others}
+    differences = [100 * run.final - theirs[run.seed] for run in runs if run.seed in theirs]
+    return with_interval(differences, "+.1f") if differences and runs != others else "-"
+
+
+def made_by(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
+    """In a sentence: by which versions the runs were made, and the costs measured."""
+    abouts = [run.about for run in runs]
+    named = {
+        name: ", ".join(sorted({about.get(key, "unknown") for about in abouts}))
+        for name, key in (("torch", "torch"), ("threads", "threads"), ("commits", "commit"))
+    }
+    return (
+        f"Runs with torch {named['torch']}, threads: {named['threads']}, commits: {named['commits']}. Costs of steps "
+        f"with torch {costs['about']['torch']}, threads: {costs['about']['threads']}, commit: "
+        f"{costs['about'].get('commit', 'unknown')}."
+    )
 
 
 def frozen_at_the_end(runs: Sequence[Run]) -> str:
@@ -97,29 +125,28 @@ def frozen_at_the_end(runs: Sequence[Run]) -> str:
     return f"{'-'.join(str(depth) for depth in sorted({min(depths), max(depths)}))} of {modules}" if modules else "-"
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
     """Compare the methods of one workload, one row each, as Markdown."""
-    plain = [run for run in runs if run.method == "plain"]
+    plain, short = ([run for run in runs if run.method == method] for method in ("plain", "shortened"))
     base, raw = statistics.fmean(r.seconds for r in plain), statistics.fmean(r.points[-1].raw_seconds for r in plain)
-    bases = {run.seed: 100 * run.final for run in plain}
-    columns = ("method", "seeds", "final, %", "over plain", "training time", "plain by then, %", "raw")
-    columns += ("to plain's final", "to 99 % of it", "frozen")
+    columns = ("method", "seeds", "final, %", "over plain", "over the short one", "training time", "comparing")
+    columns += ("plain by then, %", "raw", "to plain's final", "to 99 % of it", "frozen")
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for method, title in TITLES.items():
         own = [run for run in runs if run.method == method]
         if not own:
             continue
         finals = [100 * run.final for run in own]
-        over = [100 * run.final - bases[run.seed] for run in own if run.seed in bases]
         rows.append(
             f"| {title} | {len(own)} | {with_interval(finals, '.1f')} "
-            f"| {'-' if method == 'plain' else with_interval(over, '+.1f')} "
-            f"| {statistics.fmean(run.seconds for run in own) / base:.2f} | {plain_by_then(own, plain)} "
+            f"| {over(own, plain)} | {over(own, short)} "
+            f"| {statistics.fmean(run.seconds for run in own) / base:.2f} "
+            f"| {statistics.fmean(run.comparing for run in own) / base:.2f} | {plain_by_then(own, plain)} "
             f"| {statistics.fmean(run.points[-1].raw_seconds for run in own) / raw:.2f} "
             f"| {time_to(own, plain, 1.0)} | {time_to(own, plain, 0.99)} | {frozen_at_the_end(own)} |"
         )
     note = f"Training time of the plain run: {base:.0f} s ({raw:.0f} s by the clock); the others are shares of it."
-    return "\n".join([*rows, "", note, ""])
+    return "\n".join([*rows, "", f"{note} {made_by(runs, costs)}", ""])
 
 
 def summary(runs: Sequence[Run]) -> str:
@@ -236,16 +263,17 @@ def main() -> None:
             runs = read_all(workload, folder.name)
             if not any(run.method == "plain" for run in runs):
                 continue
-            (folder / "table.md").write_text(table(runs))
-            if text := sensitivity(runs):
-                (folder / "sensitivity.md").write_text(text)
+            text = table(runs, costs_of(workload, folder.name))
+            (folder / "table.md").write_text(text)
+            if varied := sensitivity(runs):
+                (folder / "sensitivity.md").write_text(varied)
             if (folder / "inside.json").is_file():
                 frozen = next((run for run in runs if run.method == "freezing"), None)
                 path = PICTURES / f"proof_{workload}_{folder.name}_inside.png"
                 inside(folder / "inside.json", frozen).savefig(path, dpi=100, metadata={"Software": None})
             path = PICTURES / f"proof_{workload}_{folder.name}.png"
             picture(runs, about.metric).savefig(path, dpi=100, metadata={"Software": None})
-            print(f"{workload} {folder.name}: {len(runs)} runs, {path}\n{table(runs)}")
+            print(f"{workload} {folder.name}: {len(runs)} runs, {path}\n{text}")
     README.write_text(SUMMARY.sub(lambda found: found[1] + summary(read_all(found[2], found[3])), README.read_text()))
 
 

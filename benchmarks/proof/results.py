@@ -38,6 +38,8 @@ class Run:
         points: its validations.
         events: each freeze and unfreeze.
         layer_modules: their names; empty without freezing.
+        comparing: seconds of all training steps that went into comparing with the reference.
+        about: hardware and versions.
     """
 
     method: str
@@ -46,6 +48,8 @@ class Run:
     points: tuple[Point, ...]
     events: tuple[Mapping[str, Any], ...]
     layer_modules: tuple[str, ...]
+    comparing: float
+    about: Mapping[str, str]
 
     @property
     def seconds(self) -> float:
@@ -71,7 +75,8 @@ def share_of(kind: str, shares: Mapping[str, float]) -> float:
     """What a step of a kind costs, as a share of a full step.
 
     A kind that was met too rarely to be measured costs as much as the nearest one that was: a deeper or shallower hit,
-    and where the cache kept off for a few steps, a step without it.
+    where the cache kept off for a few steps a step without it, and where a deeper front came of a shallower entry one
+    that has none.
     """
     if kind == "0":
         return 1.0
@@ -79,8 +84,8 @@ def share_of(kind: str, shares: Mapping[str, float]) -> float:
         return shares[kind]
     depth, _, what = kind.partition(" ")
     same = {int(other.split()[0]): share for other, share in shares.items() if other.partition(" ")[2] == what}
-    if not same and what == "off":
-        return share_of(depth, shares)
+    if not same and (what == "off" or what.startswith("from ")):
+        return share_of(depth if what == "off" else f"{depth} miss", shares)
     if not same:
         raise KeyError(f"the cost of a step of kind {kind!r} was not measured")
     return same[min(same, key=lambda other: abs(other - int(depth)))]
@@ -102,7 +107,8 @@ def read(path: Path) -> Run:
     costs, metric = costs_of(state["workload"], state["size"]), WORKLOADS[state["workload"]].metric
     # Comparing with the reference is measured where it happens, beside the steps of the same run.
     raw = state["curve"][-1]["seconds"]
-    full = costs["full"] / (1 - state["evaluation_seconds"] / raw)
+    comparing = state["evaluation_seconds"] / raw
+    full = costs["full"] / (1 - comparing)
     points = [
         Point(
             point["step"],
@@ -119,6 +125,8 @@ def read(path: Path) -> Run:
         tuple(points),
         tuple(state["events"]),
         tuple(state["layer_modules"]),
+        comparing * points[-1].seconds,
+        state["about"],
     )
 
 

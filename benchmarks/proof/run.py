@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import subprocess
 import tempfile
 import time
 import warnings
@@ -33,9 +34,10 @@ SYNCHRONOUS = {"workers": 0, "deterministic": False, "reference_precision": "flo
 class Curve(lightning.Callback):
     """Notes the metrics after each validation, with the batches that were done of each kind until then.
 
-    The kind of a batch is the frozen depth, and with the cache what it did: ``"5 hit"``, ``"5 miss"`` where it writes,
-    or ``"5 off"`` where it does neither, though what is frozen is in evaluation mode for its sake. It is what the time
-    of a step depends on. Give it behind the freezing callback, which counts the cache's batches before it then.
+    The kind of a batch is the frozen depth, and with the cache what most of its samples did: ``"5 hit"``;
+    ``"5 from 3"``, what is cached of them is of depth 3, before it grew; ``"5 miss"``, they are written; or
+    ``"5 off"``, neither, though what is frozen is in evaluation mode for the cache's sake. It is what the time of a
+    step depends on. Give it behind the freezing callback, which counts the cache's batches before it then.
 
     Args:
         freezing: of the run, or None.
@@ -53,13 +55,17 @@ class Curve(lightning.Callback):
         self.durations: list[tuple[str, float]] = []
         self.seconds = 0.0
         self._mark = 0.0
-        self._depth = self._used = self._missed = self._written = 0
+        self._depth = self._shallower = self._cut_before = 0
+        self._counted = (0, 0, 0, 0)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._mark = time.perf_counter()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._depth = self.freezing.frozen_depth if self.freezing is not None else 0
+        depth = self.freezing.frozen_depth if self.freezing is not None else 0
+        if depth != self._depth:
+            self._depth, self._shallower = depth, self._depth
+            self._cut_before = self.cache.stats.cut if self.cache is not None else 0
 
     def on_train_batch_end(self, *_: Any) -> None:
         now = time.perf_counter()
@@ -73,12 +79,16 @@ class Curve(lightning.Callback):
         if self.cache is None or self._depth == 0:
             return str(self._depth)
         stats = self.cache.stats
-        used, missed, written = stats.hits + stats.advanced, stats.misses, stats.to_write
-        more_used, more_missed, more_written = used - self._used, missed - self._missed, written - self._written
-        self._used, self._missed, self._written = used, missed, written
-        if more_used > more_missed:
+        counted = (stats.hits, stats.advanced, stats.misses, stats.to_write)
+        hits, advanced, misses, to_write = (now - before for now, before in zip(counted, self._counted, strict=True))
+        self._counted = counted
+        if self._cut_before and stats.cut == self._cut_before:  # not yet deeper, or it cannot be
+            hits, advanced = 0, hits + advanced
+        if hits > max(advanced, misses):
             return f"{self._depth} hit"
-        return f"{self._depth} {'miss' if more_written else 'off'}"
+        if advanced > misses:
+            return f"{self._depth} from {self._shallower}"
+        return f"{self._depth} {'miss' if to_write else 'off'}"
 
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -132,6 +142,14 @@ def steps_of(config: DictConfig, datamodule: lightning.LightningDataModule) -> t
     return config.trainer.max_epochs * per_epoch, per_epoch
 
 
+def static_from(total: int) -> int:
+    """After which step static freezing begins: of ``total``, 40, or a tenth if that is less.
+
+    Statistics of batch normalisation are held from then on. With the usual momentum, they are of the data by then.
+    """
+    return max(1, min(40, total // 10))
+
+
 def freezing_of(method: str, config: DictConfig, total: int, per_epoch: int, depth: int | None) -> Any:
     """The callback that decides what freezes in this method; None in a plain run."""
     if method in ("plain", "shortened"):
@@ -145,7 +163,7 @@ def freezing_of(method: str, config: DictConfig, total: int, per_epoch: int, dep
             SlopePolicy(), **own | SYNCHRONOUS | {"evaluate_every_n_steps": every, "refresh_every_n_evaluations": 10}
         )
     if method == "static":
-        return KnowledgeGuidedFreezing(ScriptedPolicy({1: depth} if depth else {}), **own)
+        return KnowledgeGuidedFreezing(ScriptedPolicy({static_from(total): depth} if depth else {}), **own)
     if method == "linear":
         return KnowledgeGuidedFreezing(LinearFreezing(total, per_epoch), **own)
     if method == "freezeout":
@@ -219,10 +237,25 @@ def run(
     }
 
 
+def commit_of_the_code() -> str:
+    """The last one that changed anything that a result depends on, with a ``+`` if more was changed since."""
+    code = ["--", "lightning_egeria", "conf", "benchmarks/proof/*.py"]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[2]), *arguments, *code]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("log", "-1", "--format=%h", "--abbrev=7") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return "unknown"
+
+
 def about() -> dict[str, str]:
     """Hardware and versions."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return {
+        "commit": commit_of_the_code(),
         "device": gpu or platform.processor() or platform.machine(),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
@@ -262,7 +295,9 @@ def main() -> None:
     )
     path = options.out or result_path(options.workload, options.size, result["method"], options.seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(result, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")
+    unfinished.replace(path)
 
 
 if __name__ == "__main__":
