@@ -218,13 +218,15 @@ def test_a_kind_that_was_not_measured_costs_what_the_nearest_does():
     assert results.share_of("4", shares) == 0.8
     assert results.share_of("3 hit", shares) == 0.2
     assert results.share_of("3 off", shares) == 0.8
-    assert results.share_of("3 off", shares | {"7 off": 0.3}) == 0.3
+    assert results.share_of("6 off", shares | {"7 off": 0.3}) == 0.3
     with pytest.raises(KeyError, match="'7 miss' was not measured"):
         results.share_of("7 miss", shares)
     with pytest.raises(KeyError, match="'7 miss' was not measured"):
         results.share_of("7 from 3", shares)
     assert results.share_of("7 from 3", shares | {"5 miss": 0.7}) == 0.7
     assert results.share_of("7 from 3", shares | {"5 miss": 0.7, "6 from 3": 0.3, "7 from 5": 0.25}) == 0.3
+    assert results.share_of("7 from 4", shares | {"5 miss": 0.7, "5 from 3": 0.3, "6 from 5": 0.25}) == 0.25
+    assert results.share_of("4 off", shares | {"7 off": 0.3}) == 0.8
 
 
 def test_the_time_to_a_target_is_the_plain_runs_over_ours():
@@ -259,7 +261,7 @@ def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch, 
     assert capsys.readouterr().out == "round 1 of 1: full step 2000.0 ms\n"
     seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working, grown, {}])
     assert costs.measure(WORKLOAD, "small", data, kinds, rounds=1)["shares"] == found["shares"]
-    assert "too rare to be measured, taken to cost what the nearest kind does: 5 from 4" in capsys.readouterr().out
+    assert "not measured, taken to cost what the nearest kind does: 5 from 4" in capsys.readouterr().out
 
 
 def test_kinds_are_measured_by_short_fits(data, monkeypatch):

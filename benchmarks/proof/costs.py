@@ -27,6 +27,7 @@ from lightning_egeria.layers import SETTLING_STEPS, follows_slowly
 BATCHES = 10  # of an epoch
 EPOCHS = 3  # that are measured
 SETTLING = 3  # batches of each kind at the start that are not
+RARE = 0.02  # share of a run's steps below which a kind is taken to cost what the nearest does
 NO_DISK_HAS_SO_MUCH = 2**60  # bytes
 
 
@@ -119,7 +120,7 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
                     shares.setdefault(kind, []).append(seconds / full[-1])
         print(f"round {round_ + 1} of {rounds}: full step {full[-1] * 1e3:.1f} ms", flush=True)
     if rare := sorted(kinds - shares.keys() - {"0"}):
-        print(f"too rare to be measured, taken to cost what the nearest kind does: {', '.join(rare)}", flush=True)
+        print(f"not measured, taken to cost what the nearest kind does: {', '.join(rare)}", flush=True)
     return {
         "full": statistics.median(full),
         "shares": {kind: round(statistics.median(all_), 4) for kind, all_ in sorted(shares.items())},
@@ -130,20 +131,21 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
 
 
 def kinds_of(workload: str, size: str) -> set[str]:
-    """Kinds of steps in all results that there are."""
-    kinds: set[str] = set()
+    """Kinds of steps in all results that there are, but for those that are rare in each of them."""
+    kinds: set[str] = {"0"}
     for path in (RESULTS / workload / size).glob("*-*.json"):
-        kinds |= json.loads(path.read_text())["curve"][-1]["batches"].keys()
+        batches = json.loads(path.read_text())["curve"][-1]["batches"]
+        kinds |= {kind for kind, count in batches.items() if count >= RARE * sum(batches.values())}
     return kinds
 
 
 def measure_missing(workload: str, size: str, data: str) -> None:
-    """Measure the kinds of steps that no file has the cost of yet, and all others anew with them."""
+    """Measure what steps cost, all kinds of them, if there is one that was not measured yet."""
     path, kinds = RESULTS / workload / size / "costs.json", kinds_of(workload, size)
     known = set(json.loads(path.read_text())["asked"]) if path.is_file() else set()
     if not kinds <= known:
-        found = measure(workload, size, data, kinds | known, rounds=3)
-        path.write_text(json.dumps(found | {"asked": sorted(kinds | known)}, indent=1) + "\n")
+        found = measure(workload, size, data, kinds, rounds=3)
+        path.write_text(json.dumps(found | {"asked": sorted(kinds)}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -74,21 +74,26 @@ class Run:
 def share_of(kind: str, shares: Mapping[str, float]) -> float:
     """What a step of a kind costs, as a share of a full step.
 
-    A kind that was met too rarely to be measured costs as much as the nearest one that was: a deeper or shallower hit,
-    where the cache kept off for a few steps a step without it, and where a deeper front came of a shallower entry one
-    that has none.
+    A kind that was not measured costs as much as the one of the nearest depth that was, of those that do the same. A
+    step that the cache kept off from does the same as one without it; one that came from shallower entries, as any that
+    did, or else as one that writes.
     """
     if kind == "0":
         return 1.0
     if kind in shares:
         return shares[kind]
     depth, _, what = kind.partition(" ")
-    same = {int(other.split()[0]): share for other, share in shares.items() if other.partition(" ")[2] == what}
-    if not same and (what == "off" or what.startswith("from ")):
-        return share_of(depth if what == "off" else f"{depth} miss", shares)
-    if not same:
-        raise KeyError(f"the cost of a step of kind {kind!r} was not measured")
-    return same[min(same, key=lambda other: abs(other - int(depth)))]
+    alike = [("off", "")] if what == "off" else [(what,)]
+    if what.startswith("from "):
+        every = tuple(other.partition(" ")[2] for other in shares)
+        alike = [(what,), tuple(other for other in every if other.startswith("from ")), ("miss",)]
+    for same in alike:
+        near = [other for other in shares if other.partition(" ")[2] in same]
+        if near:
+            return shares[
+                min(near, key=lambda other: (abs(int(other.split()[0]) - int(depth)), not other.endswith(what)))
+            ]
+    raise KeyError(f"the cost of a step of kind {kind!r} was not measured")
 
 
 @functools.cache
