@@ -220,9 +220,9 @@ def test_a_kind_that_was_not_measured_costs_what_the_nearest_does():
     assert results.share_of("3 off", shares) == 0.8
     assert results.share_of("6 off", shares | {"7 off": 0.3}) == 0.3
     with pytest.raises(KeyError, match="'7 miss' was not measured"):
-        results.share_of("7 miss", shares)
-    with pytest.raises(KeyError, match="'7 miss' was not measured"):
-        results.share_of("7 from 3", shares)
+        results.share_of("7 miss", {})
+    assert results.share_of("7 miss", shares) == results.share_of("7 from 3", shares) == 0.4
+    assert results.share_of("7 miss", shares | {"5 miss": 0.7}) == 0.7
     assert results.share_of("7 from 3", shares | {"5 miss": 0.7}) == 0.7
     assert results.share_of("7 from 3", shares | {"5 miss": 0.7, "6 from 3": 0.3, "7 from 5": 0.25}) == 0.3
     assert results.share_of("7 from 4", shares | {"5 miss": 0.7, "5 from 3": 0.3, "6 from 5": 0.25}) == 0.25

@@ -74,25 +74,21 @@ class Run:
 def share_of(kind: str, shares: Mapping[str, float]) -> float:
     """What a step of a kind costs, as a share of a full step.
 
-    A kind that was not measured costs as much as the one of the nearest depth that was, of those that do the same. A
-    step that the cache kept off from does the same as one without it; one that came from shallower entries, as any that
-    did, or else as one that writes.
+    A kind that was not measured costs as much as the one of the nearest depth that was, of those that do the same, or
+    else of the next in this row: steps from shallower entries, steps that write, steps without the cache.
     """
     if kind == "0":
         return 1.0
     if kind in shares:
         return shares[kind]
     depth, _, what = kind.partition(" ")
-    alike = [("off", "")] if what == "off" else [(what,)]
-    if what.startswith("from "):
-        every = tuple(other.partition(" ")[2] for other in shares)
-        alike = [(what,), tuple(other for other in every if other.startswith("from ")), ("miss",)]
-    for same in alike:
+    grown = tuple(other.partition(" ")[2] for other in shares if " from " in other)
+    row = {"": [], "off": [], "hit": [("hit",)], "miss": [("miss",)]}.get(what, [(what,), grown, ("miss",)])
+    for same in [*row, ("", "off")]:
         near = [other for other in shares if other.partition(" ")[2] in same]
         if near:
-            return shares[
-                min(near, key=lambda other: (abs(int(other.split()[0]) - int(depth)), not other.endswith(what)))
-            ]
+            distances = {other: (abs(int(other.split()[0]) - int(depth)), not other.endswith(what)) for other in near}
+            return shares[min(near, key=distances.__getitem__)]
     raise KeyError(f"the cost of a step of kind {kind!r} was not measured")
 
 
