@@ -27,7 +27,7 @@ from lightning_egeria.layers import SETTLING_STEPS, follows_slowly
 BATCHES = 10  # of an epoch
 EPOCHS = 3  # that are measured
 SETTLING = 3  # batches of each kind at the start that are not
-RARE = 0.02  # share of a run's steps below which a kind is taken to cost what the nearest does
+RARE = 0.05  # share of a run's steps below which a kind is taken to cost what the nearest does
 NO_DISK_HAS_SO_MUCH = 2**60  # bytes
 
 
