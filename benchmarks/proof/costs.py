@@ -2,7 +2,7 @@
 
 Other work on the machine changes the time of a step from minute to minute, and with it the time of a whole run. So the
 kinds are measured in turn, in short fits on a few batches, round after round, and each is said as a share of the step
-with nothing frozen in the same round.
+with nothing frozen that was measured shortly before.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from lightning_egeria.layers import SETTLING_STEPS, follows_slowly
 BATCHES = 10  # of an epoch
 EPOCHS = 3  # that are measured
 SETTLING = 3  # batches of each kind at the start that are not
+FITS_BESIDE_A_FULL_ONE = 4
 RARE = 0.05  # share of a run's steps below which a kind is taken to cost what the nearest does
 NO_DISK_HAS_SO_MUCH = 2**60  # bytes
 
@@ -103,7 +104,7 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
 
     Returns:
         ``full``: median seconds of a step with nothing frozen; ``shares``: of each kind, the median over the rounds of
-        its share of that, and ``spread``: the smallest and the largest.
+        its share of one that was measured shortly before, and ``spread``: the smallest and the largest.
     """
     kinds = set(kinds)
     fits = sorted({Fit.of(kind) for kind in kinds} - {Fit(0)})
@@ -113,11 +114,13 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
     full: list[float] = []
     shares: dict[str, list[float]] = {}
     for round_ in range(rounds):
-        full.append(seconds_of(workload, config, datamodule, Fit(0))["0"])
-        for fit in fits if round_ % 2 == 0 else reversed(fits):
-            for kind, seconds in seconds_of(workload, config, datamodule, fit).items():
-                if kind in kinds and Fit.of(kind) == fit:
-                    shares.setdefault(kind, []).append(seconds / full[-1])
+        order = fits if round_ % 2 == 0 else fits[::-1]
+        for start in range(0, max(1, len(order)), FITS_BESIDE_A_FULL_ONE):
+            full.append(seconds_of(workload, config, datamodule, Fit(0))["0"])
+            for fit in order[start : start + FITS_BESIDE_A_FULL_ONE]:
+                for kind, seconds in seconds_of(workload, config, datamodule, fit).items():
+                    if kind in kinds and Fit.of(kind) == fit:
+                        shares.setdefault(kind, []).append(seconds / full[-1])
         print(f"round {round_ + 1} of {rounds}: full step {full[-1] * 1e3:.1f} ms", flush=True)
     if rare := sorted(kinds - shares.keys() - {"0"}):
         print(f"not measured, taken to cost what the nearest kind does: {', '.join(rare)}", flush=True)

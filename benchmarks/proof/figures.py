@@ -163,15 +163,19 @@ def summary(runs: Sequence[Run]) -> str:
 
 
 def sensitivity(runs: Sequence[Run]) -> str:
-    """What one changed argument of ours does, one row each, as Markdown; empty without such runs."""
+    """What one changed argument of ours does, one row each, as Markdown; empty without such runs.
+
+    The row of the defaults has the seeds that any of the others has.
+    """
     plain = {run.seed: run for run in runs if run.method == "plain"}
     names = ["freezing", *(f"{argument}={value}" for argument, values in VARIATIONS.items() for value in values)]
     rows = [
         "| ours with | seeds | final, % | less than plain | training time | frozen at the end |",
         "|---|---|---|---|---|---|",
     ]
+    seeds = {run.seed for run in runs if run.method in names[1:]} & plain.keys()
     for name in names:
-        own = [run for run in runs if run.method == name and run.seed in plain]
+        own = [run for run in runs if run.method == name and run.seed in seeds]
         if not own:
             continue
         final = 100 * statistics.fmean(run.final for run in own)
