@@ -392,7 +392,7 @@ def test_measuring_leaves_a_network_as_it_was():
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*/table.md")), ids=lambda path: "-".join(path.parts[-3:-1]))
 def test_the_published_tables_are_what_the_files_give(path):
     runs = results.read_all(path.parts[-3], path.parts[-2])
-    assert path.read_text() == figures.table(runs)
+    assert path.read_text() == figures.table(runs, results.costs_of(path.parts[-3], path.parts[-2]))
     beside = path.with_name("sensitivity.md")
     assert (beside.read_text() if beside.is_file() else "") == figures.sensitivity(runs)
 
