@@ -259,7 +259,9 @@ def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch, 
     assert found["full"] == 2.0
     assert found["shares"] == {"3": 0.5, "5 from 3": 0.15, "5 hit": 0.1, "5 miss": 0.45, "5 off": 0.25}
     assert capsys.readouterr().out == "round 1 of 1: full step 2000.0 ms\n"
-    seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working, grown, {}])
+    seconds = iter(
+        [{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working, grown, {"0": 2.5}, {}]
+    )  # four fits, a full one again
     assert costs.measure(WORKLOAD, "small", data, kinds, rounds=1)["shares"] == found["shares"]
     assert "not measured, taken to cost what the nearest kind does: 5 from 4" in capsys.readouterr().out
 
