@@ -95,8 +95,9 @@ class Pieces:
         """Some of the rows."""
         digests = self.digests[kept] if self.digests is not None else None
         if self.lengths is None:
-            return Pieces(self.data[torch.from_numpy(kept)], None, digests)
-        return Pieces(self.data[torch.from_numpy(np.repeat(kept, self.lengths))], self.lengths[kept], digests)
+            return Pieces(_chosen(self.data, np.flatnonzero(kept)), None, digests)
+        places = np.flatnonzero(np.repeat(kept, self.lengths))
+        return Pieces(_chosen(self.data, places), self.lengths[kept], digests)
 
     def batch(self, form: RowForm, length: int | None, device: torch.device) -> Tensor:
         """As the network gives it, ``[rows, ...]``: with zeros behind the end of each sample, up to ``length``."""
@@ -166,10 +167,9 @@ class MemoryTier:
         starts = self._place[entries].astype(np.int64)
         digests = self._digest[entries] if self._digest is not None else None
         if self._length is None:
-            return Pieces(self._pieces[torch.from_numpy(starts).to(self._pieces.device)], None, digests)
+            return Pieces(_chosen(self._pieces, starts), None, digests)
         lengths = self._length[entries].astype(np.int64)
-        places = torch.from_numpy(ranges(starts, lengths)).to(self._pieces.device)
-        return Pieces(self._pieces[places], lengths, digests)
+        return Pieces(_chosen(self._pieces, ranges(starts, lengths)), lengths, digests)
 
     def put(self, entries: Rows, rows: Pieces) -> None:
         """Keep as many rows as still fit."""
@@ -183,7 +183,11 @@ class MemoryTier:
                 return
             count = int(lengths[new].sum())
             kept = rows.select(new)
-            self._pieces[self._used : self._used + count] = kept.data.to(self._pieces.device)
+            place = slice(self._used, self._used + count)
+            if self._pieces.device.type != "cpu":
+                self._pieces[place] = kept.data.to(self._pieces.device)
+            elif count:
+                _as_bytes(self._pieces)[place] = _as_bytes(kept.data)
             if self._length is not None:
                 self._length[entries[new]] = lengths[new]
             if self._digest is not None and rows.digests is not None:
@@ -282,13 +286,12 @@ class Level:
         data = torch.empty((len(entries), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
         sound = np.ones(len(entries), bool)
         digests = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None
-        held = host.holds(entries)
+        held, raw = host.holds(entries), _as_bytes(data)
         if held.any():
             taken = host.take(entries[held])
-            data[torch.from_numpy(held)] = taken.data
+            raw[held] = _as_bytes(taken.data)
             if digests is not None and taken.digests is not None:
                 digests[held] = taken.digests
-        raw = _as_bytes(data)
         for place in np.flatnonzero(~held):
             number = int(entries[place])
             shape, digest = self._read_one(number, raw[place])
@@ -338,8 +341,8 @@ class Level:
             _as_bytes(row.unsqueeze(0))[0] = buffer[: shape[0] * self.form.piece_bytes]
             parts.append(row)
         data = torch.empty((sum(len(p) for p in parts), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
-        if parts:
-            torch.cat(parts, out=data)
+        if data.numel():
+            np.concatenate([_as_bytes(part) for part in parts if len(part)], out=_as_bytes(data))
         lengths = np.array([len(part) for part in parts], np.int64)
         rows = Pieces(data, lengths, digests[sound] if digests is not None else None)
         new = ~held & sound
@@ -361,6 +364,19 @@ class Level:
             done[place] = self.store.write(int(entries[place]), raw, tuple(row.shape), fields[place]) > 0
         self.host.put(entries[done], rows.select(done))
         return int(done.sum())
+
+
+def _chosen(rows: Tensor, places: Rows) -> Tensor:
+    """Some rows of a contiguous tensor; in the memory of the host, copied by the calling thread alone.
+
+    torch would start further threads for every thread that asks it, which take the cores from those of the training.
+    """
+    if rows.device.type != "cpu":
+        return rows[torch.from_numpy(places).to(rows.device)]
+    chosen = torch.empty((len(places), *rows.shape[1:]), dtype=rows.dtype)
+    if chosen.numel():
+        np.take(_as_bytes(rows), places, axis=0, out=_as_bytes(chosen), mode="clip")  # "raise" would copy twice
+    return chosen
 
 
 def _as_bytes(rows: Tensor) -> npt.NDArray[np.uint8]:

@@ -271,3 +271,22 @@ def test_a_tier_keeps_the_first_that_fit():
     tier.put(np.array([6, 7, 8]), Pieces(torch.tensor([[0.0] * 4, [7.0] * 4, [8.0] * 4]), None))
     assert tier.holds(np.array([5, 6, 7, 8])).tolist() == [True, True, True, False]
     assert tier.take(np.array([7, 5, 6])).data[:, 0].tolist() == [7, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8])
+@pytest.mark.parametrize("piece", [(), (3,), (2, 5), (0, 4)])
+def test_rows_are_chosen_and_kept_without_torch(monkeypatch, dtype, piece):
+    """In the threads beside training, torch would start threads of its own."""
+    rows = torch.randn(6, *piece).to(dtype)
+    kept = np.array([True, False, True, True, False, False])
+    wanted = rows[torch.from_numpy(kept)]
+    form = RowForm(piece, False, tuple(range(len(piece) + 1)), dtype)
+    tier = MemoryTier(10**4, form, 10, torch.device("cpu"))
+    for name in ("__getitem__", "__setitem__", "index_select", "copy_", "clone"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"torch.Tensor.{name}"))
+    chosen = Pieces(rows, None).select(kept)
+    tier.put(np.array([9, 2, 4]), chosen)
+    taken = tier.take(np.array([4, 9]))
+    monkeypatch.undo()
+    assert torch.equal(chosen.data, wanted)
+    assert torch.equal(taken.data, wanted[[2, 0]])
