@@ -327,6 +327,19 @@ def test_a_run_that_no_longer_follows_from_ours_is_made_again(data, results_fold
     assert retrained(0.25) == [("static", 0, ["--depth", "3"])]
 
 
+def test_a_comparison_that_was_cut_off_before_its_costs_goes_on(data, results_folder, monkeypatch):
+    results_folder.mkdir(parents=True)
+    (results_folder / "plain-0.json").write_text(json.dumps(run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)))
+    trained = []
+    monkeypatch.setattr(compare, "train", lambda *given: trained.append(given[2:4]))
+    monkeypatch.setattr(costs, "measure_missing", lambda *_: None)
+    monkeypatch.setattr(
+        sys, "argv", ["compare", WORKLOAD, "--data", data, "--seeds", "0", "--methods", "plain", "freezing"]
+    )
+    compare.main()
+    assert trained == [("freezing", 0)]
+
+
 @pytest.mark.parametrize(("method", "told"), [("shortened", "steps"), ("static", "depth")])
 def test_a_run_that_follows_from_others_must_be_told_how(monkeypatch, capsys, method, told):
     monkeypatch.setattr(sys, "argv", ["run", WORKLOAD, method, "0", "--data", "nowhere"])

@@ -51,13 +51,16 @@ def arguments_of(method: str, workload: str, size: str, seed: int) -> list[str]:
     return []
 
 
-def follows_no_longer(method: str, workload: str, size: str, seed: int) -> bool:
-    """Whether a run was made by what has changed since: ours takes another time, or freezes to another depth."""
-    found, wanted = read(result_path(workload, size, method, seed)), arguments_of(method, workload, size, seed)
+def is_due(method: str, workload: str, size: str, seed: int) -> bool:
+    """Whether a run is not there, or was made as short, or frozen as deep, as ours no longer is."""
+    path = result_path(workload, size, method, seed)
+    if not path.is_file() or method not in FOLLOWERS:
+        return not path.is_file()
+    found, wanted = read(path), int(arguments_of(method, workload, size, seed)[1])
     if method == "static":
-        return found.final_depth != int(wanted[1])
+        return found.final_depth != wanted
     allowed = STEPS_ALLOWED * read(result_path(workload, size, "plain", seed)).steps
-    return method == "shortened" and abs(found.steps - int(wanted[1])) > allowed
+    return abs(found.steps - wanted) > allowed
 
 
 def train(workload: str, size: str, method: str, seed: int, data: str, more: list[str]) -> None:
@@ -90,7 +93,7 @@ def main() -> None:
     for group in ([m for m in methods if m not in FOLLOWERS], [m for m in methods if m in FOLLOWERS]):
         for seed in options.seeds:
             for method in group:
-                if not result_path(name, size, method, seed).is_file() or follows_no_longer(method, name, size, seed):
+                if is_due(method, name, size, seed):
                     train(name, size, method, seed, options.data, arguments_of(method, name, size, seed))
         costs.measure_missing(name, size, options.data)
         costs_of.cache_clear()

@@ -70,9 +70,10 @@ def seconds_of(
     views = max(1, WORKLOADS[workload].views)
     settling = math.ceil(SETTLING_STEPS / BATCHES) if settles(model) else 0
     epochs, schedule = EPOCHS + settling, {1: fit.shallower or fit.depth}
-    if fit.shallower:  # all views are cached by then
-        schedule[(settling + 1 + views) * BATCHES] = fit.depth
-        epochs += settling + 1 + views
+    if fit.shallower:
+        until_cached = settling + 1 + views
+        schedule[until_cached * BATCHES] = fit.depth
+        epochs += until_cached
     if fit.cache_does == "work":
         epochs += views + 1
     freezing = KnowledgeGuidedFreezing(ScriptedPolicy(schedule)) if fit.depth else None
@@ -88,8 +89,7 @@ def seconds_of(
         trainer = trainer_of(config, callbacks, max_epochs=epochs, limit_val_batches=0)
         trainer.fit(model, datamodule=cache if cache is not None else datamodule)
     found: dict[str, list[float]] = {}
-    held = curve.durations[settling * BATCHES :] if fit.depth else curve.durations
-    for kind, seconds in held:
+    for kind, seconds in curve.durations[settling * BATCHES :]:
         found.setdefault(kind, []).append(seconds)
     return {kind: statistics.median(all_[SETTLING:]) for kind, all_ in found.items() if len(all_) > 2 * SETTLING}
 
