@@ -92,7 +92,9 @@ class Pieces:
         return list(self.data.split(self.lengths.tolist()))
 
     def select(self, kept: Flags) -> Pieces:
-        """Some of the rows."""
+        """Some of the rows, not copied if it is all of them."""
+        if kept.all():
+            return self
         digests = self.digests[kept] if self.digests is not None else None
         if self.lengths is None:
             return Pieces(_chosen(self.data, np.flatnonzero(kept)), None, digests)
@@ -283,10 +285,11 @@ class Level:
 
     def _read_fixed(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
         host = self.host  # which may be released meanwhile
+        sound, held = np.ones(len(entries), bool), host.holds(entries)
+        if held.all() and not pin:
+            return host.take(entries), sound
         data = torch.empty((len(entries), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
-        sound = np.ones(len(entries), bool)
-        digests = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None
-        held, raw = host.holds(entries), _as_bytes(data)
+        digests, raw = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None, _as_bytes(data)
         if held.any():
             taken = host.take(entries[held])
             raw[held] = _as_bytes(taken.data)
