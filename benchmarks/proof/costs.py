@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
-from benchmarks.proof.workloads import RESULTS, WORKLOADS
+from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.layers import SETTLING_STEPS, follows_slowly
 
@@ -148,7 +148,7 @@ def measure_missing(workload: str, size: str, data: str) -> None:
     known = set(json.loads(path.read_text())["asked"]) if path.is_file() else set()
     if not kinds <= known:
         found = measure(workload, size, data, kinds, rounds=3)
-        path.write_text(json.dumps(found | {"asked": sorted(kinds)}, indent=1) + "\n")
+        keep(path, json.dumps(found | {"asked": sorted(kinds)}, indent=1) + "\n")
 
 
 def main() -> None:

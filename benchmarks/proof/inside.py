@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.proof.run import about, configured, quiet, steps_of, trainer_of
-from benchmarks.proof.workloads import RESULTS, WORKLOADS
+from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.calls import boundary_activation
 
@@ -134,8 +134,7 @@ def main() -> None:
         "likeness": likeness,
     }
     path = RESULTS / options.workload / options.size / "inside.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    keep(path, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing
-from benchmarks.proof.workloads import WORKLOADS, result_path
+from benchmarks.proof.workloads import WORKLOADS, keep, result_path
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 from lightning_egeria.configuration import CONFIG_DIR, CONFIG_NAME
 
@@ -294,10 +294,7 @@ def main() -> None:
         options.label,
     )
     path = options.out or result_path(options.workload, options.size, result["method"], options.seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(result, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")
-    unfinished.replace(path)
+    keep(path, json.dumps(result, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")
 
 
 if __name__ == "__main__":

@@ -79,5 +79,13 @@ def result_path(workload: str, size: str, method: str, seed: int) -> Path:
     return RESULTS / workload / size / f"{method}-{seed}.json"
 
 
+def keep(path: Path, text: str) -> None:
+    """Write a result, whole or not at all, in a folder that need not be there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
 if __name__ == "__main__":
     print("\n".join(WORKLOADS))
