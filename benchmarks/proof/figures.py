@@ -229,9 +229,10 @@ def picture(runs: Sequence[Run], metric: str) -> Figure:
 
 
 def _draw_metric(axes: Axes, runs: Sequence[Run], color: str, title: str) -> None:
-    count = min(len(run.points) for run in runs)
-    times = [statistics.fmean(run.points[i].seconds for run in runs) for i in range(count)]
-    values = [[run.points[i].value for run in runs] for i in range(count)]
+    # Runs that were made as short differ in length: all of them end with what they end with.
+    shown = [*range(min(len(run.points) for run in runs) - 1), -1]
+    times = [statistics.fmean(run.points[i].seconds for run in runs) for i in shown]
+    values = [[run.points[i].value for run in runs] for i in shown]
     axes.plot(times, [statistics.fmean(column) for column in values], color=color, linewidth=1.5, label=title)
     axes.fill_between(times, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15, linewidth=0)
 
