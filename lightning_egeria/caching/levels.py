@@ -289,7 +289,8 @@ class Level:
         if held.all() and not pin:
             return host.take(entries), sound
         data = torch.empty((len(entries), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
-        digests, raw = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None, _as_bytes(data)
+        digests = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None
+        raw = _as_bytes(data)
         if held.any():
             taken = host.take(entries[held])
             raw[held] = _as_bytes(taken.data)
@@ -307,7 +308,7 @@ class Level:
         new = ~held & sound
         if new.any():
             host.put(entries[new], rows.select(new))
-        return rows if sound.all() else rows.select(sound), sound
+        return rows.select(sound), sound
 
     def _read_one(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[tuple[int, ...] | None, int]:
         """The shape of an entry, and the digest that it has; None: it cannot be read."""
