@@ -5,6 +5,8 @@ VENV ?= .venv
 PYTHONS ?= python3.11 python3.12 python3.13
 # Overrides for the training command: make train ARGS="model=resnet56 trainer.max_epochs=5"
 ARGS ?=
+# Processes that run the tests, with one thread of torch each: one for each core, eight at most.
+WORKERS ?= logical
 # What make bench runs: a workload of the proof (benchmarks/proof/workloads.py), or the name of a script in benchmarks/.
 WORKLOAD ?= *
 # Folder with the data sets of the workloads, and their size: make bench WORKLOAD=cifar10_resnet20 DATA=PATH SIZE=full
@@ -24,10 +26,10 @@ train: $(VENV)/installed-demo ## train a ResNet-20 on handwritten digits, freezi
 	$(BIN)/egeria-train $(ARGS)
 
 test: $(VENV)/installed-dev ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test-slow: $(VENV)/installed-dev ## run the tests that take longer
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m slow
 
 test-faults: $(VENV)/installed-dev ## put every fault into a training job, over and over, and tabulate what held
 	PYTHONPATH=tests $(BIN)/python -m faults.campaign $(ARGS)
@@ -42,9 +44,10 @@ test-versions: ## run the tests on each Python of PYTHONS, and with the oldest s
 	@for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=.venv-$${python##*/} || exit 1; done
 	$(MAKE) test-oldest
 
-check: $(VENV)/installed-dev ## lint, formatting, types
+check: $(VENV)/installed-dev ## lint, formatting, imports, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 bench: $(VENV)/installed-demo ## compare on WORKLOAD=name with the data in DATA=folder; without a name, run all scripts in benchmarks/
@@ -65,8 +68,8 @@ docs: $(VENV)/installed-docs ## build the documentation in build/docs, warnings 
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs build/docs
 	@echo "open build/docs/index.html"
 
-notebooks: $(VENV)/installed-dev ## execute the notebooks
-	$(BIN)/python -m pytest -m "slow or not slow" tests/test_notebooks.py
+notebooks: $(VENV)/installed-dev ## execute the notebooks and store their outputs
+	$(BIN)/python -m notebooks.execute
 
 clean: ## remove the environments, builds and caches; keeps runs/
 	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

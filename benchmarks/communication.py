@@ -30,7 +30,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria import KnowledgeGuidedFreezing, PrefixFreezing, ScriptedPolicy
 from lightning_egeria.demos.resnet import CifarResNet
 
 WARM_UP_STEPS = 4  # after each change of depth: DDP orders its buckets in the second step
@@ -131,9 +131,9 @@ def rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     warnings.simplefilter("ignore")
     # Which depths there are is only known when a step has been seen.
-    first = KnowledgeGuidedFreezing(ScriptedPolicy({}))
+    first = PrefixFreezing()
     run(options, first, False, 1)
-    chain = first._chain
+    chain = first.freezer.chain
     count = min(options.depths, chain.max_depth + 1)
     depths = [round(chain.max_depth * number / max(1, count - 1)) for number in range(count)]
     schedule = {options.steps * number: depth for number, depth in enumerate(depths) if depth}
@@ -143,7 +143,7 @@ def rank(options: argparse.Namespace) -> None:
         ours = KnowledgeGuidedFreezing(ScriptedPolicy(schedule), evaluate_every_n_steps=options.steps)
         found["callback"].append(run(options, ours, False, options.steps * count))
         found["by hand"].append(run(options, ByHand(schedule, chain), True, options.steps * count))
-        exchanged = [ours._engine.prefix.gradient_bytes(depth) for depth in depths]
+        exchanged = [ours.freezer.prefix.gradient_bytes(depth) for depth in depths]
     rows = []
     for number, depth in enumerate(depths):
         row: dict[str, float] = {"depth": depth, "exchanged": exchanged[number]}

@@ -32,7 +32,7 @@ class Alternating(KnowledgeGuidedFreezing):
 
     def __init__(self, every: int, block: int, warm_up: int) -> None:
         watching = FreezingPolicy(1e-30, pretrained=True, peer_tolerance=0)  # compares at any rate, and never freezes
-        super().__init__(watching, evaluate_every_n_steps=every, workers=1)
+        super().__init__(watching, evaluate_every_n_steps=every, background=True)
         self.block, self.warm_up = block, warm_up
         self.means: dict[bool, list[float]] = {True: [], False: []}
         self.own_seconds: list[float] = []
@@ -51,8 +51,8 @@ class Alternating(KnowledgeGuidedFreezing):
                 self.means[not self.on].append((now - self._block_began) / self.block)
             self._block_began = now
             # The first step of a block is an evaluation step, so that the worker is done when the block is.
-            self._engine.next_evaluation = trainer.global_step + 1
-            self._spent = self._engine.costs.evaluation_seconds
+            self.comparison.next_evaluation = trainer.global_step + 1
+            self._spent = self.comparison.costs.evaluation_seconds
         if self.on:
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -68,7 +68,7 @@ class Alternating(KnowledgeGuidedFreezing):
         if self.on:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             if self._steps >= 0 and (self._steps + 1) % self.block == 0:
-                self.own_seconds.append(self._engine.costs.evaluation_seconds - self._spent)
+                self.own_seconds.append(self.comparison.costs.evaluation_seconds - self._spent)
 
 
 def measure(model: str, batch: int, every: int, pairs: int) -> None:

@@ -20,13 +20,13 @@ import torch
 from matplotlib import pyplot as plt
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
-from lightning_egeria.calls import crop_calls
 from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.data import Cifar10Data
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.freezing import callback as callback_module
 from lightning_egeria.freezing.precision import SnapshotNetwork
 from lightning_egeria.freezing.reference import Comparison, compare_networks
+from lightning_egeria.network.calls import crop_calls
 
 PRECISIONS = ("float32", "bf16", "int8")
 
@@ -64,14 +64,14 @@ class Watching(FreezingPolicy):
     wants_reference = True
     told: ClassVar[list[tuple]] = []
 
-    def observe(self, step, plasticity, learning_rate, loss):
+    def observe(self, step, plasticity, learning_rate, loss, layer_shares=None):
         self.told.append((step, plasticity, learning_rate, loss))
 
 
 def train(root: str, epochs: int) -> list[str]:
     """One run; returns the names of the layer modules."""
     L.seed_everything(0, verbose=False)
-    freezing = KnowledgeGuidedFreezing(Watching(), workers=0)
+    freezing = KnowledgeGuidedFreezing(Watching(), background=False)
     schedule = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR)
     model = ImageClassifier(
         CifarResNet(20, 10),

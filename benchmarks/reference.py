@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 from lightning_egeria import LayerChain
-from lightning_egeria.calls import NetworkCall
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.freezing import recording
-from lightning_egeria.freezing.parcels import pack
 from lightning_egeria.freezing.precision import SnapshotNetwork
 from lightning_egeria.freezing.reference import Evaluation
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
-from lightning_egeria.layers import LayerModule
+from lightning_egeria.network.calls import NetworkCall
+from lightning_egeria.network.chain import LayerModule
+from lightning_egeria.snapshots.packing import pack
 
 
 def encoder() -> nn.Module:

@@ -67,7 +67,7 @@ class UnderCallback:
             progress_bar_callback=None,
             loggers=[],
             fit_loop=types.SimpleNamespace(),
-            strategy=types.SimpleNamespace(model=None),
+            strategy=types.SimpleNamespace(model=None, root_device=torch.device("cpu")),
         )
         self.callback.on_fit_start(self.trainer, self.model)
         self.callback.on_train_start(self.trainer, self.model)

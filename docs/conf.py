@@ -1,8 +1,9 @@
 """How Sphinx builds the documentation: `make docs`."""
 
-import configparser
 import re
 from pathlib import Path
+
+import lightning_egeria
 
 HERE = Path(__file__).resolve().parent
 # These are pages here as well, or parts of some. What they link to has its place in these pages.
@@ -16,9 +17,7 @@ PAGES = {
 
 project = "lightning_egeria"
 author = "the lightning_egeria authors"
-_metadata = configparser.ConfigParser()
-_metadata.read(HERE.parent / "setup.cfg")
-version = release = _metadata["metadata"]["version"]
+version = release = lightning_egeria.__version__
 html_title = f"lightning_egeria {release}"
 html_theme = "furo"
 html_static_path = ["_static"]
@@ -29,7 +28,7 @@ html_copy_source = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 suppress_warnings = [
     "myst.header",  # a part of a method card begins at its own level

@@ -1,23 +1,34 @@
 """Knowledge-guided layer freezing for PyTorch Lightning."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_egeria.caching.datamodule import FrozenPrefixCache
     from lightning_egeria.freezing.callback import KnowledgeGuidedFreezing
     from lightning_egeria.freezing.metric import SimilarityPreservingLoss
-    from lightning_egeria.freezing.policy import FreezingPolicy, ScriptedPolicy
+    from lightning_egeria.freezing.policy import FreezingPolicy
+    from lightning_egeria.freezing.scripted import ScriptedPolicy
     from lightning_egeria.freezing.similarity import similarity_preserving_loss
     from lightning_egeria.freezing.slopes import SlopePolicy
-    from lightning_egeria.layers import LayerChain
+    from lightning_egeria.network.chain import LayerChain
     from lightning_egeria.report.recorder import RunRecorder
+    from lightning_egeria.training.callback import PrefixFreezing
+    from lightning_egeria.training.freezer import Decision, Freezer
+    from lightning_egeria.training.observers import Observer
+
+__version__ = "0.1.0"
 
 __all__ = [
+    "Decision",
+    "Freezer",
     "FreezingPolicy",
     "FrozenPrefixCache",
     "KnowledgeGuidedFreezing",
     "LayerChain",
+    "Observer",
+    "PrefixFreezing",
     "RunRecorder",
     "ScriptedPolicy",
     "SimilarityPreservingLoss",
@@ -26,12 +37,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Decision": "training.freezer",
+    "Freezer": "training.freezer",
+    "Observer": "training.observers",
+    "PrefixFreezing": "training.callback",
     "FreezingPolicy": "freezing.policy",
     "FrozenPrefixCache": "caching.datamodule",
     "KnowledgeGuidedFreezing": "freezing.callback",
-    "LayerChain": "layers",
+    "LayerChain": "network.chain",
     "RunRecorder": "report.recorder",
-    "ScriptedPolicy": "freezing.policy",
+    "ScriptedPolicy": "freezing.scripted",
     "SimilarityPreservingLoss": "freezing.metric",
     "SlopePolicy": "freezing.slopes",
     "similarity_preserving_loss": "freezing.similarity",
@@ -39,8 +54,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: the processes of the reference model need neither Lightning nor torchmetrics, which take
-    # longer to import than torch.
+    # Imported on first use: the reference process needs neither Lightning nor torchmetrics, which take longer to import
+    # than torch.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
@@ -48,3 +63,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+if "lightning.pytorch.cli" in sys.modules:  # LightningCLI finds only imported classes by their short names
+    for _name in __all__:
+        __getattr__(_name)

@@ -2,23 +2,23 @@
 
 
 class EgeriaError(Exception):
-    """Base class: an error that `lightning_egeria` raised on purpose, with a message meant for the user."""
+    """Base class of all errors that `lightning_egeria` raises on purpose, each with a message for the user."""
 
 
 class ArgumentError(EgeriaError, ValueError):
-    """A constructor argument is out of range; the message names it, what was expected and what came."""
+    """A constructor argument is out of range. The message names it, the range, and the value."""
 
 
 class LayerChainError(EgeriaError):
-    """No layer chain could be built from the model: unknown names, too few layer modules, nothing to train."""
+    """No layer chain could be found: unknown names, too few layer modules, or nothing to train."""
 
 
 class TooFewLayersError(LayerChainError):
-    """Too few layer modules learn for one of them to freeze; where parameters are held fixed, more may learn later."""
+    """Fewer than two layer modules are trainable; more may become so later."""
 
 
 class TrainingDataError(EgeriaError):
-    """There is nothing to train on, or it cannot be read as it was described."""
+    """The training data are missing or cannot be read."""
 
 
 class CheckpointError(EgeriaError):
@@ -26,19 +26,15 @@ class CheckpointError(EgeriaError):
 
 
 class UnsupportedError(EgeriaError):
-    """The Trainer is set up in a way that freezing was not made for; the message says what to use instead."""
-
-
-class DisagreementError(EgeriaError):
-    """The processes of one job no longer train the same model."""
+    """The Trainer uses something that freezing does not support; the message says what to use instead."""
 
 
 class RecordError(EgeriaError):
-    """The record of a run cannot be read, or does not hold what is asked for."""
+    """The record of a run cannot be read, or lacks the requested metric."""
 
 
 class WorkerError(EgeriaError):
-    """A call in a worker process failed: what it ran raised, or the process ended."""
+    """A call in a worker process failed: the called object raised, or the process ended."""
 
 
 class CacheError(EgeriaError):

@@ -1,22 +1,43 @@
-"""The Python blocks of the README and of the method cards run as they stand."""
+"""The Python blocks of all documents run as they stand, links lead somewhere, and the texts stay short."""
 
 import functools
+import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning as L
 import pytest
+import timm
 import torch
+from lightning.pytorch import callbacks as pl_callbacks
+from ranks import LOCAL, free_port
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "lightning_egeria").rglob("README.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
-    for path in DOCUMENTS
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
-]
+DOCS = ROOT / "docs"
+CARDS = sorted((ROOT / "lightning_egeria").rglob("README.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *CARDS, *sorted(DOCS.rglob("*.md"))]
+ORIGINAL_TRAINER = L.Trainer
+MOST_WORDS = 12_000
+OF_THE_CACHE = 1_300
+MOST_LINES_OF_README = 110
+
+
+def blocks(opening):
+    pattern = re.compile(rf"^```{opening}\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    return [
+        pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
+        for path in DOCUMENTS
+        for number, block in enumerate(pattern.findall(path.read_text()))
+    ]
+
+
+RUN = blocks("python")
+SEVERAL_PROCESSES = blocks(r"\{code-block\} python")
 
 
 class Module(L.LightningModule):
@@ -39,22 +60,91 @@ class Data(L.LightningDataModule):
         return DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4)
 
 
-def test_there_is_something_to_run():
-    assert len(BLOCKS) >= 3
+def small_trainer(*args, **kwargs):
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    kwargs = {**quiet, "enable_model_summary": False, "limit_val_batches": 1, **kwargs}
+    if any(isinstance(callback, pl_callbacks.ModelCheckpoint) for callback in kwargs.get("callbacks", ())):
+        kwargs["enable_checkpointing"] = True
+    limits = {"max_epochs": min(3, kwargs.get("max_epochs", 2)), "limit_train_batches": 4}
+    return ORIGINAL_TRAINER(*args, **{**kwargs, **limits})
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_runs(block, monkeypatch, tmp_path):
+def without_download(create_model, *args, **kwargs):
+    return create_model(*args, **{**kwargs, "pretrained": False})
+
+
+def test_nearly_all_blocks_run():
+    assert len(RUN) >= 15
+    assert len(SEVERAL_PROCESSES) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*SWA")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")  # the snippet resumes in one process
+@pytest.mark.filterwarnings("ignore:freezing. nothing froze")  # two epochs are too short for what they schedule
+@pytest.mark.parametrize("block", RUN)
+def test_block_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    monkeypatch.setattr(L, "Trainer", functools.partial(L.Trainer, max_epochs=2, enable_model_summary=False, **quiet))
+    monkeypatch.setattr(L, "Trainer", small_trainer)
+    monkeypatch.setattr(timm, "create_model", functools.partial(without_download, timm.create_model))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     exec(compile(block, "block", "exec"), {"model": Module(), "datamodule": Data()})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block", SEVERAL_PROCESSES)
+def test_block_runs_on_two_processes(block, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import functools\nimport lightning as L\nimport torch\nfrom torch import nn\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        f"{inspect.getsource(Module)}\n{inspect.getsource(Data)}\n"
+        "L.Trainer = functools.partial(L.Trainer, accelerator='cpu', max_epochs=2, logger=False,\n"
+        "    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)\n"
+        f"model, datamodule = Module(), Data()\n{block}\n"
+        "assert trainer.world_size == 2 and trainer.state.finished and trainer.global_step == 4\n"
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PL_"))}
+    environment = {**inherited, **LOCAL, "PYTHONPATH": str(ROOT), "MASTER_PORT": free_port()}
+    options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
+    run = subprocess.run([sys.executable, script], **options)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.slow
+def test_quickstart_freezes_a_layer(monkeypatch, tmp_path):
+    script, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "quickstart.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    with pytest.warns():  # what Lightning advises a newcomer
+        exec(compile(script, "first.py", "exec"), names)
+    assert names["freezing"].frozen_depth > 0
+    assert names["trainer"].callback_metrics["val/acc"] > 0.9
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_tests_that_are_named_exist(document):
-    named = set(re.findall(r"`(test_\w+)`", document.read_text()))
-    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-    missing = {name for name in named if f"def {name}(" not in sources}
-    assert not missing
+def test_links_lead_to_files_and_headings(document):
+    links = re.findall(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)", document.read_text())
+    for target, anchor in links:
+        file = (document.parent / target).resolve() if target else document
+        assert file.exists() or (DOCS / target).exists(), target
+        if anchor and file.suffix == ".md":
+            included = re.findall(r"```\{include\} (\S+)\n", file.read_text())
+            text = "\n".join([file.read_text(), *((file.parent / name).read_text() for name in included)])
+            assert anchor[1:] in {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}, anchor
+
+
+def slug(heading):
+    """Of a heading, as in links to it.
+
+    >>> slug("What it saves, and where")
+    'what-it-saves-and-where'
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_documents_stay_short():
+    caching = ROOT / "lightning_egeria" / "caching" / "README.md"
+    words = {path.relative_to(ROOT): len(path.read_text().split()) for path in DOCUMENTS if path != caching}
+    assert sum(words.values()) <= MOST_WORDS - OF_THE_CACHE, words
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES_OF_README

@@ -3,6 +3,7 @@
 import configparser
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import lightning_egeria
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -28,6 +31,12 @@ def test_setup_cfg_lists_every_package(setup_cfg):
         for path in (REPOSITORY / "lightning_egeria").rglob("__init__.py")
     }
     assert listed == found | {"lightning_egeria.conf"}
+
+
+def test_the_version_is_that_of_the_package(setup_cfg):
+    assert setup_cfg["metadata"]["version"] == "attr: lightning_egeria.__version__"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lightning_egeria.__version__)
+    assert f"## [{lightning_egeria.__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text()
 
 
 def test_the_oldest_versions_tried_are_the_lower_bounds(setup_cfg):
@@ -72,7 +81,7 @@ def test_a_wheel_has_the_configuration_the_types_and_the_command(source, tmp_pat
     assert {f"lightning_egeria/{name}" for name in configs} <= files
     sources = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "lightning_egeria").rglob("*.py")}
     assert sources | {"lightning_egeria/py.typed"} <= files
-    assert "egeria-train = lightning_egeria.train:main" in entry_points
+    assert "egeria-train = lightning_egeria.cli.train:main" in entry_points
     assert "egeria-cache = lightning_egeria.caching.command:main" in entry_points
     assert not [name for name in files if name.startswith(("tests/", "conf/", "benchmarks/"))]
 

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.proof import ages, compare, costs, figures, inside, results, workloads
 from benchmarks.proof import run as run_module
-from benchmarks.proof.controls import FreezeOut, FreezeOutSchedule, GradientNormTest, LinearFreezing
+from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing, StaticFreezing
 from benchmarks.proof.run import run
 from benchmarks.proof.workloads import RESULTS
+from lightning_egeria import Freezer, LayerChain
 from lightning_egeria.caching import stats
 
 TINY = ["data.batch_size=16", "data.train_size=64", "data.val_size=40", "model.net.depth=8"]
@@ -28,40 +29,51 @@ TINY += ["trainer.max_epochs=3", "trainer.check_val_every_n_epoch=1"]
 WORKLOAD = "cifar10_resnet20"
 
 
-def depths(policy, steps):
+def begun(freezing, max_depth):
+    """A callback of a network of so many layer modules and one, and their weights by number."""
+    net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(max_depth + 2)))
+    freezing.freezer = Freezer(net, LayerChain.trace(net, lambda: net(torch.ones(2, 2)).sum()))
+    assert freezing.freezer.chain.max_depth == max_depth
+    return freezing
+
+
+def depths(freezing, steps, before=lambda step: None):
     """Frozen depth after each step."""
     found = []
     for step in range(1, steps + 1):
-        policy.observe(step, None, 0.1, None)
-        found.append(policy.depth)
+        before(step)
+        if (decision := freezing.choose_depth(step)) is not None:
+            freezing.freezer.freeze_to(decision.depth, decision.reason)
+        found.append(freezing.freezer.depth)
     return found
 
 
-def test_linear_freezing_begins_at_half_and_changes_between_epochs():
-    policy = LinearFreezing(total_steps=100, steps_per_epoch=10)
-    policy.start(max_depth=9)
-    found = depths(policy, 100)
+def test_static_freezing_freezes_once():
+    assert depths(begun(StaticFreezing(3, 2), max_depth=2), 5) == [0, 0, 2, 2, 2]
+    assert depths(begun(StaticFreezing(3, 0), max_depth=2), 5) == [0] * 5
+
+
+def test_linear_freezing_begins_at_half_of_the_run():
+    found = depths(begun(LinearFreezing(total_steps=100, steps_per_epoch=10), max_depth=9), 100)
     # After 60, 70, 80, 90 of 100 steps a fifth, two fifths ... of 10 layers; the last never freezes.
     assert [found[step - 1] for step in (50, 59, 60, 69, 70, 80, 90, 99, 100)] == [0, 0, 2, 2, 4, 6, 8, 8, 9]
 
 
 def test_freezeout_freezes_at_the_cubes_of_a_ramp():
-    policy = FreezeOutSchedule(total_steps=1000)
-    policy.start(max_depth=2)
-    assert [policy.share(layer) for layer in range(3)] == pytest.approx([0.8**3, 0.9**3, 1.0])
-    found = depths(policy, 1000)
+    freezing = begun(FreezeOut(total_steps=1000), max_depth=2)
+    assert [freezing.share(layer) for layer in range(4)] == pytest.approx([0.8**3, 0.9**3, 1.0, 1.0])
+    found = depths(freezing, 1000)
     assert [found[step - 1] for step in (511, 512, 728, 729, 999)] == [0, 1, 1, 2, 2]
 
 
-def test_the_gradient_norm_test_freezes_what_is_in_front_of_the_first_that_is_not_below_the_median():
-    policy = GradientNormTest(total_steps=40, intervals=4)
-    policy.start(max_depth=4)
+def test_the_gradient_norm_test_freezes_below_the_median():
+    freezing = begun(AutoFreeze(total_steps=40, intervals=4), max_depth=4)
     norms = {10: [10.0, 10.0, 10.0, 10.0, 10.0], 20: [10.1, 10.2, 13.0, 9.9, 15.0], 30: [10.1, 10.2, 13.1, 12.0, 14.9]}
-    found = []
-    for step in range(1, 31):
-        policy.norms = norms.get(step, policy.norms)
-        policy.observe(step, None, 0.1, None)
-        found.append(policy.depth)
+
+    def summed(step):
+        freezing.sums = {f"{layer}.weight": torch.tensor(norm) for layer, norm in enumerate(norms.get(step, []))}
+
+    found = depths(freezing, 30, before=summed)
     # At 20 the changes are 0.01, 0.02, 0.3, 0.01, 0.5 with median 0.02, at 30 of the last four 0, 0.008, 0.21, 0.007.
     assert [found[step - 1] for step in (10, 19, 20, 29, 30)] == [0, 0, 1, 1, 2]
 
@@ -85,7 +97,7 @@ def test_freezeout_is_sgd_with_a_learning_rate_for_each_layer(tmp_path):
     images, labels = torch.randn(steps * 4, 4), torch.randint(2, (steps * 4,))
     loader = DataLoader(TensorDataset(images, labels), batch_size=4)
     model = Chain()
-    freezing = FreezeOut(steps, workers=0, layer_modules=["a", "b", "c"])
+    freezing = FreezeOut(steps, layer_modules=["a", "b", "c"])
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -117,11 +129,11 @@ def test_freezeout_is_sgd_with_a_learning_rate_for_each_layer(tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.fixture
-def data(tmp_path):
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
     """The folder with all data: CIFAR-10 of 200 random images."""
-    folder = tmp_path / "data" / "cifar10"
-    folder.mkdir(parents=True)
+    folder = tmp_path_factory.mktemp("data") / "cifar10"
+    folder.mkdir()
     generator = np.random.default_rng(0)
     labels = {}
     for split, count in (("train", 200), ("test", 100)):
@@ -130,7 +142,17 @@ def data(tmp_path):
         Image.fromarray(mosaic).save(folder / f"{split}.webp", lossless=True)
         labels[f"{split}_labels"] = np.arange(count, dtype=np.uint8) % 10
     np.savez(folder / "labels.npz", **labels)
-    return str(tmp_path / "data")
+    return str(folder.parent)
+
+
+@functools.cache
+def _trained(method, data, **arguments):
+    return json.dumps(run(WORKLOAD, "small", method, 0, data, overrides=TINY, **arguments))
+
+
+def trained(method, data, **arguments):
+    """The result of a tiny run; each is made once."""
+    return json.loads(_trained(method, data, **arguments))
 
 
 @pytest.fixture
@@ -145,8 +167,8 @@ def results_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", ["slope", "linear", "freezeout", "autofreeze", "static", "shortened"])
 def test_a_control_trains(data, method):
     steps = 6 if method == "shortened" else None
-    result = run(WORKLOAD, "small", method, 0, data, steps=steps, depth=2, overrides=TINY)
-    json.dumps(result)
+    arguments = {} if steps is None else {"steps": steps}
+    result = trained(method, data, **({"depth": 2} if method == "static" else {}), **arguments)
     assert result["method"] == method
     assert [point["step"] for point in result["curve"]] == ([4, 6] if method == "shortened" else [4, 8, 12])
     assert sum(result["curve"][-1]["batches"].values()) == result["steps"]
@@ -155,8 +177,9 @@ def test_a_control_trains(data, method):
 
 
 def test_a_run_is_repeated_by_its_seed(data):
-    first, second, other = (run(WORKLOAD, "small", "freezing", seed, data, overrides=TINY) for seed in (0, 0, 1))
-    metrics = [[point["metrics"] for point in result["curve"]] for result in (first, second, other)]
+    again, other = (run(WORKLOAD, "small", "freezing", seed, data, overrides=TINY) for seed in (0, 1))
+    runs = (trained("freezing", data), again, other)
+    metrics = [[point["metrics"] for point in result["curve"]] for result in runs]
     assert metrics[0] == metrics[1] != metrics[2]
 
 
@@ -164,10 +187,9 @@ def test_freezing_and_cache_differ_in_the_kinds_of_their_steps(data, results_fol
     policy = "{_target_: lightning_egeria.ScriptedPolicy, schedule: {2: 1}}"
     scripted = ["~callbacks.freezing.policy", f"+callbacks.freezing.policy={policy}"]
     results_folder.mkdir(parents=True)
-    for method in ("plain", "freezing", "cached"):
-        changes = TINY if method == "plain" else [*TINY, *scripted]
-        if method == "cached":
-            changes = [*changes, "trainer.max_epochs=7"]
+    (results_folder / "plain-0.json").write_text(json.dumps(trained("plain", data)))
+    for method in ("freezing", "cached"):
+        changes = [*TINY, *scripted, *(["trainer.max_epochs=7"] if method == "cached" else [])]
         result = run(WORKLOAD, "small", method, 0, data, overrides=changes)
         (results_folder / f"{method}-0.json").write_text(json.dumps(result))
     kinds = {path.stem: json.loads(path.read_text())["curve"][-1]["batches"] for path in results_folder.glob("*.json")}
@@ -176,7 +198,7 @@ def test_freezing_and_cache_differ_in_the_kinds_of_their_steps(data, results_fol
     assert set(kinds["cached-0"]) - {"1 off"} == {"0", "1 miss", "1 hit"}
 
 
-def test_steps_that_a_deeper_front_takes_from_shallower_entries_are_of_a_kind_of_their_own(data, monkeypatch):
+def test_steps_from_shallower_entries_are_a_kind_of_step(data, monkeypatch):
     monkeypatch.setattr(stats, "COMPARED_STEPS", sys.maxsize)  # whether so small a cache pays is chance
     policy = "{_target_: lightning_egeria.ScriptedPolicy, schedule: {1: 1, 20: 3}}"  # with 4 views, 4 epochs of 4 steps
     scripted = ["~callbacks.freezing.policy", f"+callbacks.freezing.policy={policy}", "trainer.max_epochs=11"]
@@ -193,7 +215,7 @@ def test_costs_times_and_tables_come_from_the_files(data, results_folder):
         path = workloads.result_path(WORKLOAD, "small", method, 0)
         path = results_folder / path.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run(WORKLOAD, "small", method, 0, data, depth=2, overrides=TINY)))
+        path.write_text(json.dumps(trained(method, data, **({"depth": 2} if method == "static" else {}))))
     kinds = costs.kinds_of(WORKLOAD, "small")
     assert kinds == {"0", "2"}
     found = {"full": 0.5, "shares": {"2": 0.25}, "asked": sorted(kinds), "about": {"torch": "2", "threads": "1"}}
@@ -205,14 +227,14 @@ def test_costs_times_and_tables_come_from_the_files(data, results_folder):
     assert runs["static"].seconds == pytest.approx(overhead * (1 * 0.5 + 11 * 0.125))
     text = figures.table(list(runs.values()), found)
     final = f"{100 * runs['plain'].final:.1f}"
-    assert f"| plain | 1 | {final} | - | - | 1.00 | 0.00 | {final} at 1.00 | 1.00 | 1.00x | 1.00x | - |" in text
+    assert f"| plain | 1 | {final} | - | - | 1.00 | 0.00 | {final} at 1.00 | 1.00 | 1.00x | - |" in text
     assert f"Runs with torch {torch.__version__}, threads: {torch.get_num_threads()}, commits: " in text
     assert text.endswith("Costs of steps with torch 2, threads: 1, commit: unknown.\n")
-    assert "| static, as deep as ours | 1 |" in text
+    assert "| static | 1 |" in text
     assert figures.picture(list(runs.values()), "val/acc").axes
 
 
-def test_a_kind_that_was_not_measured_costs_what_the_nearest_does():
+def test_an_unmeasured_kind_costs_as_much_as_the_nearest():
     shares = {"3": 0.8, "7": 0.4, "7 hit": 0.2}
     assert results.share_of("0", shares) == 1
     assert results.share_of("4", shares) == 0.8
@@ -266,6 +288,7 @@ def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch, 
     assert "not measured, taken to cost what the nearest kind does: 5 from 4" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_kinds_are_measured_by_short_fits(data, monkeypatch):
     monkeypatch.setattr(costs, "BATCHES", 8)
     monkeypatch.setattr(stats, "COMPARED_STEPS", sys.maxsize)  # whether so small a cache pays is chance
@@ -286,10 +309,10 @@ def test_networks_whose_statistics_settle_take_longer_to_measure():
     assert not costs.settles(torch.nn.LayerNorm(3))
 
 
-def test_how_short_a_run_is_made_follows_from_ours_as_far_as_there_are(data, results_folder):
+def test_the_length_of_a_short_run_follows_from_ours(data, results_folder):
     results_folder.mkdir(parents=True)
-    plain = run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)
-    ours = run(WORKLOAD, "small", "static", 0, data, depth=2, overrides=TINY)
+    plain = trained("plain", data)
+    ours = trained("static", data, depth=2)
     (results_folder / "plain-0.json").write_text(json.dumps(plain))
     (results_folder / "costs.json").write_text(json.dumps({"full": 1.0, "shares": {"2": 0.25}, "asked": ["0", "2"]}))
     with pytest.raises(SystemExit, match=r"freezing-0\.json is not there"):
@@ -303,41 +326,41 @@ def test_how_short_a_run_is_made_follows_from_ours_as_far_as_there_are(data, res
 
 def test_a_run_that_no_longer_follows_from_ours_is_made_again(data, results_folder, monkeypatch):
     results_folder.mkdir(parents=True)
-    short = run(WORKLOAD, "small", "shortened", 0, data, steps=4, overrides=TINY)
-    static = run(WORKLOAD, "small", "static", 0, data, depth=2, overrides=TINY)
-    made = {"plain": run(WORKLOAD, "small", "plain", 0, data, overrides=TINY), "freezing": static, "shortened": short}
+    short = trained("shortened", data, steps=4)
+    static = trained("static", data, depth=2)
+    made = {"plain": trained("plain", data), "freezing": static, "shortened": short}
     for name, result in (made | {"static": static}).items():
         (results_folder / f"{name}-0.json").write_text(json.dumps(result | {"evaluation_seconds": 0.0}))
 
-    def retrained(share):
+    def remade(share):
         results.costs_of.cache_clear()
         (results_folder / "costs.json").write_text(json.dumps({"full": 1, "shares": {"2": share}, "asked": ["0", "2"]}))
-        trained = []
-        monkeypatch.setattr(compare, "train", lambda *given: trained.append(given[2:4] + given[5:]))
+        asked = []
+        monkeypatch.setattr(compare, "train", lambda *given: asked.append(given[2:4] + given[5:]))
         monkeypatch.setattr(
             sys, "argv", ["compare", WORKLOAD, "--data", data, "--seeds", "0", "--methods", *made, "static"]
         )
         compare.main()
-        return trained
+        return asked
 
-    assert retrained(0.25) == []  # 1 + 11 / 4 of 12 steps
-    assert retrained(0.5) == [("shortened", 0, ["--steps", "6"])]
+    assert remade(0.25) == []  # 1 + 11 / 4 of 12 steps
+    assert remade(0.5) == [("shortened", 0, ["--steps", "6"])]
     deeper = static | {"evaluation_seconds": 0.0, "events": [{"step": 1, "kind": "freeze", "depth": 3, "reason": ""}]}
     (results_folder / "freezing-0.json").write_text(json.dumps(deeper))
-    assert retrained(0.25) == [("static", 0, ["--depth", "3"])]
+    assert remade(0.25) == [("static", 0, ["--depth", "3"])]
 
 
 def test_a_comparison_that_was_cut_off_before_its_costs_goes_on(data, results_folder, monkeypatch):
     results_folder.mkdir(parents=True)
-    (results_folder / "plain-0.json").write_text(json.dumps(run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)))
-    trained = []
-    monkeypatch.setattr(compare, "train", lambda *given: trained.append(given[2:4]))
+    (results_folder / "plain-0.json").write_text(json.dumps(trained("plain", data)))
+    asked = []
+    monkeypatch.setattr(compare, "train", lambda *given: asked.append(given[2:4]))
     monkeypatch.setattr(costs, "measure_missing", lambda *_: None)
     monkeypatch.setattr(
         sys, "argv", ["compare", WORKLOAD, "--data", data, "--seeds", "0", "--methods", "plain", "freezing"]
     )
     compare.main()
-    assert trained == [("freezing", 0)]
+    assert asked == [("freezing", 0)]
 
 
 @pytest.mark.parametrize(("method", "told"), [("shortened", "steps"), ("static", "depth")])
@@ -350,7 +373,7 @@ def test_a_run_that_follows_from_others_must_be_told_how(monkeypatch, capsys, me
 
 def test_one_argument_is_changed_at_a_time(data, results_folder):
     results_folder.mkdir(parents=True)
-    (results_folder / "plain-0.json").write_text(json.dumps(run(WORKLOAD, "small", "plain", 0, data, overrides=TINY)))
+    (results_folder / "plain-0.json").write_text(json.dumps(trained("plain", data)))
     (results_folder / "costs.json").write_text(json.dumps({"full": 1.0, "shares": {}, "asked": ["0"]}))
     found = dict(compare.variations(WORKLOAD, "small"))
     assert found["tolerance=1e-3"] == ["callbacks.freezing.policy.tolerance=1e-3"]
@@ -413,10 +436,8 @@ def test_the_published_tables_are_what_the_files_give(path):
 
 
 def test_the_readme_shows_what_the_files_give():
-    found = figures.SUMMARY.findall(figures.README.read_text())
-    assert found
-    for _, workload, size, text in found:
-        assert text == figures.summary(results.read_all(workload, size))
+    ((_, text),) = figures.SUMMARY.findall(figures.README.read_text())
+    assert text == figures.readme_summary()
 
 
 def test_the_page_shows_every_table_and_picture():

@@ -16,10 +16,11 @@ import hydra
 import lightning
 from torch import Tensor, nn
 
+from benchmarks.proof.controls import StaticFreezing
 from benchmarks.proof.inside import boundary_grams
 from benchmarks.proof.run import configured, quiet, trainer_of
 from benchmarks.proof.workloads import WORKLOADS
-from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria import PrefixFreezing
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 
 HALF = 12  # intervals
@@ -52,7 +53,7 @@ class Past(lightning.Callback):
         interval: optimizer steps.
     """
 
-    def __init__(self, freezing: KnowledgeGuidedFreezing, interval: int) -> None:
+    def __init__(self, freezing: PrefixFreezing, interval: int) -> None:
         self.freezing, self.interval = freezing, interval
         self.images: Tensor | None = None
         self.seen: list[Tensor] = []
@@ -84,7 +85,7 @@ def main() -> None:
     lightning.seed_everything(0, workers=True, verbose=False)
     datamodule, model = hydra.utils.instantiate(config.data), hydra.utils.instantiate(config.model)
     half = HALF * options.interval
-    freezing = KnowledgeGuidedFreezing(ScriptedPolicy({half: options.depth}), workers=0)
+    freezing = StaticFreezing(half, options.depth)
     past = Past(freezing, options.interval)
     with quiet():
         trainer = trainer_of(config, [freezing, past], limit_val_batches=0, max_epochs=-1, max_steps=2 * half)

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.layers import SETTLING_STEPS, follows_slowly
+from lightning_egeria.network.prefix import SETTLING_STEPS, follows_slowly
 
 BATCHES = 10  # of an epoch
 EPOCHS = 3  # that are measured

@@ -22,14 +22,25 @@ from benchmarks.proof.workloads import RESULTS, VARIATIONS, WORKLOADS
 REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURES = REPOSITORY / "docs" / "_static"
 README = REPOSITORY / "README.md"
-SUMMARY = re.compile(r"(<!-- make figures: (\w+) (\w+) -->\n\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
+SUMMARY = re.compile(r"(<!-- make figures: summary -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+# Rows of the table in the README, by workload and size.
+SUMMARIZED = {
+    ("finetune_imagenette_resnet20", "tight"): "fine-tune ResNet-20, 6 epochs",
+    ("finetune_imagenette_resnet56", "tight"): "fine-tune ResNet-56, 6 epochs",
+    ("finetune_imagenette_resnet20", "small"): "fine-tune ResNet-20, 12 epochs: more than it needs",
+    ("cifar10_resnet20", "small"): "from scratch: ResNet-20, step decay",
+    ("cifar10_resnet20_cosine", "small"): "from scratch: ResNet-20, cosine",
+    ("cifar10_mobilenetv2", "small"): "from scratch: MobileNetV2, cosine",
+    ("multi30k_transformer", "small"): "from scratch: translation transformer (BLEU)",
+}
+SUMMARY_METHODS = ("freezing", "cached", "shortened")
 TITLES = {
     "plain": "plain",
-    "shortened": "plain, made as short as ours",
-    "freezing": "ours, without the cache",
-    "cached": "ours, with the cache",
-    "slope": "Egeria's slope, reconstructed",
-    "static": "static, as deep as ours",
+    "shortened": "plain, shortened",
+    "freezing": "freezing",
+    "cached": "freezing and cache",
+    "slope": "SlopePolicy (Egeria)",
+    "static": "static",
     "linear": "linear (Composer)",
     "freezeout": "FreezeOut",
     "autofreeze": "AutoFreeze",
@@ -66,7 +77,7 @@ def with_interval(values: Sequence[float], form: str) -> str:
 
 
 def time_to(runs: Sequence[Run], plain: Sequence[Run], part: float) -> str:
-    """How many times sooner the runs come to a part of what the plain run of the same seed ends with."""
+    """How many times sooner the runs reach a share of the final metric of the plain run of the same seed."""
     finals = {run.seed: run.final for run in plain}
     ours, theirs = [], []
     for run in runs:
@@ -101,7 +112,7 @@ def over(runs: Sequence[Run], others: Sequence[Run]) -> str:
     """Mean difference in points to other runs of the same seeds, with its confidence interval."""
     theirs = {run.seed: 100 * run.final for run in others}
     differences = [100 * run.final - theirs[run.seed] for run in runs if run.seed in theirs]
-    return with_interval(differences, "+.1f") if differences and runs != others else "-"
+    return with_interval(differences, "+z.1f") if differences and runs != others else "-"
 
 
 def made_by(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
@@ -129,8 +140,8 @@ def table(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
     """Compare the methods of one workload, one row each, as Markdown."""
     plain, short = ([run for run in runs if run.method == method] for method in ("plain", "shortened"))
     base, raw = statistics.fmean(r.seconds for r in plain), statistics.fmean(r.points[-1].raw_seconds for r in plain)
-    columns = ("method", "seeds", "final, %", "over plain", "over the short one", "training time", "comparing")
-    columns += ("plain by then, %", "raw", "to plain's final", "to 99 % of it", "frozen")
+    columns = ("method", "seeds", "final, %", "vs. plain", "vs. shortened", "training time", "evaluating")
+    columns += ("plain by then, %", "by the clock", "to plain's final", "frozen")
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for method, title in TITLES.items():
         own = [run for run in runs if run.method == method]
@@ -143,34 +154,45 @@ def table(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
             f"| {statistics.fmean(run.seconds for run in own) / base:.2f} "
             f"| {statistics.fmean(run.comparing for run in own) / base:.2f} | {plain_by_then(own, plain)} "
             f"| {statistics.fmean(run.points[-1].raw_seconds for run in own) / raw:.2f} "
-            f"| {time_to(own, plain, 1.0)} | {time_to(own, plain, 0.99)} | {frozen_at_the_end(own)} |"
+            f"| {time_to(own, plain, 1.0)} | {frozen_at_the_end(own)} |"
         )
     note = f"Training time of the plain run: {base:.0f} s ({raw:.0f} s by the clock); the others are shares of it."
     return "\n".join([*rows, "", f"{note} {made_by(runs, costs)}", ""])
 
 
-def summary(runs: Sequence[Run]) -> str:
-    """The plain run, the shortened one and ours, in a few words: for the README."""
-    base = statistics.fmean(run.seconds for run in runs if run.method == "plain")
-    rows = ["| | final accuracy, % | training time |", "|---|---|---|"]
-    for method in ("plain", "shortened", "freezing", "cached"):
-        own = [run for run in runs if run.method == method]
-        if not own:
-            continue
-        time = statistics.fmean(run.seconds for run in own) / base
-        rows.append(f"| {TITLES[method]} | {with_interval([100 * run.final for run in own], '.1f')} | {time:.2f} |")
+def summary(runs: Mapping[str, Sequence[Run]]) -> str:
+    """Time and final metric of freezing and of the shortened plain run, beside the plain run: for the README.
+
+    Args:
+        runs: of each workload by its title.
+    """
+    rows = ["| | freezing | freezing and cache | plain, shortened |", "|---|---|---|---|"]
+    for title, found in runs.items():
+        of = {name: [run for run in found if run.method == name] for name in ("plain", *SUMMARY_METHODS)}
+        base = statistics.fmean(run.seconds for run in of["plain"])
+        cells = []
+        for method in SUMMARY_METHODS:
+            own = of[method]
+            time = f"{statistics.fmean(run.seconds for run in own) / base:.2f}" if own else ""
+            cells.append(f"**{time}** ({over(own, of['plain'])})" if own else "-")
+        rows.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join([*rows, ""])
 
 
+def readme_summary() -> str:
+    """The table in the README."""
+    return "\n" + summary({title: read_all(*which) for which, title in SUMMARIZED.items()}) + "\n"
+
+
 def sensitivity(runs: Sequence[Run]) -> str:
-    """What one changed argument of ours does, one row each, as Markdown; empty without such runs.
+    """What one changed argument does, one row each, as Markdown; empty without such runs.
 
     The row of the defaults has the seeds that any of the others has.
     """
     plain = {run.seed: run for run in runs if run.method == "plain"}
     names = ["freezing", *(f"{argument}={value}" for argument, values in VARIATIONS.items() for value in values)]
     rows = [
-        "| ours with | seeds | final, % | less than plain | training time | frozen at the end |",
+        "| with | seeds | final, % | below plain | training time | frozen at the end |",
         "|---|---|---|---|---|---|",
     ]
     seeds = {run.seed for run in runs if run.method in names[1:]} & plain.keys()
@@ -187,7 +209,7 @@ def sensitivity(runs: Sequence[Run]) -> str:
 
 
 def inside(path: Path, frozen: Run | None) -> Figure:
-    """How alike each layer module is to its final state over a plain run, and when ours froze it."""
+    """How alike each layer module is to its final state over a plain run, and when it froze."""
     state = json.loads(path.read_text())
     names, seen = state["layer_modules"], state["likeness"]
     figure = Figure(figsize=(8, 1.2 + 0.22 * len(names)), layout="constrained")
@@ -202,7 +224,7 @@ def inside(path: Path, frozen: Run | None) -> Figure:
         else:
             axes.axvline(event["step"], color="#ff5555", linewidth=2)
     axes.set_yticks([index + 0.5 for index in range(len(names))], names, fontsize=7)
-    axes.set_xlabel("optimizer steps; white: frozen by ours from here on, red: unfrozen")
+    axes.set_xlabel("optimizer steps; white: frozen from here on, red: unfrozen")
     return figure
 
 
@@ -279,7 +301,7 @@ def main() -> None:
             path = PICTURES / f"proof_{workload}_{folder.name}.png"
             picture(runs, about.metric).savefig(path, dpi=100, metadata={"Software": None})
             print(f"{workload} {folder.name}: {len(runs)} runs, {path}\n{text}")
-    README.write_text(SUMMARY.sub(lambda found: found[1] + summary(read_all(found[2], found[3])), README.read_text()))
+    README.write_text(SUMMARY.sub(lambda found: found[1] + readme_summary(), README.read_text()))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.proof.run import about, configured, quiet, steps_of, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
-from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.calls import boundary_activation
+from lightning_egeria import PrefixFreezing
+from lightning_egeria.network.calls import boundary_activation
 
 SAMPLES = 512
 MOMENTS = 20
@@ -45,7 +45,7 @@ def linear_cka(first: Tensor, second: Tensor) -> float:
 
 @torch.no_grad()
 def boundary_grams(
-    freezing: KnowledgeGuidedFreezing, module: nn.Module, inputs: Tensor, gram: Callable[[Tensor], Tensor]
+    freezing: PrefixFreezing, module: nn.Module, inputs: Tensor, gram: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
     """Gram matrix of each boundary activation, `[samples, samples]`, as ``module`` stands there.
 
@@ -55,7 +55,7 @@ def boundary_grams(
         inputs: of its samples.
         gram: makes a Gram matrix of an activation.
     """
-    chain, grams, handles = freezing._chain, {}, []
+    chain, grams, handles = freezing.freezer.chain, {}, []
     assert chain is not None
     for index, layer_module in enumerate(chain.layer_modules):
 
@@ -80,7 +80,7 @@ class Looking(lightning.Callback):
         inputs: that the network is given each time.
     """
 
-    def __init__(self, freezing: KnowledgeGuidedFreezing, total: int, inputs: Tensor) -> None:
+    def __init__(self, freezing: PrefixFreezing, total: int, inputs: Tensor) -> None:
         self.freezing, self.every, self.inputs = freezing, max(1, total // MOMENTS), inputs
         self.seen: list[tuple[int, list[Tensor]]] = []
 
@@ -117,7 +117,7 @@ def main() -> None:
     validation = datamodule.val_dataloader().dataset
     places = range(0, len(validation), max(1, len(validation) // SAMPLES))
     inputs = torch.stack([validation[place][0] for place in list(places)[:SAMPLES]])
-    freezing = KnowledgeGuidedFreezing(ScriptedPolicy({}), workers=0)  # finds the layer modules, freezes nothing
+    freezing = PrefixFreezing()  # finds the layer modules, freezes nothing
     looking = Looking(freezing, total, inputs)
     with quiet():
         trainer_of(config, [freezing, looking], limit_val_batches=0).fit(model, datamodule=datamodule)

@@ -10,7 +10,7 @@ import lightning
 from hydra import compose, initialize_config_dir
 
 from benchmarks.proof.run import quiet
-from lightning_egeria.configuration import CONFIG_DIR, CONFIG_NAME
+from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME
 
 
 def pretrain(root: Path, size: str, seed: int, out: Path, overrides: Sequence[str] = ()) -> dict[str, float]:

@@ -21,14 +21,14 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing
+from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing, StaticFreezing
 from benchmarks.proof.workloads import WORKLOADS, keep, result_path
-from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
-from lightning_egeria.configuration import CONFIG_DIR, CONFIG_NAME
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, PrefixFreezing, SlopePolicy
+from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME
 
 # An answer that comes late makes another decision, and so does another precision, which goes by what is fast: on a busy
 # machine, no two runs would be the same.
-SYNCHRONOUS = {"workers": 0, "deterministic": False, "reference_precision": "float32"}
+SYNCHRONOUS = {"background": False, "deterministic": False, "reference_precision": "float32"}
 
 
 class Curve(lightning.Callback):
@@ -48,7 +48,7 @@ class Curve(lightning.Callback):
         durations: of every batch, its kind and the seconds that it took, waiting for it included.
     """
 
-    def __init__(self, freezing: KnowledgeGuidedFreezing | None, cache: FrozenPrefixCache | None) -> None:
+    def __init__(self, freezing: PrefixFreezing | None, cache: FrozenPrefixCache | None) -> None:
         self.freezing, self.cache = freezing, cache
         self.points: list[dict[str, Any]] = []
         self.batches: Counter[str] = Counter()
@@ -150,26 +150,28 @@ def static_from(total: int) -> int:
     return max(1, min(40, total // 10))
 
 
-def freezing_of(method: str, config: DictConfig, total: int, per_epoch: int, depth: int | None) -> Any:
+def freezing_of(
+    method: str, config: DictConfig, total: int, per_epoch: int, depth: int | None
+) -> PrefixFreezing | None:
     """The callback that decides what freezes in this method; None in a plain run."""
     if method in ("plain", "shortened"):
         return None
-    own = {name: value for name, value in config.callbacks.freezing.items() if name[0] != "_" and name != "policy"}
     if method in ("freezing", "cached"):
         return hydra.utils.instantiate(config.callbacks.freezing, **SYNCHRONOUS)
     if method == "slope":
+        own = {name: value for name, value in config.callbacks.freezing.items() if name[0] != "_" and name != "policy"}
         every = max(1, total // 200)
-        return KnowledgeGuidedFreezing(
-            SlopePolicy(), **own | SYNCHRONOUS | {"evaluate_every_n_steps": every, "refresh_every_n_evaluations": 10}
-        )
+        return KnowledgeGuidedFreezing(SlopePolicy(), **own | SYNCHRONOUS | {"evaluate_every_n_steps": every})
+    shared = ("layer_modules", "freeze_until", "allow_untested")
+    limits = {name: config.callbacks.freezing[name] for name in shared if name in config.callbacks.freezing}
     if method == "static":
-        return KnowledgeGuidedFreezing(ScriptedPolicy({static_from(total): depth} if depth else {}), **own)
+        return StaticFreezing(static_from(total), depth or 0, **limits)
     if method == "linear":
-        return KnowledgeGuidedFreezing(LinearFreezing(total, per_epoch), **own)
+        return LinearFreezing(total, per_epoch, **limits)
     if method == "freezeout":
-        return FreezeOut(total, **own)
+        return FreezeOut(total, **limits)
     if method == "autofreeze":
-        return AutoFreeze(total, **own)
+        return AutoFreeze(total, **limits)
     raise ValueError(f"there is no method {method!r}")
 
 
@@ -218,6 +220,7 @@ def run(
         trainer.fit(model, datamodule=cache if cache is not None else datamodule)
         if not curve.points or curve.points[-1]["step"] < trainer.global_step:  # it ended between two validations
             trainer.validate(model, datamodule=datamodule, verbose=False)
+    savings = freezing.savings() if isinstance(freezing, KnowledgeGuidedFreezing) else None
     command = f"python -m benchmarks.proof.compare {workload} --size {size} --methods {label or method} --seeds {seed}"
     return {
         "workload": workload,
@@ -231,8 +234,8 @@ def run(
         "curve": curve.points,
         "layer_modules": freezing.layer_modules if freezing is not None else [],
         "events": [vars(event) for event in freezing.events] if freezing is not None else [],
-        "evaluations": freezing.savings().evaluations_done if freezing is not None else 0,
-        "evaluation_seconds": round(freezing.savings().evaluation_seconds, 3) if freezing is not None else 0.0,
+        "evaluations": savings.evaluations_done if savings is not None else 0,
+        "evaluation_seconds": round(savings.evaluation_seconds, 3) if savings is not None else 0.0,
         "cache_bytes": cache.stats.bytes_on_disk if cache is not None else 0,
     }
 

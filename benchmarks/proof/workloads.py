@@ -37,7 +37,6 @@ VARIATIONS = {
     "peer_tolerance": ("0.02", "0.05"),
     "unfreeze_on": ("never",),
     "evaluation_samples": ("16", "64"),
-    "refresh_every_n_evaluations": ("4",),
     "evaluations": ("25", "100"),
 }
 OF_THE_POLICY = ("tolerance", "patience", "peer_tolerance", "unfreeze_on")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.caching.samples import same_leaf
-from lightning_egeria.tracing import tensor_leaves
 
 KEPT_TENSORS = 64  # of arguments that depend on the length of the batch, masks say
 

@@ -14,12 +14,12 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_egeria.batches.tree import change_leaves, tensor_leaves
 from lightning_egeria.caching.samples import stand_in_tensor
-from lightning_egeria.calls import change_leaves
-from lightning_egeria.compilation import hidden_from_compiler
 from lightning_egeria.errors import CacheError
-from lightning_egeria.layers import LayerChain
-from lightning_egeria.tracing import Forward, tensor_leaves
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.compilation import hidden_from_compiler
+from lightning_egeria.network.forwards import Forward
 
 Entered = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
 

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_egeria.bars import BarEntry
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.hooks import BatchHooks, uses_argument
@@ -23,8 +23,11 @@ from lightning_egeria.caching.planned import PlannedLoader, gives_samples_once, 
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.errors import ArgumentError, CacheError
-from lightning_egeria.layers import FrozenPrefix, PrefixOwner
-from lightning_egeria.tracing import holds_shards
+from lightning_egeria.network.prefix import FrozenPrefix
+from lightning_egeria.network.sharding import holds_shards
+from lightning_egeria.training.callback import PrefixFreezing, freezing_of
+from lightning_egeria.training.observers import Observer
+from lightning_egeria.training.progress import BarEntry
 
 # A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
 _log = logging.getLogger("lightning.pytorch.lightning_egeria")
@@ -103,7 +106,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self.seed = seed
         self.prepare_data_per_node = datamodule.prepare_data_per_node
         self._listener = _Listener()
-        self._owner: PrefixOwner | None = None
+        self._owner: PrefixFreezing | None = None
         self._bar_entry: BarEntry | None = None
         self._epochs: int | None = None
         self._stats = CacheStats(off="fit has not begun")
@@ -111,6 +114,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
             # Lightning asks whether a hook is overridden, so there must be none where the user has none.
             if is_overridden(name, datamodule):
                 setattr(self, name, getattr(datamodule, name))
+        _give_back_hyperparameters(datamodule)
         self.datamodule: pl.LightningDataModule = datamodule  # last, see `is_own`
 
     @property
@@ -119,6 +123,16 @@ class FrozenPrefixCache(pl.LightningDataModule):
         if self._listener.cache is not None:
             self._listener.cache.measure_disk()
         return self._stats
+
+    @property
+    def hparams(self) -> Any:
+        """Hyperparameters of the user's own."""
+        return self.datamodule.hparams
+
+    @property
+    def hparams_initial(self) -> Any:
+        """Hyperparameters of the user's own, as they were at first."""
+        return self.datamodule.hparams_initial
 
     def __getattr__(self, name: str) -> Any:
         if name == "datamodule":  # while it is being unpickled
@@ -142,9 +156,10 @@ class FrozenPrefixCache(pl.LightningDataModule):
         if stage == "fit":
             self._close()
             self._listener = _Listener()
-            self._owner = next((c for c in self._callbacks() if isinstance(c, PrefixOwner)), None)
+            self._owner = freezing_of(self.trainer)
             if self._owner is not None:
-                self._owner.step_listeners.append(self._listener)
+                self._listener.owner = self._owner
+                self._owner.observers.add(self._listener)
 
     def train_dataloader(self) -> Any:
         """The user's, with a plan behind each batch if it can have one."""
@@ -167,7 +182,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes)
         dataset = PlannedDataset(loader.dataset, loader.collate_fn, self.host_bytes // FIELDS_SHARE)
         views = self.augmentation_views
-        cache = PrefixCache(dataset, directory, limits, views, self.seed, self._owner.observes, self._hooks())
+        cache = PrefixCache(dataset, directory, limits, views, self.seed, self._owner.will_compare, self._hooks())
         self._stats = cache.stats
         self._listener.follow(cache)
         self._bar_entry = BarEntry(self.trainer, "cached", cache.progress)
@@ -251,8 +266,8 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     def _close(self) -> None:
         self._close_cache()
-        if self._owner is not None and self._listener in self._owner.step_listeners:
-            self._owner.step_listeners.remove(self._listener)
+        if self._owner is not None:
+            self._owner.observers.remove(self._listener)
 
     def _close_cache(self) -> None:
         if self._bar_entry is not None:
@@ -262,46 +277,64 @@ class FrozenPrefixCache(pl.LightningDataModule):
             self._listener.cache = None
 
 
-class _Listener:
+class _Listener(Observer):
     """What the callback tells goes to the cache of the current DataLoader; what that has to say goes to the user."""
 
     def __init__(self) -> None:
         self.cache: PrefixCache | None = None
-        self._prefix: FrozenPrefix | None = None
+        self.owner: PrefixFreezing | None = None
+        self._seen: tuple[FrozenPrefix | None, int] = (None, 0)
 
     def follow(self, cache: PrefixCache) -> None:
         """There is a new DataLoader."""
         self.cache = cache
-        if self._prefix is not None and self._prefix.depth:
-            cache.prefix_changed(self._prefix)
+        prefix = self._prefix()
+        if prefix is not None and prefix.depth:
+            cache.prefix_changed(prefix)
 
-    def prefix_changed(self, prefix: FrozenPrefix) -> None:
-        """Something froze, or nothing is frozen any longer."""
-        self._prefix = prefix
-        if self.cache is not None:
-            self.cache.prefix_changed(prefix)
-
-    def batch_begins(self, batch: Any) -> None:
+    def batch_start(self, batch: Any, step: int) -> None:
         """A batch is there for the next training step."""
         if self.cache is not None:
             self.cache.batch_begins(batch)
+        self._look()
+        if self.cache is not None:
+            self.cache.step_begins()
 
-    def step_begins(self) -> bool:
-        """The training step is about to run; returns whether the network will be given its real input."""
-        return self.cache is None or self.cache.step_begins()
-
-    def forward_ended(self) -> None:
+    def forward_end(self, loss: Tensor) -> None:
         """Its forward is over."""
         if self.cache is not None:
             self.cache.forward_ended()
 
-    def step_ended(self) -> None:
+    def batch_end(self) -> None:
         """The batch is done."""
         if self.cache is None:
             return
         self.cache.step_ended()
-        while self.cache.messages:
-            level, text = self.cache.messages.pop(0)
+        self._tell(self.cache)
+
+    def abort(self) -> None:
+        """The batch has no end."""
+        if self.cache is not None:
+            self.cache.forward_ended()
+
+    def optimizer_step(self, step: int) -> None:
+        """Something may have frozen."""
+        self._look()
+
+    def _prefix(self) -> FrozenPrefix | None:
+        freezer = self.owner.freezer if self.owner is not None else None
+        return freezer.prefix if freezer is not None else None
+
+    def _look(self) -> None:
+        prefix = self._prefix() or self._seen[0]  # which is unfrozen, if the layer chain is to be found anew
+        seen = (prefix, prefix.version if prefix is not None else 0)
+        if seen != self._seen and self.cache is not None and prefix is not None and seen[1]:
+            self.cache.prefix_changed(prefix)
+        self._seen = seen
+
+    def _tell(self, cache: PrefixCache) -> None:
+        while cache.messages:
+            level, text = cache.messages.pop(0)
             if rank := _rank():  # which may be alone with what its cache meets
                 if level >= logging.WARNING:
                     _log.warning(f"cache of rank {rank}: {text}")
@@ -314,6 +347,15 @@ class _Listener:
 def _rank() -> int:
     """Of this process among all of the job, as Lightning has it set."""
     return getattr(rank_zero_only, "rank", 0)
+
+
+def _give_back_hyperparameters(datamodule: pl.LightningDataModule) -> None:
+    """LightningCLI gives a nested data module the arguments of the outer one; put its own in their place."""
+    given = datamodule.hparams.get("datamodule")
+    wrapped = str(datamodule.hparams.get("_class_path", "")).endswith(FrozenPrefixCache.__name__)
+    if wrapped and isinstance(given, Mapping) and "class_path" in given:
+        datamodule.hparams.clear()
+        datamodule.save_hyperparameters(dict(given.get("init_args") or {}))
 
 
 def _as_module(train_dataloader: Any, val_dataloaders: Any) -> pl.LightningDataModule:

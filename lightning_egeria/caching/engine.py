@@ -30,7 +30,7 @@ from lightning_egeria.caching.stats import Accounts, CacheStats
 from lightning_egeria.caching.steps import Step
 from lightning_egeria.caching.store import StoreError
 from lightning_egeria.caching.terms import Terms
-from lightning_egeria.layers import FrozenPrefix
+from lightning_egeria.network.prefix import FrozenPrefix
 
 CHANGES_TO_STOP = 3  # of weights or data under one frozen prefix
 COUNT_EVERY_S = 1.0

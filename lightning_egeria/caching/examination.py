@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.caching.arguments import (
     GivenInput,
     Layout,
@@ -28,10 +29,9 @@ from lightning_egeria.caching.proof import NO_ROWS, Proof, Prover
 from lightning_egeria.caching.steps import Step
 from lightning_egeria.caching.terms import Terms
 from lightning_egeria.caching.watch import StepWatch, methods_seen
-from lightning_egeria.calls import CallRecorder
-from lightning_egeria.compilation import eager
-from lightning_egeria.layers import FrozenPrefix
-from lightning_egeria.tracing import tensor_leaves
+from lightning_egeria.network.calls import CallRecorder
+from lightning_egeria.network.compilation import eager
+from lightning_egeria.network.prefix import FrozenPrefix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.caching.samples import (
     StandIn,
     copy_of,
@@ -25,7 +26,6 @@ from lightning_egeria.caching.samples import (
     same_leaf,
     with_leaves,
 )
-from lightning_egeria.tracing import tensor_leaves
 
 EXAMINED_SAMPLES = 4
 Fetch = Callable[[list[int], list[int] | None], list[Any]]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 # Decorators of these packages hand the batch on, and do no more with it.
 _DECORATORS = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torch")
 # These hooks are written so that they can do without.
-_OWN = ("lightning_egeria.freezing", "lightning_egeria.report")
+_OWN = ("lightning_egeria.freezing", "lightning_egeria.report", "lightning_egeria.training")
 
 
 @dataclasses.dataclass(frozen=True)

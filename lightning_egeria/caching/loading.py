@@ -15,6 +15,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.caching.findings import (
     Findings,
     InputField,
@@ -28,14 +29,8 @@ from lightning_egeria.caching.findings import (
     seed_all,
     structure_of,
 )
-from lightning_egeria.caching.samples import (
-    copy_of,
-    decode,
-    leaves_of,
-    with_leaves,
-)
+from lightning_egeria.caching.samples import copy_of, decode, leaves_of, with_leaves
 from lightning_egeria.caching.store import ActivationStore, StoreError
-from lightning_egeria.tracing import tensor_leaves
 
 KEPT_FIELDS_OVERHEAD = 500  # bytes of a sample's fields in memory, beside the fields themselves
 

@@ -20,9 +20,9 @@ from lightning_egeria.caching.steps import Step
 from lightning_egeria.caching.store import FORMAT, Manifest
 from lightning_egeria.caching.terms import Terms
 from lightning_egeria.caching.weights import PrefixWeights
-from lightning_egeria.compilation import is_compiled
 from lightning_egeria.errors import CacheError
-from lightning_egeria.layers import FrozenPrefix
+from lightning_egeria.network.compilation import is_compiled
+from lightning_egeria.network.prefix import FrozenPrefix
 
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest that was seen first
 LENGTH_SLACK = 4  # samples may be so many times as long as the longest that was seen first

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_egeria.batches.tree import change_leaves, tensor_leaves
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
 from lightning_egeria.caching.findings import kept_random_state, random_state, same_random_state, seed_all
 from lightning_egeria.caching.levels import RowForm, pieces_of
 from lightning_egeria.caching.samples import same_leaf, stand_in_tensor
-from lightning_egeria.calls import EarlierOutput, NetworkCall, change_leaves
-from lightning_egeria.compilation import eager
-from lightning_egeria.tracing import Forward, ForwardReplacements, tensor_leaves
+from lightning_egeria.network.calls import EarlierOutput, NetworkCall
+from lightning_egeria.network.compilation import eager
+from lightning_egeria.network.forwards import Forward, ForwardReplacements
 
 # Rows of a batch are computed alike up to rounding: of the largest value, in units of the dtype's resolution.
 ROUNDING = 64

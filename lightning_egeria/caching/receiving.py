@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.caching.levels import Flags, Pieces, Rows
 from lightning_egeria.caching.loading import Loaded, PlannedDataset, replace_leaf
 from lightning_egeria.caching.planning import Planner
@@ -17,8 +18,7 @@ from lightning_egeria.caching.samples import stand_in_tensor
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.steps import PlannedBatch, Read, Step
 from lightning_egeria.caching.terms import Terms
-from lightning_egeria.clock import mark, seconds_between
-from lightning_egeria.tracing import tensor_leaves
+from lightning_egeria.profiling.clock import mark, seconds_between
 
 
 class Receiver:

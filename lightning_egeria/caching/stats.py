@@ -10,7 +10,7 @@ import torch
 
 from lightning_egeria.caching.levels import Level
 from lightning_egeria.caching.steps import Step
-from lightning_egeria.clock import seconds_between
+from lightning_egeria.profiling.clock import seconds_between
 
 COMPARED_STEPS = 12  # of each kind, before it is decided whether the cache pays
 

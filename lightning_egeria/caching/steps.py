@@ -13,23 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.caching.arguments import (
-    Part,
-    has_values_of,
-    is_given,
-    is_view,
-    shares_memory,
-    version_of,
-)
+from lightning_egeria.batches.tree import tensor_leaves
+from lightning_egeria.caching.arguments import Part, has_values_of, is_given, is_view, shares_memory, version_of
 from lightning_egeria.caching.bypass import BoundaryReachedError, Passage, PrefixBypass, rows_of
 from lightning_egeria.caching.findings import random_state, same_random_state
 from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
 from lightning_egeria.caching.loading import Loaded, Plan
 from lightning_egeria.caching.made import DIGEST_BYTES, UNKNOWN, Digests, MadeArguments
 from lightning_egeria.caching.terms import Terms
-from lightning_egeria.clock import mark
 from lightning_egeria.errors import CacheError
-from lightning_egeria.tracing import tensor_leaves
+from lightning_egeria.profiling.clock import mark
 
 
 @dataclasses.dataclass

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.caching.bypass import Passage
-from lightning_egeria.tracing import tensor_leaves
 
 _PREFIX = -1  # marks what was computed inside the prefix; leaves of the batch have their own number
 # What may be done with an input on its way to the network: the network is then checked to get the values of the batch.

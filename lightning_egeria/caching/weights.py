@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.samples import bits_of, bytes_of
-from lightning_egeria.layers import FrozenPrefix
+from lightning_egeria.network.prefix import FrozenPrefix
 
 _SAMPLED = 3  # values of each tensor
 

@@ -1,4 +1,4 @@
-"""An ordinary LightningModule for image classification; it knows nothing of freezing."""
+"""An ordinary LightningModule for image classification, without any freezing code."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_egeria.demos.schedules import ScheduledModule
 from lightning_egeria.errors import ArgumentError
 
-HEADS = ("linear.", "fc.", "classifier.", "head.")  # as the demos, torchvision and timm call them
+HEADS = ("linear.", "fc.", "classifier.", "head.")  # names in the demos, torchvision and timm
 
 
 class ImageClassifier(ScheduledModule):
@@ -25,8 +25,8 @@ class ImageClassifier(ScheduledModule):
     Args:
         net: maps images `[B, C, H, W]` to logits `[B, num_classes]`.
         num_classes: number of classes.
-        optimizer, scheduler, scheduler_interval, scheduler_length_name: as of `ScheduledModule`.
-        weights: file to begin with, as for `load_weights`.
+        optimizer, scheduler, scheduler_interval, scheduler_length_name: as for `ScheduledModule`.
+        weights: file of initial weights, as for `load_weights`.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class ImageClassifier(ScheduledModule):
 
 
 def load_weights(net: nn.Module, path: str, left_out: Sequence[str] = HEADS) -> None:
-    """Fill `net` from a file in the safetensors format, which holds parameters and buffers by their names.
+    """Load parameters and buffers of `net` from a safetensors file.
 
     Args:
         net: the network.
-        path: of the file.
-        left_out: beginnings of names of the head, which is for other classes: these stay as they are.
+        path: the file.
+        left_out: prefixes of names to skip: the head, which is for other classes.
 
     Raises:
-        ArgumentError: the file does not exist, or is not of such a network.
+        ArgumentError: if the file does not exist, or holds another network.
     """
     if not Path(path).is_file():
-        raise ArgumentError(f"model.weights={path}: there is no such file")
+        raise ArgumentError(f"model.weights={path}: no such file")
     state = {name: value for name, value in load_file(path).items() if not name.startswith(tuple(left_out))}
     own = {name: value for name, value in net.state_dict().items() if not name.startswith(tuple(left_out))}
-    # Files written before PyTorch counted the batches of a BatchNorm have no such number.
+    # Files from before PyTorch counted the batches of a BatchNorm lack that number.
     wrong = [
         name
         for name in sorted(state.keys() | own.keys())
@@ -97,6 +97,6 @@ def load_weights(net: nn.Module, path: str, left_out: Sequence[str] = HEADS) -> 
     ]
     if wrong:
         raise ArgumentError(
-            f"model.weights={path} is of another network: {wrong[0]!r} and {len(wrong) - 1} more differ"
+            f"model.weights={path} holds another network: {wrong[0]!r} and {len(wrong) - 1} more differ"
         )
     net.load_state_dict(state, strict=False)

@@ -1,4 +1,4 @@
-"""Image classification data that is at hand: scikit-learn's digits, CIFAR-10 and image files from a folder."""
+"""Image classification data: scikit-learn's digits, CIFAR-10, and image files from a folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class InMemoryData(L.LightningDataModule):
-    """What data sets that lie in memory have in common; `setup` is theirs.
+    """Base of data modules with data sets in memory. Subclasses implement `setup`.
 
     Args:
         batch_size: samples of one batch.
@@ -35,7 +35,7 @@ class InMemoryData(L.LightningDataModule):
     train_set: Dataset[Any]
     val_set: Dataset[Any]
     test_set: Dataset[Any]
-    collate_fn: Callable[[list[Any]], Any] | None = None  # makes a batch of samples; None: as torch does
+    collate_fn: Callable[[list[Any]], Any] | None = None  # None is torch's default
 
     def __init__(self, batch_size: int, num_workers: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class InMemoryData(L.LightningDataModule):
         self.batch_size, self.num_workers = batch_size, num_workers
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled; a last batch that is not full is left out."""
+        """Shuffled, without a last batch that is not full."""
         return self._loader(self.train_set, training=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -52,10 +52,10 @@ class InMemoryData(L.LightningDataModule):
         return self._loader(self.val_set)
 
     def check_train_size(self, size: int, available: int, what: str) -> None:
-        """See that a part of the training samples can be had.
+        """Check the size of a part of the training samples.
 
         Raises:
-            ArgumentError: it is smaller than a batch, or larger than what there is.
+            ArgumentError: if it is smaller than a batch, or larger than the number of samples.
         """
         if not self.batch_size <= size <= available:
             raise ArgumentError(
@@ -127,12 +127,12 @@ class Cifar10Data(InMemoryData):
     Args:
         root: folder of the data.
         batch_size: samples of one batch.
-        train_size: train on that many samples, equally many of each class, instead of all.
+        train_size: number of training samples, the same from each class; None takes all.
         val_size: samples held out of the training images for validation, stratified by class.
         augment: random shifts and mirroring of the training images.
         split_seed: seed of the split.
         num_workers: processes of each data loader.
-        download: fetch the data into `root`, in torchvision's layout, when they are not there.
+        download: download the data into `root`, in torchvision's layout, if missing.
     """
 
     num_classes = 10
@@ -153,15 +153,15 @@ class Cifar10Data(InMemoryData):
         self.augment, self.split_seed, self.download = augment, split_seed, download
 
     def prepare_data(self) -> None:
-        """Download if asked to."""
+        """Download the data if `download` is set."""
         if self.download:
             CIFAR10(str(self.root), download=True)
 
     def setup(self, stage: str) -> None:
-        """Read and split what the stage needs, once.
+        """Read and split the data of the stage, once.
 
         Raises:
-            TrainingDataError: `root` is in neither layout.
+            TrainingDataError: if `root` has neither layout.
         """
         if hasattr(self, "test_set" if stage == "test" else "train_set"):
             return
@@ -193,7 +193,7 @@ class Cifar10Data(InMemoryData):
         else:
             raise TrainingDataError(
                 f"data.root={str(self.root)!r} holds no CIFAR-10. Expected either torchvision's layout, a folder "
-                "cifar-10-batches-py/ (data.download=true fetches it), or mosaics: labels.npz beside train_0.webp, "
+                "cifar-10-batches-py/ (data.download=true downloads it), or mosaics: labels.npz beside train_0.webp, "
                 "train_1.webp, ... and test.webp."
             )
         return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels).long()
@@ -204,9 +204,9 @@ class FolderData(InMemoryData):
 
     Args:
         root: folder of the data.
-        size: the shorter side of an image is brought to this length in pixels, and the square in the middle cut out.
+        size: side of the images in pixels: the square in the middle, resized.
         batch_size: samples of one batch.
-        train_size: train on that many samples, equally many of each class, instead of all.
+        train_size: number of training samples, the same from each class; None takes all.
         augment: random shifts and mirroring of the training images.
         num_workers: processes of each data loader.
     """
@@ -227,7 +227,7 @@ class FolderData(InMemoryData):
         """Read both splits, once.
 
         Raises:
-            TrainingDataError: one of the folders is not there, or has no images.
+            TrainingDataError: if a folder is missing or has no images.
         """
         if hasattr(self, "train_set"):
             return

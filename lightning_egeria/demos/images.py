@@ -17,8 +17,8 @@ class LabelledImages(Dataset[Sample]):
         labels: int64, `[N]`.
         mean: mean of each channel of `images / 255`, `C` numbers.
         std: standard deviation of each channel of `images / 255`, `C` numbers.
-        augment: move each image by up to 4 pixels (zero padding) and mirror every other one, anew at each access, as
-            He et al. (CVPR 2016, section 4.2) do.
+        augment: shift each image by up to 4 pixels (zero padding) and mirror half of them, at random at each access
+            (He et al., CVPR 2016, section 4.2).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ def shift_and_flip(image: Tensor, padding: int = 4) -> Tensor:
 
 
 def center_square(image: Image.Image, size: int) -> Image.Image:
-    """Bring the shorter side to `size` pixels and cut the square in the middle.
+    """Cut out the square in the middle and resize it to `size` pixels.
 
     >>> center_square(Image.new("RGB", (300, 200)), 48).size
     (48, 48)
@@ -58,7 +58,7 @@ def center_square(image: Image.Image, size: int) -> Image.Image:
 
 
 def balanced_prefix(labels: Tensor, size: int) -> Tensor:
-    """Return the indices of the first `size` samples when all classes take turns, in ascending order.
+    """Return the indices of `size` samples in ascending order, taking the first samples of each class in turn.
 
     >>> balanced_prefix(torch.tensor([0, 0, 0, 1, 0, 1]), 4)
     tensor([0, 1, 3, 5])

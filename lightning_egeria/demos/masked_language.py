@@ -1,4 +1,4 @@
-"""Masked words: what the encoder of question answering learns of its texts before it is asked anything."""
+"""Masked language modelling, to pre-train the encoder of question answering."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,10 +17,10 @@ from lightning_egeria.demos.squad import MASK, Batch
 
 
 class WordGuesser(nn.Module):
-    """Says which pieces stood at some places.
+    """Predicts masked word pieces.
 
     Args:
-        encoder: in front; the head shares the table of its word pieces.
+        encoder: the encoder; the head shares its embedding.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -32,21 +32,21 @@ class WordGuesser(nn.Module):
         self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), last)
 
     def forward(self, tokens: Tensor, kinds: Tensor, asked: Tensor) -> Tensor:
-        """Map `[B, T]`, `[B, T]` and the `N` places that `asked [B, T]` marks to logits `[N, words]`, row by row."""
+        """Map tokens `[B, T]` and kinds `[B, T]` to logits `[N, words]` of the `N` places in `asked [B, T]`."""
         logits: Tensor = self.head(self.encoder(tokens, kinds)[asked])
         return logits
 
 
 def masked(tokens: Tensor, words: int) -> tuple[Tensor, Tensor]:
-    """Hide some pieces as BERT's training does (Devlin et al., NAACL 2019, section 3.1).
+    """Mask some pieces as in BERT's pre-training (Devlin et al., NAACL 2019, section 3.1).
 
     Args:
         tokens: `[B, T]`.
         words: number of word pieces.
 
     Returns:
-        The tokens with gaps `[B, T]`, and which places are asked for, bool `[B, T]`: 15 % of the pieces that are not
-        special. Of these 80 % are hidden, 10 % are any other piece and 10 % stay.
+        The masked tokens `[B, T]`, and the places to predict, bool `[B, T]`: 15 % of the pieces that are not special.
+        Of these, 80 % become `[MASK]`, 10 % a random piece, and 10 % stay.
     """
     asked = (torch.rand(tokens.shape, device=tokens.device) < 0.15) & (tokens > MASK)
     chance = torch.rand(tokens.shape, device=tokens.device)
@@ -56,13 +56,13 @@ def masked(tokens: Tensor, words: int) -> tuple[Tensor, Tensor]:
 
 
 class MaskedLanguageModel(ScheduledModule):
-    """Train a `WordGuesser` with cross entropy of the hidden pieces; logs `train/loss` and `val/loss`.
+    """Train a `WordGuesser` with cross entropy of the masked pieces; logs `train/loss` and `val/loss`.
 
-    The inputs are those of question answering, questions with their paragraphs, whose words often tell of each other.
+    The inputs are the questions and paragraphs of question answering.
 
     Args:
         net: the network.
-        optimizer, scheduler, scheduler_interval, scheduler_length_name: as of `ScheduledModule`.
+        optimizer, scheduler, scheduler_interval, scheduler_length_name: as for `ScheduledModule`.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class MaskedLanguageModel(ScheduledModule):
         self.net = net
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean cross entropy of the hidden pieces, a scalar."""
+        """Return the mean cross entropy of the masked pieces, a scalar."""
         loss = self._loss(batch)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss over the validation set, with gaps that are others each time."""
+        """Log the loss over the validation set, with new random masks each time."""
         self.log("val/loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def save_encoder(self, path: Path) -> None:
-        """Write the weights without the head in the safetensors format, for `QuestionAnswerer(weights=...)`."""
+        """Write all weights but the head to a safetensors file, for `QuestionAnswerer(weights=...)`."""
         state = self.net.state_dict()
         save_file({name: value.contiguous() for name, value in state.items() if not name.startswith(HEADS)}, path)
 

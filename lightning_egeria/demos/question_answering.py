@@ -1,4 +1,4 @@
-"""Question answering: an encoder as BERT's, what finds an answer with it, and a LightningModule that trains it."""
+"""Question answering: BERT's encoder, a head that finds answers, and a LightningModule that trains both."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,13 +18,13 @@ LONGEST_ANSWER = 30  # pieces
 
 
 def waves(longest: int, width: int) -> Tensor:
-    """Sines and cosines of places, `[longest, width]`, as of Vaswani et al. (NeurIPS 2017, section 3.5)."""
+    """Return sinusoidal position encodings, `[longest, width]` (Vaswani et al., NeurIPS 2017, section 3.5)."""
     angles = torch.arange(longest)[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
     return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)
 
 
 class Embedding(nn.Module):
-    """What stands at each place: the piece, the place and the kind, added up and normalised."""
+    """Embedding of pieces, places and kinds, summed and normalised."""
 
     def __init__(self, words: int, width: int, dropout: float, longest: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Embedding(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
         for table in (self.words.weight, self.kinds):
             nn.init.normal_(table, std=0.02)
-        # Learned, as BERT's; but what is near must not be learned first, from as little text as there is here.
+        # Learned, as in BERT, but from sinusoidal values: this data set is too small to learn which places are near.
         self.places = nn.Parameter(0.02 * waves(longest, width))
 
     def forward(self, tokens: Tensor, kinds: Tensor) -> Tensor:
@@ -47,12 +47,12 @@ class Encoder(nn.Module):
     """The encoder of BERT (Devlin et al., NAACL 2019), with a third kind of pieces.
 
     Args:
-        words: how many word pieces there can be.
-        width: of the activations.
-        layers: of attention.
-        heads: of each attention.
-        dropout: share of activations that are left out in training.
-        longest: number of places.
+        words: size of the vocabulary.
+        width: width of the activations.
+        layers: number of transformer layers.
+        heads: attention heads in each layer.
+        dropout: dropout probability.
+        longest: number of positions.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Encoder(nn.Module):
         )
 
     def forward(self, tokens: Tensor, kinds: Tensor) -> Tensor:
-        """Map pieces `[B, T]` and their kinds `[B, T]` to what they mean here, `[B, T, width]`."""
+        """Map pieces `[B, T]` and their kinds `[B, T]` to contextual embeddings `[B, T, width]`."""
         x: Tensor = self.embedding(tokens, kinds)
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=tokens == PAD)
@@ -81,10 +81,10 @@ class Encoder(nn.Module):
 
 
 class AnswerFinder(nn.Module):
-    """Says of each piece of a paragraph how likely the answer begins and ends there.
+    """Scores each piece of a paragraph as first and as last piece of the answer.
 
     Args:
-        encoder: in front, with the `width` of its output.
+        encoder: the encoder, with `width` as the width of its output.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -93,17 +93,17 @@ class AnswerFinder(nn.Module):
         self.head = nn.Linear(encoder.width, 2)
 
     def forward(self, tokens: Tensor, kinds: Tensor) -> Tensor:
-        """Map `[B, T]` and `[B, T]` to logits `[B, T, 2]`, minus infinity outside of the paragraph."""
+        """Map pieces `[B, T]` and kinds `[B, T]` to logits `[B, T, 2]`, minus infinity outside the paragraph."""
         logits: Tensor = self.head(self.encoder(tokens, kinds))
         return logits.masked_fill((kinds == QUESTION)[:, :, None], -torch.inf)
 
 
 def best_spans(logits: Tensor, longest: int = LONGEST_ANSWER) -> tuple[Tensor, Tensor]:
-    """Find the likeliest answer of each window.
+    """Find the most likely answer of each window.
 
     Args:
-        logits: of the first and the last piece, `[B, T, 2]`.
-        longest: pieces of an answer at most.
+        logits: logits of the first and the last piece, `[B, T, 2]`.
+        longest: largest number of pieces of an answer.
 
     Returns:
         The sums of both logits `[B]`, and the places of the first and the last piece `[B, 2]`.
@@ -122,14 +122,14 @@ def best_spans(logits: Tensor, longest: int = LONGEST_ANSWER) -> tuple[Tensor, T
 class QuestionAnswerer(ScheduledModule):
     """Train `net` with cross entropy of the answers' first and last pieces.
 
-    Logs `train/loss`, `val/loss`, `val/f1` and `val/exact`. The last two lie between 0 and 1 and are those of SQuAD
-    (Rajpurkar et al., EMNLP 2016), of the likeliest answer in all windows of a question. The questions' texts are those
-    of the Trainer's data module.
+    Logs `train/loss`, `val/loss`, `val/f1` and `val/exact`. The last two are SQuAD's scores (Rajpurkar et al., EMNLP
+    2016), from 0 to 1, of the most likely answer in all windows of a question. The texts of the questions come from the
+    Trainer's data module.
 
     Args:
         net: maps tokens `[B, T]` and kinds `[B, T]` to logits `[B, T, 2]`.
-        optimizer, scheduler, scheduler_interval, scheduler_length_name: as of `ScheduledModule`.
-        weights: file to begin with, as for `load_weights`.
+        optimizer, scheduler, scheduler_interval, scheduler_length_name: as for `ScheduledModule`.
+        weights: file of initial weights, as for `load_weights`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class QuestionAnswerer(ScheduledModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss of the windows that hold the answer, and gather the answers found."""
+        """Log the loss of windows with an answer, and collect the predicted answers."""
         tokens, kinds, spans, characters, numbers = batch
         logits = self.net(tokens, kinds)
         held = (spans != NOWHERE).all(1)
@@ -167,7 +167,7 @@ class QuestionAnswerer(ScheduledModule):
         starts, stops = characters[windows, found[:, 0], 0].tolist(), characters[windows, found[:, 1], 1].tolist()
         questions = self.trainer.datamodule.val_questions  # type: ignore[attr-defined]  # Lightning sets it
         answers: dict[int, str] = {}
-        for window in scores.argsort().tolist():  # of the windows of a question, the best one is the last to speak
+        for window in scores.argsort().tolist():  # the best window of a question comes last and overwrites the others
             number = int(numbers[window])
             answers[number] = questions[number].paragraph[starts[window] : stops[window]]
         self.val_scores.update(
@@ -184,5 +184,5 @@ class QuestionAnswerer(ScheduledModule):
 
 
 def _expected(number: int, answers: tuple[str, ...]) -> dict[str, Any]:
-    """The answers of people as the metric takes them."""
+    """Return the reference answers in the format of the metric."""
     return {"id": str(number), "answers": {"text": list(answers), "answer_start": [0] * len(answers)}}

@@ -40,7 +40,7 @@ class CifarResNet(nn.Module):
         in_channels: channels of the images.
 
     Raises:
-        ArgumentError: `depth` is not 6n + 2 with n of at least 1.
+        ArgumentError: if `depth` is not 6n + 2 with n of at least 1.
 
     >>> import torch
     >>> net = CifarResNet(depth=20)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules that are told the length of the run, and modules that are given one."""
+"""Learning-rate schedules that depend on the length of the run, and modules that take one."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,18 +14,18 @@ from lightning_egeria.errors import ArgumentError
 def step_decay(
     optimizer: Optimizer, total_steps: int, milestones: Sequence[float] = (0.5, 0.75), gamma: float = 0.1
 ) -> MultiStepLR:
-    """Multiply the learning rate by `gamma` at some shares of the run.
+    """Multiply the learning rate by `gamma` at given shares of the run.
 
-    At 0.5 and 0.75, as He et al. (CVPR 2016, section 4.2) train ResNets on CIFAR-10.
+    The defaults, 0.5 and 0.75, are those of ResNets on CIFAR-10 (He et al., CVPR 2016, section 4.2).
 
     Args:
-        optimizer: whose learning rates are set.
+        optimizer: the optimizer.
         total_steps: steps of the run.
         milestones: shares of the run, ascending; each in (0, 1).
         gamma: the factor.
 
     Raises:
-        ArgumentError: the milestones are not ascending, or not between 0 and 1.
+        ArgumentError: if the milestones are not ascending, or not between 0 and 1.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -44,14 +44,14 @@ def step_decay(
 
 
 class ScheduledModule(L.LightningModule):
-    """A LightningModule that is given its optimizer and its scheduler.
+    """A LightningModule that takes its optimizer and scheduler as arguments.
 
     Args:
-        optimizer: called with the parameters, as `functools.partial(torch.optim.SGD, lr=0.1)`.
-        scheduler: called with the optimizer. None keeps the learning rate.
-        scheduler_interval: whether the scheduler steps after each optimizer `"step"` or each `"epoch"`.
-        scheduler_length_name: the name under which the scheduler takes the length of the training, counted in
-            `scheduler_interval` (`"total_steps"` of OneCycleLR, `"T_max"` of CosineAnnealingLR). None: it takes none.
+        optimizer: called with the parameters, such as `functools.partial(torch.optim.SGD, lr=0.1)`.
+        scheduler: called with the optimizer; None keeps the learning rate.
+        scheduler_interval: the scheduler steps after each optimizer `"step"` or each `"epoch"`.
+        scheduler_length_name: name of the scheduler's argument for the length of the run in `scheduler_interval`, such
+            as `"total_steps"` of OneCycleLR or `"T_max"` of CosineAnnealingLR; None if it has none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ScheduledModule(L.LightningModule):
         self.scheduler_length_name = scheduler_length_name
 
     def configure_optimizers(self) -> Any:
-        """Build the optimizer and, where there is one, the scheduler."""
+        """Build the optimizer and the scheduler."""
         optimizer = self.optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer

@@ -1,4 +1,4 @@
-"""Semantic segmentation: CamVid from a folder, and an ordinary LightningModule that knows nothing of freezing."""
+"""Semantic segmentation: CamVid from a folder, and an ordinary LightningModule without any freezing code."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,7 +28,7 @@ class LabelledPixels(Dataset[tuple[Tensor, Tensor]]):
     Args:
         images: uint8, `[N, 3, H, W]`.
         masks: uint8, `[N, H, W]`.
-        augment: mirror every other image at random, anew at each access.
+        augment: mirror each image with probability 1/2 at each access.
     """
 
     def __init__(self, images: Tensor, masks: Tensor, augment: bool = False) -> None:
@@ -47,7 +47,7 @@ class LabelledPixels(Dataset[tuple[Tensor, Tensor]]):
 
 
 class CamVidData(InMemoryData):
-    """CamVid (Brostow et al., 2009) with 11 classes, as Badrinarayanan et al. (SegNet) split it.
+    """CamVid (Brostow et al., 2009) with the 11 classes and the split of SegNet (Badrinarayanan et al.).
 
     `root` is in either of two layouts:
 
@@ -58,7 +58,7 @@ class CamVidData(InMemoryData):
     Args:
         root: folder of the data.
         batch_size: samples of one batch.
-        train_size: train on the first so many samples instead of all.
+        train_size: number of training samples, from the first on; None takes all.
         augment: mirror training images at random.
         num_workers: processes of each data loader.
     """
@@ -73,7 +73,7 @@ class CamVidData(InMemoryData):
         """Read both splits, once.
 
         Raises:
-            TrainingDataError: `root` is in neither layout.
+            TrainingDataError: if `root` has neither layout.
         """
         if hasattr(self, "train_set"):
             return
@@ -117,9 +117,9 @@ class ImageSegmenter(ScheduledModule):
     Logs `train/loss`, `val/loss` and `val/miou`, the mean intersection over union of the classes.
 
     Args:
-        net: maps images to a dictionary whose `"out"` are logits `[B, num_classes, H, W]`, as torchvision's do.
-        num_classes: number of classes; one label more, for pixels that do not count.
-        optimizer, scheduler, scheduler_interval, scheduler_length_name: as of `ScheduledModule`.
+        net: maps images to a dictionary with logits `[B, num_classes, H, W]` as `"out"`, as torchvision's networks do.
+        num_classes: number of classes; the label `num_classes` marks pixels that do not count.
+        optimizer, scheduler, scheduler_interval, scheduler_length_name: as for `ScheduledModule`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""SQuAD: questions whose answers are parts of a paragraph, as numbers of word pieces."""
+"""SQuAD: questions with answers that are parts of a paragraph, tokenised to word pieces."""
 
 import gzip
 import json
@@ -20,21 +20,21 @@ from lightning_egeria.errors import ArgumentError, TrainingDataError
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNKNOWN, BEGIN, SEPARATOR, MASK = range(5)
-QUESTION, PARAGRAPH, SHARED = range(3)  # kinds of pieces; the last of paragraph words that the question has too
-NOWHERE = -1  # where an answer begins and ends that is not in the window
+QUESTION, PARAGRAPH, SHARED = range(3)  # kinds of pieces; SHARED: of paragraph words that also occur in the question
+NOWHERE = -1  # place of an answer that is not in the window
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Question(NamedTuple):
-    """What is asked of a paragraph.
+    """A question about a paragraph.
 
     Attributes:
-        text: of the question.
-        paragraph: that has the answer.
-        answers: of several people, parts of the paragraph.
-        start: character of the paragraph with which the first answer begins.
-        certain: whether that is known; the same words may stand elsewhere in the paragraph.
+        text: text of the question.
+        paragraph: text of the paragraph.
+        answers: answers of several people, each a part of the paragraph.
+        start: index of the first answer's first character in the paragraph.
+        certain: whether ``start`` is certain; the same words may occur elsewhere in the paragraph.
     """
 
     text: str
@@ -45,15 +45,15 @@ class Question(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A question and as much of its paragraph as one input has room for, `T` pieces together.
+    """A question and the part of its paragraph that fits into one input, `T` pieces together.
 
     Attributes:
         tokens: numbers of the pieces, int64 `[T]`.
-        kinds: int64 `[T]`, each `QUESTION`, `PARAGRAPH` or `SHARED`. The last are pieces of paragraph words that also
-            occur in the question, as Chen et al. (ACL 2017) mark them.
-        span: places of the first and the last piece of the first answer, int64 `[2]`; `NOWHERE` if it is not in here.
-        characters: of the paragraph that each piece stands for, the first and the one behind the last, int64 `[T, 2]`.
-        question: its number in the split.
+        kinds: int64 `[T]`, each `QUESTION`, `PARAGRAPH` or `SHARED`: pieces of paragraph words that also occur in the
+            question, as in Chen et al. (ACL 2017).
+        span: places of the first and the last piece of the first answer, int64 `[2]`; `NOWHERE` if not in this window.
+        characters: start and end in the paragraph of the characters of each piece, int64 `[T, 2]`.
+        question: number of the question in the split.
     """
 
     tokens: Tensor
@@ -64,10 +64,10 @@ class Window(NamedTuple):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """All questions of a file in the format of SQuAD 1.1 (Rajpurkar et al., EMNLP 2016), packed with gzip or not.
+    """Read a file in the format of SQuAD 1.1 (Rajpurkar et al., EMNLP 2016), plain or gzipped.
 
     Raises:
-        TrainingDataError: it is in another format.
+        TrainingDataError: if the file has another format.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -78,7 +78,7 @@ def read_questions(path: Path) -> list[Question]:
                 paragraph=paragraph["context"],
                 answers=tuple(answer["text"] for answer in asked["answers"]),
                 start=asked["answers"][0]["answer_start"],
-                # Files that were made of the texts alone say how they found the start again.
+                # Files rebuilt from texts alone record how they found the start.
                 certain=asked.get("start_source") != "first_occurrence",
             )
             for article in articles
@@ -90,13 +90,13 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def word_pieces(texts: Sequence[str], largest: int) -> Tokenizer:
-    """Learn the vocabulary of some texts: WordPiece, in small letters and without accents, as BERT has it.
+    """Learn a WordPiece vocabulary from texts, in lower case and without accents, as in BERT.
 
-    The same texts give the same vocabulary in every process: weights that were trained with it can be used again.
+    The same texts give the same vocabulary in every process, so that trained weights can be used again.
 
     Args:
-        texts: that it is learned from.
-        largest: number of pieces at most, the special ones and the letters included.
+        texts: the texts.
+        largest: largest number of pieces, including special pieces and letters.
 
     >>> word_pieces(["a man and a woman"] * 2, largest=40).encode("A woman, a manwoman").tokens
     ['a', 'woman', '[UNK]', 'a', 'man', '##w', '##oman']
@@ -105,24 +105,24 @@ def word_pieces(texts: Sequence[str], largest: int) -> Tokenizer:
     letters = sorted({letter for text in texts for letter in normalizer.normalize_str(text) if not letter.isspace()})
     learner = Tokenizer(WordPiece(unk_token=SPECIAL[UNKNOWN]))
     learner.normalizer, learner.pre_tokenizer = normalizer, BertPreTokenizer()
-    # The trainer numbers letters inside of words as it comes across them, in another order each time, and decides
-    # between equally frequent pairs by these numbers; what it takes for special pieces has its number before.
+    # The trainer numbers letters inside words in a varying order, and decides between equally frequent pairs by these
+    # numbers. Passing the letters as special pieces fixes their numbers.
     first = [*SPECIAL, *(f"##{letter}" for letter in letters)]
     learner.train_from_iterator(texts, WordPieceTrainer(vocab_size=largest, special_tokens=first, show_progress=False))
-    # Special pieces would be looked for in the texts, so there are none in what is used.
+    # The tokenizer in use has no special pieces, because it would search the texts for them.
     tokenizer = Tokenizer(WordPiece(learner.get_vocab(), unk_token=SPECIAL[UNKNOWN]))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, BertPreTokenizer()
     return tokenizer
 
 
 def windows(tokenizer: Tokenizer, question: Question, number: int, longest: int) -> Iterator[Window]:
-    """A question with its paragraph, or where that is too long with parts of it that overlap by half.
+    """Yield a question with its paragraph; a paragraph that is too long is split into parts that overlap by half.
 
     Args:
-        tokenizer: whose word pieces are used.
-        question: which may take half of the room; what is longer is cut off.
-        number: of the question in the split.
-        longest: number of pieces at most.
+        tokenizer: the tokenizer.
+        question: the question; it may take half of a window, the rest is cut off.
+        number: number of the question in the split.
+        longest: largest number of pieces in a window.
 
     Yields:
         `[CLS] question [SEP] paragraph [SEP]`, front to back.
@@ -147,7 +147,7 @@ def windows(tokenizer: Tokenizer, question: Question, number: int, longest: int)
 
 
 def _words(encoding: Encoding) -> list[tuple[int, ...]]:
-    """The word that each piece belongs to, as the numbers of its pieces."""
+    """Return the word of each piece, as the numbers of all its pieces."""
     pieces: dict[int | None, tuple[int, ...]] = {}
     for word, piece in zip(encoding.word_ids, encoding.ids, strict=True):
         pieces[word] = (*pieces.get(word, ()), piece)
@@ -160,13 +160,13 @@ def _kinds(asked: Encoding, read: Encoding) -> list[int]:
 
 
 def _span(offsets: Sequence[tuple[int, int]], start: int, stop: int) -> tuple[int, int] | None:
-    """The first and the last piece with characters from `start` to `stop`."""
+    """Return the first and the last piece with characters from `start` to `stop`."""
     inside = [place for place, (first, end) in enumerate(offsets) if first < stop and end > start]
     return (inside[0], inside[-1]) if inside else None
 
 
 def padded(samples: Sequence[Sequence[Window]]) -> Batch:
-    """A batch of all windows of some questions: each attribute of `Window` with `B` in front, padded with 0."""
+    """Collate all windows of some questions: each attribute of `Window` with a batch axis in front, padded with 0."""
     tokens, kinds, spans, characters, numbers = zip(*(window for sample in samples for window in sample), strict=True)
     return (
         pad_sequence(list(tokens), batch_first=True, padding_value=PAD),
@@ -178,20 +178,20 @@ def padded(samples: Sequence[Sequence[Window]]) -> Batch:
 
 
 class SquadData(InMemoryData):
-    """Questions in two files of SQuAD 1.1 in `root`: `train-v1.1.json` and `dev-v1.1.json`, or names like these.
+    """Questions of SQuAD 1.1 from two files in `root`, such as `train-v1.1.json` and `dev-v1.1.json`.
 
-    A file for training has `train` in its name, one for validation `eval` or `dev`; both end in `.json` or `.json.gz`.
-    Batches are `(tokens [B, T], kinds [B, T], spans [B, 2], characters [B, T, 2], questions [B])`, as `Window` says,
-    padded with 0. In training there is one window of each question, with the first answer as near to the middle as can
-    be; questions with no certain start are left out, and those whose answer fits in no window. In validation a batch
-    has all windows of its questions.
+    The file for training has `train` in its name, the one for validation `eval` or `dev`. Both end in `.json` or
+    `.json.gz`. Batches are `(tokens [B, T], kinds [B, T], spans [B, 2], characters [B, T, 2], questions [B])`, the
+    attributes of `Window`, padded with 0. In training, each question has one window, with the first answer near its
+    middle; questions with an uncertain start, or an answer that fits into no window, are left out. In validation, a
+    batch has all windows of its questions.
 
     Args:
         root: folder of the data.
         batch_size: questions of one batch.
-        train_size: train on the first so many questions instead of all. The vocabulary is still that of all.
-        longest: pieces of a window at most.
-        largest_vocabulary: word pieces at most.
+        train_size: number of training questions, from the first on; None takes all. The vocabulary uses all.
+        longest: largest number of pieces in a window.
+        largest_vocabulary: largest number of word pieces.
         num_workers: processes of each data loader.
     """
 
@@ -216,7 +216,7 @@ class SquadData(InMemoryData):
         """Read both splits and learn the vocabulary of the training texts, once.
 
         Raises:
-            TrainingDataError: there is not one file for each split, or one is in another format.
+            TrainingDataError: if there is not exactly one file for each split, or a file has another format.
         """
         if hasattr(self, "train_set"):
             return
@@ -225,13 +225,13 @@ class SquadData(InMemoryData):
         self.tokenizer = word_pieces(list(texts), self.largest_vocabulary)
         cuts = ([*windows(self.tokenizer, q, n, self.longest)] for n, q in enumerate(train) if q.certain)
         holding = [[window for window in cut if window.span[0] != NOWHERE] for cut in cuts]
-        # In validation, the middle of some window comes by every place but those at the ends of the paragraph.
+        # In validation, every place but those at the ends of the paragraph is near the middle of some window.
         learned = [[min(cut, key=_imbalance)] for cut in holding if cut]
         if self.train_size is not None:
             self.check_train_size(self.train_size, len(learned), f"questions with a certain answer in {self.root}")
             learned = learned[: self.train_size]
         tested = [[*windows(self.tokenizer, q, n, self.longest)] for n, q in enumerate(self.val_questions)]
-        self.train_set, self.val_set = learned, tested  # type: ignore[assignment]  # a list is as good as a Dataset
+        self.train_set, self.val_set = learned, tested  # type: ignore[assignment]  # a list works as a Dataset
 
     def _files(self) -> tuple[Path, Path]:
         paths = sorted(path for path in self.root.glob("*") if path.name.endswith((".json", ".json.gz")))
@@ -248,6 +248,6 @@ class SquadData(InMemoryData):
 
 
 def _imbalance(window: Window) -> int:
-    """How much more of the window stands on one side of the answer than on the other, in pieces."""
+    """Return the difference in pieces between the two sides of the answer."""
     first, last = window.span.tolist()
     return int(abs(first + last - len(window.tokens)))

@@ -1,4 +1,4 @@
-"""Translation: sentence pairs from text files, a transformer, and a LightningModule that knows nothing of freezing."""
+"""Translation: sentence pairs from text files, a transformer, and a LightningModule without any freezing code."""
 
 import gzip
 from collections import Counter
@@ -22,11 +22,11 @@ PAD, BEGIN, END, UNKNOWN = range(4)
 
 
 class Vocabulary:
-    """The words of a language by number: those that occur at least twice, behind four special ones.
+    """The words of a language by number: four special ones, then those that occur at least twice.
 
     Args:
-        sentences: that they occur in.
-        largest: number of words at most, the most frequent ones.
+        sentences: sentences of the language.
+        largest: largest number of words; keeps the most frequent ones.
 
     >>> vocabulary = Vocabulary(["a man and a dog", "a man"])
     >>> vocabulary.encode("a cat and a man")
@@ -46,39 +46,39 @@ class Vocabulary:
 
     @staticmethod
     def split(sentence: str) -> list[str]:
-        """Words and punctuation marks, in small letters."""
+        """Return words and punctuation marks in lower case."""
         spaced = "".join(c if c.isalnum() or c in "'-" else f" {c} " for c in sentence.lower())
         return spaced.split()
 
     def encode(self, sentence: str) -> list[int]:
-        """Numbers of the words, between those of the beginning and the end."""
+        """Return the numbers of the words, with beginning and end marks."""
         return [BEGIN, *(self._numbers.get(word, UNKNOWN) for word in self.split(sentence)), END]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The words up to the end, in one line; a number that no word has is an unknown one."""
+        """Return the words up to the end mark in one line; a number without a word is `<unknown>`."""
         end = numbers.index(END) if END in numbers else len(numbers)
         known = (number if number < len(self.words) else UNKNOWN for number in numbers[:end])
         return " ".join(self.words[number] for number in known if number > END)
 
 
 def padded(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """A batch: sources `[B, S]` and targets `[B, T]`, each padded with 0 to the longest."""
+    """Collate pairs to sources `[B, S]` and targets `[B, T]`, each padded with 0 to the longest."""
     source, target = zip(*pairs, strict=True)
     return pad_sequence(list(source), batch_first=True), pad_sequence(list(target), batch_first=True)
 
 
 class TranslationData(InMemoryData):
-    """Pairs of sentences, one in a line: `train.en`, `train.de`, `val.en`, `val.de` in `root`, or the same with `.gz`.
+    """Sentence pairs, one sentence a line, from `train.en`, `train.de`, `val.en` and `val.de` in `root`, or `.gz`.
 
-    Multi30k (Elliott et al., 2016) comes like that. Batches are `(source [B, S], target [B, T])`, padded with 0, the
-    target with its marks of beginning and end.
+    This is the format of Multi30k (Elliott et al., 2016). Batches are `(source [B, S], target [B, T])`, padded with 0;
+    both have beginning and end marks.
 
     Args:
         root: folder of the data.
-        source, target: languages, as the files' names end.
+        source, target: languages: the suffixes of the files.
         batch_size: pairs of one batch.
-        train_size: train on the first so many pairs instead of all.
-        largest_vocabulary: words of each language at most.
+        train_size: number of training pairs, from the first on; None takes all.
+        largest_vocabulary: largest number of words of each language.
         num_workers: processes of each data loader.
     """
 
@@ -99,10 +99,10 @@ class TranslationData(InMemoryData):
         self.largest_vocabulary = largest_vocabulary
 
     def setup(self, stage: str) -> None:
-        """Read both splits and make the vocabularies of the training sentences, once.
+        """Read both splits and build the vocabularies from the training sentences, once.
 
         Raises:
-            TrainingDataError: a file is missing, or two have not as many lines.
+            TrainingDataError: if a file is missing, or the two files of a split differ in length.
         """
         if hasattr(self, "train_set"):
             return
@@ -113,7 +113,7 @@ class TranslationData(InMemoryData):
         languages = zip(*train, strict=True)
         self.vocabularies = tuple(Vocabulary(sentences, self.largest_vocabulary) for sentences in languages)
         splits = self._encoded(train), self._encoded(self._read("val"))
-        self.train_set, self.val_set = splits  # type: ignore[assignment]  # a list is as good as a Dataset
+        self.train_set, self.val_set = splits  # type: ignore[assignment]  # a list works as a Dataset
 
     def _encoded(self, pairs: list[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
         source, target = self.vocabularies
@@ -123,8 +123,8 @@ class TranslationData(InMemoryData):
         first, second = (self._lines(f"{split}.{language}") for language in self.languages)
         if len(first) != len(second):
             raise TrainingDataError(
-                f"data.root={str(self.root)!r}: the {len(first)} lines of {split}.{self.languages[0]} and the "
-                f"{len(second)} of {split}.{self.languages[1]} are no pairs"
+                f"data.root={str(self.root)!r}: {split}.{self.languages[0]} has {len(first)} lines, but "
+                f"{split}.{self.languages[1]} has {len(second)}. Line n of one must translate line n of the other"
             )
         return list(zip(first, second, strict=True))
 
@@ -138,14 +138,14 @@ class TranslationData(InMemoryData):
 
 
 class TranslationTransformer(nn.Module):
-    """The transformer of Vaswani et al. (NeurIPS 2017) with learned positions and normalisation before each part.
+    """The transformer of Vaswani et al. (NeurIPS 2017) with learned positions and pre-normalisation.
 
     Args:
-        source_words, target_words: how many words of each language there can be.
-        width: of the activations.
-        layers: of the encoder, and as many of the decoder.
-        heads: of each attention.
-        dropout: share of activations that are left out in training.
+        source_words, target_words: sizes of the vocabularies.
+        width: width of the activations.
+        layers: number of encoder layers, and of decoder layers.
+        heads: attention heads in each layer.
+        dropout: dropout probability.
         longest: number of positions.
     """
 
@@ -179,7 +179,7 @@ class TranslationTransformer(nn.Module):
         return self.decode(self.encode(source), source == PAD, target)
 
     def encode(self, source: Tensor) -> Tensor:
-        """Map sentences `[B, S]` to what they mean, `[B, S, width]`."""
+        """Map sentences `[B, S]` to contextual embeddings `[B, S, width]`."""
         x = self.source(source) + self.source_places(torch.arange(source.shape[1], device=source.device))
         for layer in self.encoder:
             x = layer(x, src_key_padding_mask=source == PAD)
@@ -187,7 +187,7 @@ class TranslationTransformer(nn.Module):
         return meaning
 
     def decode(self, meaning: Tensor, padding: Tensor, target: Tensor) -> Tensor:
-        """Map meanings `[B, S, width]`, where they are padding, and `[B, T]` to logits `[B, T, words]`."""
+        """Map embeddings `[B, S, width]`, their padding `[B, S]` and targets `[B, T]` to logits `[B, T, words]`."""
         length = target.shape[1]
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
         x = self.target(target) + self.target_places(torch.arange(length, device=target.device))
@@ -200,13 +200,13 @@ class TranslationTransformer(nn.Module):
 class Translator(ScheduledModule):
     """Train a `TranslationTransformer` with cross entropy; logs `train/loss`, `val/loss` and `val/bleu`.
 
-    BLEU is SacreBLEU's of greedy translations, in small letters. The words are those of the Trainer's data module.
+    BLEU is SacreBLEU of greedy translations, in lower case. The words come from the Trainer's data module.
 
     Args:
-        net: with numbers enough for the words of both languages.
-        optimizer, scheduler, scheduler_interval, scheduler_length_name: as of `ScheduledModule`.
-        label_smoothing: of the cross entropy.
-        longest: words of a translation at most.
+        net: the network; its vocabularies must be large enough for the words of both languages.
+        optimizer, scheduler, scheduler_interval, scheduler_length_name: as for `ScheduledModule`.
+        label_smoothing: label smoothing of the cross entropy.
+        longest: largest number of words in a translation.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Translator(ScheduledModule):
 
     @torch.no_grad()
     def translate(self, source: Tensor) -> Tensor:
-        """Translate `[B, S]` word by word, taking the likeliest each time; `[B, up to longest]`."""
+        """Translate `[B, S]` greedily, word by word, to `[B, up to longest]`."""
         net: Any = self.net
         meaning, padding = net.encode(source), source == PAD
         target = torch.full((len(source), 1), BEGIN, device=source.device)

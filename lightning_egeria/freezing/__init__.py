@@ -1,1 +1,1 @@
-"""Freezing the converged front of a network; see README.md beside this file for the method card."""
+"""Knowledge-guided freezing of the converged front of a network. README.md in this folder is the method card."""

@@ -1,33 +1,35 @@
-"""The evaluations under way: what the reference is asked, and what becomes of its answers."""
+"""Pending evaluations: sending steps to the reference, and collecting its answers."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any
 
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.capture import StepCapture
-from lightning_egeria.freezing.costs import StepCosts
-from lightning_egeria.freezing.pool import ReferencePool
 from lightning_egeria.freezing.reference import Comparison
-from lightning_egeria.layers import FrozenPrefix
+from lightning_egeria.freezing.runner import ReferenceRunner
+from lightning_egeria.network.prefix import FrozenPrefix
+from lightning_egeria.profiling.costs import StepCosts
+from lightning_egeria.training.notices import Notices
 
 FAILURES_TO_STOP = 3  # in a row
+MANY_SMALLER = 3  # evaluations of smaller batches, before a warning
 
 
 @dataclasses.dataclass
 class EvaluationCounts:
-    """What became of the evaluations.
+    """Number of evaluations by outcome.
 
     Attributes:
-        done: the policy saw them.
+        done: the policy saw the result.
         late: the reference had not answered when the answer was due.
-        dropped: all others that came to nothing: no worker was free, the prefix had changed, the batch was smaller.
+        dropped: the worker was busy, the prefix had changed, the batch was smaller, or the result was not finite.
         failed: the reference raised, or its process ended.
     """
 
@@ -38,83 +40,88 @@ class EvaluationCounts:
 
 
 class Evaluations:
-    """Gives observed steps to the reference, and takes its answers in the order of the evaluation steps.
+    """Sends captured steps to the reference, and collects its answers in the order of the evaluation steps.
 
-    An answer that is not there when as many evaluation steps have gone by as there are workers, or that was asked at
-    another prefix version, is dropped and counted.
+    It drops and counts an answer that is late at the next evaluation step, or belongs to an earlier prefix. It also
+    drops an answer about a batch smaller than others, such as the last one of an epoch, because it is noisier.
 
     Args:
-        prefix: the frozen prefix of the model in training.
-        pool: of the reference models.
-        costs: of the run's steps; told what the layer modules take.
-        samples: how many samples of a batch are compared at most.
-        in_flight: how many evaluations may be under way; as many as there are workers.
-        wait_s: seconds to wait for an answer that is due; 0: do not wait.
+        prefix: frozen prefix of the model in training.
+        runner: runs the reference model.
+        costs: step costs of the run; takes the times of the layer modules.
+        samples: samples of a batch to compare, at most.
+        wait_s: seconds to wait for an answer that is due; 0 does not wait.
+        notices: takes log lines and warnings.
 
     Attributes:
-        counts: of the evaluations so far.
-        late_in_a_row: answers that were late, since the last one that was not.
-        precision: of the reference that answered last; None before.
-        stopped: whether the reference is asked nothing any longer.
-        messages: what the user should be told, as logging levels and texts; whoever tells it removes it.
+        counts: number of evaluations so far, by outcome.
+        late_in_a_row: number of late answers since the last one in time.
+        precision: precision of the reference at its latest answer; None before the first.
+        stopped: whether evaluations have stopped for good.
     """
 
     def __init__(
-        self, prefix: FrozenPrefix, pool: ReferencePool, costs: StepCosts, samples: int, in_flight: int, wait_s: float
+        self,
+        prefix: FrozenPrefix,
+        runner: ReferenceRunner,
+        costs: StepCosts,
+        samples: int,
+        wait_s: float,
+        notices: Notices,
     ) -> None:
         self.prefix = prefix
-        self.pool = pool
+        self.runner = runner
         self.costs = costs
         self.wait_s = wait_s
         self.counts = EvaluationCounts()
         self.late_in_a_row = 0
         self.precision: str | None = None
         self.stopped = False
-        self.messages: list[tuple[int, str]] = []
+        self._notices = notices
         self._samples = samples
-        self._in_flight = in_flight
         self._crops = False
         self._compared_samples: int | None = None
         self._failures = 0
-        self._nothing_in_a_row, self._told_of_nothing = 0, False
+        self._nothing_in_a_row = 0
+        self._smaller = 0  # answers about a smaller batch
         # One entry per evaluation step; None where there was nothing to evaluate.
         self._pending: collections.deque[StepCapture | None] = collections.deque()
         self._overdue: list[Future[Comparison]] = []
 
     def capture(self) -> StepCapture:
-        """What observes a step, to be given to `send` after it."""
+        """Return a capture for one step, to pass to `send` after the step."""
         return StepCapture(self.prefix, self._samples, self._crops)
 
     def skip(self) -> None:
-        """An evaluation step at which nothing is to be asked."""
+        """Count an evaluation step without an evaluation."""
         self._pending.append(None)
 
     def send(self, capture: StepCapture | None) -> None:
-        """Ask about the evaluation step that was observed; None if it could not be."""
+        """Send a captured step to the reference; None if the step could not be captured."""
         sent = None
         if capture is not None and capture.version == self.prefix.version:
             weights = capture.weights.weights if capture.weights is not None else None
             try:
                 evaluation = capture.evaluation()
-                capture.answer = self.pool.submit(evaluation, weights) if evaluation is not None else None
-            except Exception as error:  # keeping and packing run the user's own code, which may raise anything
+                capture.answer = self.runner.submit(evaluation, weights) if evaluation is not None else None
+            except Exception as error:  # copying and packing run the user's code, which may raise anything
                 self.failed(f"{type(error).__name__}: {error}")
             sent = capture if capture.answer is not None else None
         self.counts.dropped += sent is None
         self._pending.append(sent)
 
     def collect(self, due: bool) -> tuple[float, ...] | None:
-        """The plasticity that the oldest evaluation under way tells; None if it tells nothing, or not yet.
+        """Return the plasticity from the oldest pending evaluation; None without an answer or a finite result.
 
         Args:
-            due: whether this is an evaluation step, at which the answer must be there.
+            due: whether this is an evaluation step, at which the answer is due.
         """
         answered = [answer for answer in self._overdue if answer.done()]
         self._overdue = [answer for answer in self._overdue if answer not in answered]
         for late in answered:
             if (error := late.exception()) is not None:
                 self.failed(str(error))
-        if not (due and len(self._pending) >= self._in_flight) and not self._answered():
+        if not (due and self._pending) and not self._answered():
             return None
         capture = self._pending.popleft()
         if capture is None or capture.answer is None:
@@ -127,7 +134,7 @@ class Evaluations:
         try:
             answer = capture.answer.result(self.wait_s)
         except NoAnswer:
-            self.failed(f"it did not answer within {self.wait_s:g} s")
+            self.failed(f"no answer within {self.wait_s:g} s")
             return None
         except Exception as error:  # in this thread the user's modules may raise anything
             self.failed(str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}")
@@ -135,43 +142,44 @@ class Evaluations:
         self._failures = self.late_in_a_row = 0
         self._take_costs(capture)
         if answer.precision != self.precision:
-            text = f"the reference model runs in {answer.precision}: {answer.reason}"
-            self.messages.append((logging.INFO, text))
+            self._notices.inform(f"the reference model runs in {answer.precision}: {answer.reason}")
         self._crops, self.precision = answer.crops, answer.precision
         return self._comparable(answer)
 
     def failed(self, reason: str) -> None:
-        """Count a failure; after some in a row, nothing is asked any longer."""
+        """Count a failure, and stop after `FAILURES_TO_STOP` in a row."""
         self.counts.failed += 1
         self._failures += 1
         if self.counts.failed == 1:
-            self.messages.append((logging.WARNING, f"the reference model failed: {reason}. Training goes on"))
+            self._notices.warn(f"the reference model failed: {reason}. Training continues")
         if self._failures == FAILURES_TO_STOP:
             self.stop()
-            text = f"the reference model failed {FAILURES_TO_STOP} times in a row, the last time with: {reason}"
-            self.messages.append((logging.WARNING, f"{text}. Training goes on; no more layer modules will freeze"))
+            self._notices.warn(
+                f"the reference model failed {FAILURES_TO_STOP} times in a row, last with: {reason}. Training "
+                "continues; no more layer modules will freeze"
+            )
 
     def void(self) -> None:
-        """What is under way says nothing any longer; the places in the queue stay."""
+        """Drop the answers of pending evaluations, and keep their places in the queue."""
         self.counts.dropped += sum(capture is not None for capture in self._pending)
         self._pending = collections.deque(None for _ in self._pending)
 
     def forget(self) -> None:
-        """Nothing is under way any longer, and there is no reference."""
+        """Drop pending evaluations and the reference."""
         self._pending.clear()
         self._overdue.clear()
-        self.pool.drop_snapshot()
+        self.runner.drop_snapshot()
 
     def stop(self) -> None:
-        """Ask nothing from here on."""
+        """Stop evaluating for good."""
         self.stopped = True
         self.forget()
 
     def state_dict(self, with_answers: bool) -> dict[str, Any]:
-        """Plain types only.
+        """Return the state in plain types.
 
         Args:
-            with_answers: wait for the evaluations under way, and keep what they say.
+            with_answers: wait for pending evaluations, and store their answers.
         """
         pending = [None if not with_answers or c is None else self._waited(c) for c in self._pending]
         return {
@@ -182,12 +190,12 @@ class Evaluations:
             "pending": [None if answer is None else vars(answer) for answer in pending],
         }
 
-    def load_state_dict(self, state: dict[str, Any], with_answers: bool) -> None:
-        """Go on where `state_dict` was taken.
+    def load_state_dict(self, state: Mapping[str, Any], with_answers: bool) -> None:
+        """Restore the state of `state_dict`.
 
         Args:
-            state: what it gave.
-            with_answers: whether this is the process that asks.
+            state: output of `state_dict`.
+            with_answers: restore the stored answers too; only on the rank that compares.
         """
         self.precision = state["precision"]
         self._crops = state["crops"]
@@ -202,7 +210,7 @@ class Evaluations:
             self._pending.append(capture)
 
     def _answered(self) -> bool:
-        """Whether the oldest evaluation under way is done; where answers are waited for, that must not matter."""
+        """Whether the oldest pending evaluation is done; always False with ``wait_s``, where timing must not matter."""
         oldest = self._pending[0] if self._pending and not self.wait_s else None
         return oldest is not None and oldest.answer is not None and oldest.answer.done()
 
@@ -211,37 +219,43 @@ class Evaluations:
             return None
         try:
             return capture.answer.result(self.wait_s)
-        except Exception:  # it fails again, and is told of, where the answer is due
+        except Exception:  # `collect` raises it again and reports it
             return None
 
     def _comparable(self, answer: Comparison) -> tuple[float, ...] | None:
-        """The plasticity, unless it says nothing.
-
-        Where batches differ in size, so does the noise of what is measured on them.
-        """
-        if self._compared_samples is None:
-            self._compared_samples = answer.samples
+        """Return the plasticity; None if it is not finite, or from a smaller batch, which is noisier."""
+        self._compared_samples = max(answer.samples, self._compared_samples or 0)
         active = range(self.prefix.depth, len(answer.plasticity))
         unmeasured = next((index for index in active if not math.isfinite(answer.plasticity[index])), None)
         if unmeasured is not None:
-            self._said_nothing(unmeasured, answer.samples)
-        if answer.samples != self._compared_samples or unmeasured is not None:
+            self._had_no_result(unmeasured, answer.samples)
+        smaller = answer.samples < self._compared_samples
+        if smaller or unmeasured is not None:
             self.counts.dropped += 1
+            self._smaller += smaller
+            if smaller and self._smaller >= MANY_SMALLER and self._smaller > self.counts.done:
+                self._notices.warn(
+                    f"{self._smaller} of {self._smaller + self.counts.done} evaluations were dropped because their "
+                    f"batch has fewer than {self._compared_samples} samples. Use drop_last=True, or a smaller "
+                    "evaluation_samples",
+                    once="smaller batches",
+                )
             return None
         self.counts.done += 1
         self._nothing_in_a_row = 0
         return answer.plasticity
 
-    def _said_nothing(self, index: int, samples: int) -> None:
+    def _had_no_result(self, index: int, samples: int) -> None:
         self._nothing_in_a_row += 1
-        if self._nothing_in_a_row == FAILURES_TO_STOP and not self._told_of_nothing:
-            self._told_of_nothing = True
+        if self._nothing_in_a_row == FAILURES_TO_STOP:
             name = self.prefix.chain.layer_modules[index].name
-            reason = f"what {name!r} gives is not finite, or the same for every sample"
+            reason = f"the output of {name!r} is not finite, or is the same for every sample"
             if samples == 1:
-                reason = "a batch of one sample has none that it could be like"
-            text = f"{FAILURES_TO_STOP} evaluations in a row said nothing: {reason}; while that is so, nothing freezes"
-            self.messages.append((logging.WARNING, text))
+                reason = "plasticity needs at least 2 samples per batch, got 1"
+            self._notices.warn(
+                f"{FAILURES_TO_STOP} evaluations in a row had no result: {reason}. Nothing freezes until that changes",
+                once="no result",
+            )
 
     def _take_costs(self, capture: StepCapture) -> None:
         if not capture.timer.timed:

@@ -1,8 +1,7 @@
-"""The reference model in int8: linear and convolution layers multiply 8-bit integers, all else stays as it is.
+"""The reference model in int8: linear and convolution layers multiply 8-bit integers, all others stay in float32.
 
-The kernels are those of oneDNN that torch itself carries, so there is nothing to install, to export or to compile. The
-network's own Python code runs at each call: branches that depend on data, other batch sizes and any modules work as in
-float32, because nothing is recorded.
+The kernels are torch's oneDNN kernels, so there is nothing to install, export or compile. Each call runs the network's
+Python code, so branches that depend on data, other batch sizes and any modules work as in float32.
 """
 
 from __future__ import annotations
@@ -16,33 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tracing import Forward, ForwardReplacements
+from lightning_egeria.network.forwards import Forward, ForwardReplacements
 
-_PIECE = 2**17  # entries that are quantised in one go: what lies between two passes stays in the processor's cache
+_PIECE = 2**17  # numbers quantised at once: the intermediate result stays in the processor's cache
 
 
 class Int8Layers:
-    """Puts int8 in the place of the ``forward`` of each `nn.Linear` and `nn.Conv2d` of a network.
+    """Runs each `nn.Linear` and `nn.Conv2d` of a network in int8 by replacing its ``forward``.
 
-    Weights are quantised symmetrically with one scale per output channel, when this object is made.
-    Inputs are quantised to their own range at each call. Results are float32. The modules keep their parameters, so
-    that whoever reads ``linear.weight`` without calling ``linear`` (tied embeddings, `nn.MultiheadAttention`) finds it.
+    It quantises weights once, symmetrically, with one scale per output channel, and inputs at each call, to their own
+    range. Results are float32. The modules keep their parameters, for code that reads ``linear.weight`` without calling
+    ``linear`` (tied embeddings, `nn.MultiheadAttention`).
 
-    Left in float32 are subclasses, parametrised weights, modules with hooks or a replaced ``forward``, grouped
-    convolutions, padding other than with zeros, and inputs that are not finite. What fits no `nn.Linear` is lost to
-    int8 too: the input projection of `nn.MultiheadAttention`, recurrent layers.
+    These stay in float32: subclasses, parametrised weights, modules with hooks or a replaced ``forward``, grouped
+    convolutions, padding other than zeros, and inputs that are not finite. So do layers without an `nn.Linear`, such as
+    the input projection of `nn.MultiheadAttention` and recurrent layers.
 
     Args:
         network: on the CPU, in float32, in evaluation mode, without gradients. Its ``forward`` methods are replaced.
 
     Raises:
-        UnsupportedError: this build of torch has no int8 kernels, or ``network`` has no layer for them.
+        UnsupportedError: if this build of torch has no int8 kernels, or ``network`` has no layer for them.
     """
 
     def __init__(self, network: nn.Module) -> None:
         layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv2d) and _has_int8(m)]
         if not layers:
-            raise UnsupportedError("it has no nn.Linear or nn.Conv2d on the CPU that could run in int8")
+            raise UnsupportedError("the network has no nn.Linear or nn.Conv2d that could run in int8 on the CPU")
         self._replacements = ForwardReplacements()
         try:
             for module in layers:
@@ -55,7 +54,7 @@ class Int8Layers:
             ) from error
 
     def restore(self) -> None:
-        """Put float32 back. Safe to call twice."""
+        """Restore float32. Safe to call twice."""
         self._replacements.restore()
 
 
@@ -85,7 +84,7 @@ def _int8_forward(kernel: _Kernel, original: Forward) -> Forward:
         if isinstance(x, Tensor) and x.dtype is torch.float32 and x.ndim >= 2 and x.numel():
             try:
                 result = kernel(x)
-            except RuntimeError:  # a shape that this kernel does not take, or that is wrong in float32 as well
+            except RuntimeError:  # the kernel does not take this shape, or it is wrong in float32 too
                 result = None
             if result is not None:
                 return result
@@ -95,9 +94,9 @@ def _int8_forward(kernel: _Kernel, original: Forward) -> Forward:
 
 
 def _quantized_input(x: Tensor) -> tuple[Tensor, float, int] | None:
-    """``x`` as 8-bit integers over its own range, their scale and zero point; None if a value is not finite."""
+    """Return ``x`` as 8-bit integers over its range, with scale and zero point; None if a value is not finite."""
     low, high = min(float(x.amin()), 0.0), max(float(x.amax()), 0.0)
-    scale = (high - low) / 254  # one step is left over for the rounding of the zero point
+    scale = (high - low) / 254  # leaves one step for rounding the zero point
     if not 1e-30 < scale < math.inf:
         return None
     zero_point = round(-low / scale)
@@ -109,7 +108,7 @@ def _quantized_input(x: Tensor) -> tuple[Tensor, float, int] | None:
 
 
 def _quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight as 8-bit integers, and the scale and zero point of each output channel."""
+    """Return the weight as 8-bit integers, with scale and zero point of each output channel."""
     rows = weight.detach().flatten(1)
     scales = (rows.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     steps = (rows / scales[:, None]).round().to(torch.int8).view_as(weight)
@@ -138,7 +137,7 @@ def _conv_kernel(module: nn.Conv2d) -> _Kernel:
     packed = torch.ops.onednn.qconv_prepack(weight, scales, 1.0, 0, *geometry, None)
 
     def kernel(x: Tensor) -> Tensor | None:
-        # oneDNN wants the channels last. That view is contiguous, and a pass over it several times as fast.
+        # oneDNN needs channels last. That view is contiguous, and a pass over it is several times faster.
         quantized = _quantized_input(x.permute(0, 2, 3, 1).contiguous()) if x.ndim == 4 else None
         if quantized is None:
             return None

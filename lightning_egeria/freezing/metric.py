@@ -12,7 +12,7 @@ from lightning_egeria.freezing.similarity import similarity_preserving_loss
 
 
 class SimilarityPreservingLoss(Metric):
-    """SP loss as a metric: the mean of `similarity_preserving_loss` over the batches it was given.
+    """Mean of `similarity_preserving_loss` over batches, as a metric.
 
     >>> metric = SimilarityPreservingLoss()
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -34,10 +34,10 @@ class SimilarityPreservingLoss(Metric):
         self.add_state("batches", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, activation: Tensor, reference: Tensor) -> None:
-        """Take one batch in; arguments as for `similarity_preserving_loss`."""
+        """Add one batch; arguments as for `similarity_preserving_loss`."""
         self.total = self.total + similarity_preserving_loss(activation, reference)
         self.batches = self.batches + 1
 
     def compute(self) -> Tensor:
-        """Mean over the batches so far; NaN before the first."""
+        """Return the mean over the batches so far; NaN before the first."""
         return self.total / self.batches

@@ -1,4 +1,4 @@
-"""A network in a lower precision, for measuring only: it runs without gradients and in evaluation mode."""
+"""A network in a lower precision, without gradients and in evaluation mode, for measuring."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_egeria.calls import EarlierOutput, NetworkCall, change_leaves
+from lightning_egeria.batches.tree import change_leaves, tensor_leaves
 from lightning_egeria.freezing.int8 import Int8Layers
-from lightning_egeria.freezing.parcels import pack, unpack
-from lightning_egeria.freezing.recording import BoundaryRecorder
-from lightning_egeria.layers import LayerChain
-from lightning_egeria.tracing import tensor_leaves
+from lightning_egeria.freezing.recording import GramRecorder
+from lightning_egeria.network.calls import EarlierOutput, NetworkCall
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.snapshots.packing import pack, unpack
 
 Lower = Literal["bf16", "int8"]
 
@@ -23,20 +23,20 @@ Lower = Literal["bf16", "int8"]
 class SnapshotNetwork:
     """The network of a snapshot, run eagerly in one precision.
 
-    In ``"bf16"`` weights, buffers and inputs are bfloat16; in ``"int8"`` the linear and convolution layers are; see
-    `Int8Layers`.
+    In ``"bf16"``, weights, buffers and inputs are bfloat16. In ``"int8"``, linear and convolution layers run in int8;
+    see `Int8Layers`.
 
     Args:
-        entries: the modules that the training step calls, by path; changed in place.
-        chain: names the boundaries.
-        samples: Gram matrices are made of the first ``samples`` samples at most.
-        precision: to run in.
+        entries: modules that the training step calls, by path; changed in place.
+        chain: layer chain of the network.
+        samples: samples in a Gram matrix, at most.
+        precision: precision to run in.
 
     Attributes:
-        batch_norms: paths of the batch normalisation that was in training mode.
+        batch_norms: paths of the batch normalisation modules that were in training mode.
 
     Raises:
-        UnsupportedError: nothing of it can run in int8.
+        UnsupportedError: if no layer can run in int8.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class SnapshotNetwork:
             for part in entry.modules():
                 part.training = False
                 if isinstance(part, nn.TransformerEncoder):
-                    part.use_nested_tensor = False  # activations in it would have no axis of samples any longer
+                    part.use_nested_tensor = False  # nested activations have no axis of samples
             entry.to(self._dtype)
         if precision == "int8":
             Int8Layers(nn.ModuleList(entries.values()))
 
     def lowered(self, precision: Lower) -> SnapshotNetwork:
-        """A copy of it in a lower precision.
+        """Return a copy in a lower precision.
 
         Raises:
-            UnsupportedError: nothing of it can run in int8.
+            UnsupportedError: if no layer can run in int8.
         """
-        # Not by deepcopy: a function in the place of a forward would go on with the modules of the original.
+        # Not by deepcopy: a function that replaces a forward would keep using the modules of the original.
         entries = unpack(pack(self._entries).to_host())
-        if precision == "bf16":  # int8 has its own way with the channels
+        if precision == "bf16":  # the int8 kernels order channels themselves
             for entry in entries.values():
                 entry.to(memory_format=torch.channels_last)
         return SnapshotNetwork(entries, self._chain, self._samples, precision)
@@ -86,24 +86,30 @@ class SnapshotNetwork:
     def boundary_grams(
         self, calls: list[NetworkCall], first: int = 0, by_batch: Collection[str] = ()
     ) -> tuple[list[Tensor | None], int]:
-        """Gram matrix of each boundary activation, ``[samples, samples]`` each, and how many samples came in.
+        """Run the network and return the Gram matrix of each boundary activation, and the batch size.
 
-        Those of layer modules before number ``first`` are left out. Batch normalisation whose path is in ``by_batch``
-        takes the statistics of what it is given, as in training, and not those that it has been keeping.
+        Args:
+            calls: calls to make.
+            first: index of the first layer module to measure.
+            by_batch: paths of batch normalisation modules that use the statistics of the batch, as in training, instead
+                of their running statistics.
+
+        Returns:
+            A matrix ``[samples, samples]`` per layer module, None where not measured; and the number of samples in.
         """
-        recorder = BoundaryRecorder(self._modules, self._chain, self._samples, first)
+        recorder = GramRecorder(self._modules, self._chain, self._samples, first)
         outputs: list[list[Tensor]] = []
 
         def prepare(value: Any) -> Any:
             if isinstance(value, EarlierOutput):
                 return outputs[value.call][value.leaf]
-            # A copy, because the network may change its input in place and is run on it several times.
+            # A copy, because the network may change its input in place and runs on it several times.
             return value.to(self._dtype if value.is_floating_point() else value.dtype, copy=True)
 
         fast_path = torch.backends.mha.get_fastpath_enabled()
         recorder.start()
         try:
-            # It reads the weights of nn.TransformerEncoderLayer past the layers that would run in int8.
+            # The fast path reads the weights of nn.TransformerEncoderLayer directly and would bypass int8.
             torch.backends.mha.set_fastpath_enabled(fast_path and self._precision != "int8")
             with torch.random.fork_rng(self._cuda_devices()), self._normalising_by_batch(by_batch):
                 for call in calls:

@@ -1,4 +1,4 @@
-"""The reference model: a snapshot of the network, run on what the network in training was given, beside a newer one."""
+"""The reference model: a snapshot of the network, compared with a newer one on the same inputs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.calls import NetworkCall, crop_calls
-from lightning_egeria.compilation import eager
 from lightning_egeria.freezing.precision import Lower, SnapshotNetwork
 from lightning_egeria.freezing.similarity import gram_distance, tells_apart
-from lightning_egeria.layers import LayerChain
+from lightning_egeria.network.calls import NetworkCall, crop_calls
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.compilation import eager
 
 Precision = Literal["auto", "int8", "bf16", "float32"]
-# What lowering the precision changes may be at most this share of what is measured with it.
-NOISE_SHARE = 0.1
-NEGLIGIBLE = 1e-5  # of plasticity: beside it a layer module has come to rest by any standard
+NOISE_SHARE = 0.1  # a lower precision may change plasticity by this share of it
+NEGLIGIBLE = 1e-5  # a plasticity this low counts as converged with any tolerance
 TIMED_RUNS = 2
-# What is tried, and in which order, before float32.
+# Precisions to try before float32, in order.
 _CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
     "auto": ("bf16", "int8"),
     "int8": ("int8", "bf16"),
@@ -33,12 +32,12 @@ _CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What is to be compared with the reference, and on which inputs.
+    """A network to compare with the reference, and the inputs to compare on.
 
     Attributes:
-        calls: how a training step called the network.
-        network: the modules that it called, by path, with the weights of after the step.
-        first: index of the first layer module that still learns.
+        calls: calls that a training step made to the network.
+        network: the called modules by path, with the weights after the step.
+        first: index of the first layer module that still trains.
     """
 
     calls: list[NetworkCall]
@@ -48,16 +47,17 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What an evaluation gave.
+    """The result of an evaluation.
 
     Attributes:
-        plasticity: of each layer module: `samples` times the SP loss at its boundary, which is the mean squared change
-            of a sample's likeness to the others, whatever the number of samples; NaN where it was not measured.
-        samples: how many samples were compared.
-        crops: whether the reference needs no more than those samples to be given.
-        precision: that the reference ran in.
-        reason: why in that one.
-        seconds: that the evaluation took where the reference is.
+        plasticity: plasticity of each layer module: `samples` times the SP loss at its boundary, the mean squared
+            change of a sample's similarity to the others. It does not depend on the number of samples. NaN where not
+            measured.
+        samples: number of compared samples.
+        crops: whether the reference needs only these samples of the batch.
+        precision: precision of the reference.
+        reason: why this precision.
+        seconds: seconds that the evaluation took.
     """
 
     plasticity: tuple[float, ...]
@@ -71,22 +71,21 @@ class Comparison:
 class ReferenceModel:
     """A copy of the network with the weights of one moment, in evaluation mode and low precision.
 
-    Calling it makes one evaluation: how far the network of now has moved away from it. Both run in evaluation mode and
-    in the same precision. What dropout does to the activations of a training step is many times what some steps do to
-    them, and would hide it; and what low precision does to both cancels out where nothing has changed. So does what the
-    statistics of a single batch do: batch normalisation that still learns takes those of the samples compared, the same
-    for both. The running statistics of the one and the other are of different batches, however little was learned in
-    between, and would put a floor under what is measured.
+    A call makes one evaluation: it measures how far the current network has moved from this copy. Both run in
+    evaluation mode, because dropout changes activations many times more than a few training steps do. Both run in the
+    same precision, so that rounding cancels out where nothing has changed. Batch normalisation that still trains uses
+    the statistics of the compared samples in both. Running statistics would come from different batches, and their
+    difference would hide small changes.
 
-    A new snapshot comes along with the first evaluation that it is meant for; the low precision is made of it here, so
-    that the training thread has nothing to do with it.
+    A new snapshot comes with its first evaluation. The reference lowers its precision, so that the training thread has
+    no work with it.
 
     Args:
-        chain: the layer chain of the model.
-        samples: how many samples of a batch are compared at most.
-        precision: ``"auto"`` takes the fastest. Where lowering it would change plasticity by more than `NOISE_SHARE` of
-            it, and by more than `NEGLIGIBLE`, a higher one steps in for good.
-        crops: whether it needs no more samples than are compared, if that is known from before.
+        chain: layer chain of the model.
+        samples: samples of a batch to compare, at most.
+        precision: ``"auto"`` takes the fastest. A precision that changes plasticity by more than `NOISE_SHARE` of it,
+            and by more than `NEGLIGIBLE`, is replaced by a higher one for good.
+        crops: whether the reference needs only the compared samples of a batch; None finds out.
     """
 
     def __init__(
@@ -96,18 +95,20 @@ class ReferenceModel:
         self._samples = samples
         self._precision = precision
         self._network: SnapshotNetwork | None = None
-        self._reason = "it was asked for"
+        self._reason = "as requested"
         self._lowered = False
         self._crops = crops
         self._takes_batch_statistics: bool | None = None
 
     def __call__(self, evaluation: Evaluation, snapshot: Mapping[str, nn.Module] | None) -> Comparison:
-        """Compare.
+        """Compare a network with the reference.
 
         Args:
-            evaluation: what is to be compared; the modules in it become the reference model's own.
-            snapshot: the entries of the network by path, if the reference is to be taken anew; the first must come
-                with the first evaluation.
+            evaluation: the network and its inputs; the reference changes these modules in place.
+            snapshot: modules of a new reference by path; None keeps the reference. The first evaluation needs one.
+
+        Raises:
+            RuntimeError: if the first evaluation has no snapshot.
         """
         with eager():  # compiling for a few forwards costs more than it saves
             return self._compare(evaluation, snapshot)
@@ -118,7 +119,7 @@ class ReferenceModel:
             self._network = SnapshotNetwork(snapshot, self._chain, self._samples)
             self._lowered = False
         if self._network is None:
-            raise RuntimeError("the first evaluation must bring a snapshot along")
+            raise RuntimeError("the first evaluation needs a snapshot")
         if self._crops is None:
             self._crops = self._cropping_is_safe(self._network, evaluation.calls)
         calls = crop_calls(evaluation.calls, self._samples) if self._crops else evaluation.calls
@@ -147,13 +148,13 @@ class ReferenceModel:
         )
 
     def _cropping_is_safe(self, full: SnapshotNetwork, calls: list[NetworkCall]) -> bool:
-        """Whether the other samples of the batch make no difference to those that are compared."""
+        """Whether the compared samples give the same result without the rest of the batch."""
         wanted, batch_size = full.boundary_grams(calls)
         if batch_size <= self._samples:
             return False
         try:
             found, _ = full.boundary_grams(crop_calls(calls, self._samples))
-        except Exception:  # a network that cannot take a smaller batch may raise anything; the whole batch works
+        except Exception:  # a network may not take a smaller batch; the whole batch works
             return False
         return all(
             a is not None and b is not None and a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
@@ -163,7 +164,7 @@ class ReferenceModel:
     def _lower(
         self, full: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], compare: Compare
     ) -> tuple[SnapshotNetwork, NetworksCompared]:
-        """The reference that is to be compared with from now on, and how far ``moved`` is from it."""
+        """Choose the precision; return the reference in it, and its comparison with ``moved``."""
         asked, self._precision = self._precision, "float32"
         reasons = []
         wanted = compare(full, moved)
@@ -173,11 +174,11 @@ class ReferenceModel:
             try:
                 low = full.lowered(precision)
                 compared = compare(low, moved.lowered(precision))
-            except Exception as error:  # the user's modules, and some operations know no other dtype
-                reasons.append(f"the network does not run in {precision} ({type(error).__name__}: {error})")
+            except Exception as error:  # the user's modules may raise anything, and some operations have no other dtype
+                reasons.append(f"the network fails in {precision} ({type(error).__name__}: {error})")
                 continue
             if any(math.isfinite(a) > math.isfinite(b) for a, b in zip(wanted.values, compared.values, strict=True)):
-                reasons.append(f"in {precision} the network does not reach all boundaries")
+                reasons.append(f"in {precision} some boundaries give no finite values")
                 continue
             share = noise_share(wanted.values, compared.values)
             if share > NOISE_SHARE:
@@ -185,7 +186,7 @@ class ReferenceModel:
                 continue
             seconds = seconds_of(low, calls) if asked == "auto" else 0.0
             if asked == "auto":
-                speed = f"is {full_seconds / seconds:.1f} times as fast as float32 here"
+                speed = f"is {full_seconds / seconds:.1f} times as fast as float32"
                 reasons.append(f"{precision} {speed} and changes plasticity by {share:.1%}")
             if seconds < best_seconds:
                 best, found, best_seconds, self._precision = low, compared, seconds, precision
@@ -197,7 +198,7 @@ class ReferenceModel:
 
 @dataclasses.dataclass(frozen=True)
 class NetworksCompared:
-    """Plasticity of each layer module, and how many samples it is of."""
+    """Plasticity of each layer module, and the number of compared samples."""
 
     values: tuple[float, ...]
     samples: int
@@ -213,14 +214,14 @@ def compare_networks(
     first: int,
     by_batch: Collection[str] = (),
 ) -> NetworksCompared:
-    """Plasticity of each layer module from number ``first`` on, NaN before.
+    """Return the plasticity of each layer module, NaN before index ``first``.
 
     Args:
-        reference: the one.
-        moved: the other.
-        calls: what both are run on.
-        first: layer module that still learns.
-        by_batch: paths of the batch normalisation that goes by the statistics of what it is given.
+        reference: the earlier network.
+        moved: the current network.
+        calls: calls to make to both.
+        first: index of the first layer module that still trains.
+        by_batch: paths of batch normalisation modules that use the statistics of the batch.
     """
     before, _ = reference.boundary_grams(calls, first, by_batch)
     after, _ = moved.boundary_grams(calls, first, by_batch)
@@ -229,10 +230,10 @@ def compare_networks(
 
 
 def _takes_batch_statistics(network: SnapshotNetwork, calls: list[NetworkCall]) -> bool:
-    """Whether its batch normalisation does without running statistics; that of others may read them in any case."""
+    """Whether the network runs with the statistics of the batch; a custom batch normalisation may need its own."""
     try:
         network.boundary_grams(calls, by_batch=network.batch_norms)
-    except Exception:  # classes of the user's own may raise anything
+    except Exception:  # the user's classes may raise anything
         return False
     return True
 
@@ -243,10 +244,10 @@ def _lower_of(precision: Precision) -> Lower:
 
 
 def distances(first: list[Tensor | None], second: list[Tensor | None]) -> tuple[float, ...]:
-    """SP loss between the Gram matrices of each boundary; NaN where there is nothing to compare.
+    """Return the SP loss between the Gram matrices of each boundary; NaN where they cannot be compared.
 
-    That is where one is missing, the sizes differ, or both are the same for every sample: a loss of zero between two
-    that cannot tell samples apart, or have but one, would look like convergence.
+    That is where one is missing, their sizes differ, or both are the same for every sample. Two networks that cannot
+    tell samples apart have a loss of zero, which would look like convergence.
     """
     return tuple(
         math.nan
@@ -257,9 +258,9 @@ def distances(first: list[Tensor | None], second: list[Tensor | None]) -> tuple[
 
 
 def noise_share(plasticity: tuple[float, ...], noisy: tuple[float, ...]) -> float:
-    """The largest share by which a plasticity is another in low precision, over the boundaries that were measured.
+    """Return the largest relative error of plasticity in low precision over the measured boundaries.
 
-    A difference below `NEGLIGIBLE` is none.
+    A difference below `NEGLIGIBLE` does not count.
 
     >>> noise_share((1.0, 0.0, math.nan), (1.25, 0.5 * NEGLIGIBLE, math.nan))
     0.25
@@ -269,7 +270,7 @@ def noise_share(plasticity: tuple[float, ...], noisy: tuple[float, ...]) -> floa
 
 
 def seconds_of(network: SnapshotNetwork, calls: list[NetworkCall]) -> float:
-    """Shortest of a few runs."""
+    """Return the seconds of the fastest of a few runs."""
     return min(_timed(network, calls) for _ in range(TIMED_RUNS))
 
 

@@ -1,4 +1,4 @@
-"""The rule of the paper, as far as it is known: a layer module freezes when its plasticity has stopped changing."""
+"""The rule of the paper, as reconstructed: a layer module freezes when its plasticity has stopped changing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.freezing.plasticity import PlasticitySeries
-from lightning_egeria.freezing.policy import Annealing, Decision, checkpoint_read, count_of, is_whole, number_of
+from lightning_egeria.freezing.annealing import Annealing
+from lightning_egeria.profiling.trend import PlasticitySeries
+from lightning_egeria.training.checkpoints import checkpoint_read, count_of, is_whole, number_of
+from lightning_egeria.training.freezer import Decision
 
-FIRST_SLOPES = 5  # slopes before any counts as calm: the largest of fewer says little
+FIRST_SLOPES = 5  # slopes before one may count as calm: the largest of fewer means little
 
 
 class Stage(enum.Enum):
-    """Where a `SlopePolicy` stands."""
+    """Stage of a `SlopePolicy`."""
 
     BOOTSTRAP = "bootstrap"
     GUIDED = "guided"
@@ -26,40 +28,44 @@ class Stage(enum.Enum):
 
 @dataclasses.dataclass
 class _Track:
-    """What is remembered of one layer module."""
+    """History of one layer module."""
 
     series: PlasticitySeries
     slopes: int = 0
     largest_slope: float = 0.0
     slope: float = math.nan
-    calm: int = 0  # evaluations in a row with a slope under the threshold
+    calm: int = 0  # evaluations in a row with a slope below the threshold
 
 
 class SlopePolicy(Annealing):
     """Freezes a layer module when its plasticity has stopped changing (Egeria, EuroSys 2023, as reconstructed).
 
-    Nothing is measured until the training loss has calmed down (bootstrapping). Then each layer module's plasticity is
-    smoothed, and a line is laid through the last averages. When the size of its slope stays below ``tolerance`` times
-    the largest slope it had so far for ``patience`` evaluations in a row, the frontmost active layer module freezes,
-    and with it all that follow and qualify too. When the learning rate jumps, everything unfreezes and window and
-    patience are halved.
+    The policy first waits for the training loss to settle (bootstrapping). Then it smooths each layer module's
+    plasticity and fits a line through the last averages. When the absolute slope stays below ``tolerance`` times the
+    largest so far for ``patience`` evaluations in a row, the first active layer module freezes, together with those
+    behind it that also qualify. When the learning rate jumps, everything unfreezes, and window and patience are halved.
 
-    It was made for evaluations two hundred times in a run and a reference that is taken anew at every tenth of them:
-    ``KnowledgeGuidedFreezing(SlopePolicy(), evaluate_every_n_steps=steps // 200, refresh_every_n_evaluations=10)``.
-    `FreezingPolicy` does better; see the method card.
+    It is meant for 200 evaluations per run: ``KnowledgeGuidedFreezing(SlopePolicy(), evaluate_every_n_steps=steps //
+    200)``. `FreezingPolicy` gave better results; see the method card.
 
     Args:
-        tolerance: fraction of the largest slope so far that counts as calm; in (0, 1). Larger freezes sooner.
+        tolerance: share of the largest slope so far below which a layer module counts as calm; in (0, 1). Higher
+            freezes sooner.
         window_evaluations: evaluations in the moving average and in the line; at least 2.
-        patience: evaluations in a row that must be calm; at least 1.
-        bootstrap: wait for the loss to calm down first.
-        bootstrap_threshold: change of the mean loss from one window to the next, relative to the largest window's,
-            that still counts as unsettled; > 0.
-        unfreeze_on: ``"annealing"`` unfreezes all when the learning rate jumps, ``"never"`` does not.
-        unfreeze_lr_factor: fall of the learning rate in one step that unfreezes all; in (0, 1).
+        patience: evaluations in a row that must be calm; at least 1. Higher freezes later.
+        refresh_every_n_evaluations: evaluations after which the reference takes the current weights; at least 1.
+        bootstrap: wait for the loss to settle before measuring.
+        bootstrap_threshold: relative change of the mean loss between two windows below which it counts as settled; > 0.
+        unfreeze_on: ``"annealing"`` unfreezes everything when the learning rate jumps, ``"never"`` does not.
+        unfreeze_lr_factor: drop of the learning rate within one step that unfreezes, or its inverse as a rise; in
+            (0, 1).
+
+    Attributes:
+        stage: bootstrapping, guided, or exhausted (nothing more can freeze).
+        depth: number of layer modules the policy has frozen.
 
     Raises:
-        ArgumentError: an argument is out of its range.
+        ArgumentError: if an argument is out of range.
 
     >>> policy = SlopePolicy(window_evaluations=2, patience=2, bootstrap=False)
     >>> policy.start(max_depth=1)
@@ -75,6 +81,7 @@ class SlopePolicy(Annealing):
         tolerance: float = 0.2,
         window_evaluations: int = 10,
         patience: int = 10,
+        refresh_every_n_evaluations: int = 10,
         bootstrap: bool = True,
         bootstrap_threshold: float = 0.1,
         unfreeze_on: Literal["annealing", "never"] = "annealing",
@@ -84,18 +91,24 @@ class SlopePolicy(Annealing):
         if not 0 < tolerance < 1:
             raise ArgumentError(f"tolerance must be in (0, 1), got {tolerance}")
         if not is_whole(window_evaluations, least=2):
-            raise ArgumentError(f"window_evaluations must be a whole number from 2 on, got {window_evaluations}")
+            raise ArgumentError(f"window_evaluations must be an integer of at least 2, got {window_evaluations}")
         if not is_whole(patience, least=1):
-            raise ArgumentError(f"patience must be a whole number from 1 on, got {patience}")
+            raise ArgumentError(f"patience must be an integer of at least 1, got {patience}")
+        if not is_whole(refresh_every_n_evaluations, least=1):
+            raise ArgumentError(
+                f"refresh_every_n_evaluations must be an integer of at least 1, got {refresh_every_n_evaluations}"
+            )
         if not bootstrap_threshold > 0:
             raise ArgumentError(f"bootstrap_threshold must be greater than 0, got {bootstrap_threshold}")
         self.tolerance = tolerance
         self.window_evaluations = window_evaluations
         self.patience = patience
+        self.refresh_every_n_evaluations = refresh_every_n_evaluations
         self.bootstrap_threshold = bootstrap_threshold
         self.stage = Stage.BOOTSTRAP if bootstrap else Stage.GUIDED
         self.depth = 0
         self._max_depth = 0
+        self._evaluations = 0  # in the guided stage
         self._tracks: list[_Track] = []
         self._losses: list[float] = []
         self._window_loss: float | None = None
@@ -108,28 +121,35 @@ class SlopePolicy(Annealing):
 
     @property
     def holds_reference(self) -> bool:
-        """False: a slope is over references as old as the callback makes them."""
-        return False
+        """Whether the reference is younger than `refresh_every_n_evaluations`."""
+        return self._evaluations % self.refresh_every_n_evaluations > 0
 
     @property
     def slopes(self) -> tuple[float, ...]:
-        """Newest slope of each layer module's smoothed plasticity; NaN where there is none yet."""
+        """Latest slope of each layer module's smoothed plasticity; NaN where there is none yet."""
         return tuple(track.slope for track in self._tracks)
 
     def start(self, max_depth: int) -> None:
-        """Told how deep the prefix may become; a chain of which nothing may freeze exhausts the policy at once."""
+        """Set how deep the prefix may become. If nothing more may freeze, the policy is exhausted."""
         self._max_depth, self.depth = max_depth, min(self.depth, max_depth)
         if self.depth == max_depth:
             self.stage = Stage.EXHAUSTED
 
     def observe(
-        self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None
+        self,
+        step: int,
+        plasticity: Sequence[float] | None,
+        learning_rate: float,
+        loss: float | None,
+        layer_shares: Sequence[float] | None = None,
     ) -> Decision | None:
-        """One step of the state machine; arguments as for `Policy.observe`.
+        """Run one step of the state machine; arguments as for `Policy.observe`.
 
-        An evaluation with a NaN or infinite plasticity is one that did not happen, and so is everything seen at a
-        learning rate of 0: there, nothing changes because nothing learns (the first epoch of a warm-up, say).
+        It ignores an evaluation with a NaN or infinite plasticity, and every evaluation at a learning rate of 0 (the
+        first epoch of a warm-up, for example), where weights cannot move.
         """
+        if self.stage is Stage.GUIDED and loss is not None:  # only evaluation steps have a loss
+            self._evaluations += 1
         if (decision := self._jumped(learning_rate)) is not None:
             self._start_again()
             return decision
@@ -148,7 +168,7 @@ class SlopePolicy(Annealing):
         mean, before = sum(self._losses) / len(self._losses), self._window_loss
         self._losses, self._window_loss = [], mean
         self._largest_loss = max(self._largest_loss, abs(mean))
-        # Against the largest, not the one before: a loss near zero goes on halving long after it has stopped to matter.
+        # Relative to the largest, not to the one before: a loss near zero keeps halving long after it matters.
         if before is not None and abs(mean - before) <= self.bootstrap_threshold * self._largest_loss:
             self.stage = Stage.GUIDED
 
@@ -174,8 +194,8 @@ class SlopePolicy(Annealing):
             return None
         return Decision(
             depth,
-            f"plasticity slope {track.slope:.2e} within {self.tolerance * track.largest_slope:.2e} for "
-            f"{track.calm} evaluations in a row",
+            f"plasticity slope {track.slope:.2e} stayed below {self.tolerance * track.largest_slope:.2e} for "
+            f"{track.calm} evaluations",
         )
 
     def _follow(self, track: _Track, value: float) -> None:
@@ -189,16 +209,19 @@ class SlopePolicy(Annealing):
         track.calm = track.calm + 1 if calm else 0
 
     def _start_again(self) -> None:
+        if self.stage is Stage.EXHAUSTED:
+            self._evaluations = 0  # there is a new reference
         self.depth, self.stage = 0, Stage.GUIDED
         self.window_evaluations = max(2, self.window_evaluations // 2)
         self.patience = max(1, self.patience // 2)
         self._tracks = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain types only."""
+        """Return the state in plain types."""
         return {
             "stage": self.stage.value,
             "depth": self.depth,
+            "evaluations": self._evaluations,
             "window_evaluations": self.window_evaluations,
             "patience": self.patience,
             "losses": list(self._losses),
@@ -210,13 +233,14 @@ class SlopePolicy(Annealing):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore the state of `state_dict`.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: if the state is damaged.
         """
         with checkpoint_read():
             self.stage, self.depth = Stage(state["stage"]), count_of(state["depth"], most=self._max_depth)
+            self._evaluations = count_of(state["evaluations"])
             self.window_evaluations = count_of(state["window_evaluations"], least=2, most=sys.maxsize)
             self.patience = count_of(state["patience"], least=1)
             self._losses = [number_of(loss) for loss in state["losses"]]

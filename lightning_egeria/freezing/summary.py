@@ -1,16 +1,23 @@
-"""What freezing did to a run, put together from the engine's measurements."""
+"""Computing the savings of a run from its measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_egeria.freezing.engine import FreezingEngine, FreezingEvent
-from lightning_egeria.report import LayerModuleSavings, Savings
+from lightning_egeria.freezing.guide import Guide
+from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
+from lightning_egeria.training.freezer import FreezingEvent
 
 
-def summarize(engine: FreezingEngine, events: Sequence[FreezingEvent]) -> Savings:
-    """The savings so far of the run that ``engine`` belongs to, with its ``events``."""
-    costs, names = engine.costs, engine.prefix.chain.names
+def summarize(guide: Guide, events: Sequence[FreezingEvent]) -> Savings:
+    """Return the savings so far.
+
+    Args:
+        guide: guide of the run.
+        events: every freeze and unfreeze of the run.
+    """
+    freezer, comparison = guide.freezer, guide.comparison
+    costs, names = comparison.costs, freezer.chain.names
     shares = costs.layer_shares(len(names))
     modules = []
     for index, name in enumerate(names):
@@ -23,16 +30,17 @@ def summarize(engine: FreezingEngine, events: Sequence[FreezingEvent]) -> Saving
     return Savings(
         layer_modules=tuple(modules),
         frozen_depth=depth,
-        step_seconds_before=costs.mean_seconds(0),
-        step_seconds_after=costs.mean_seconds(depth) if depth else None,
+        step_seconds_before=costs.median_seconds(0),
+        step_seconds_after=costs.median_seconds(depth) if depth else None,
         evaluation_seconds=costs.evaluation_seconds,
         seconds_saved=None if saved is None else saved - costs.evaluation_seconds,
-        evaluations_done=engine.evaluations.counts.done,
-        evaluations_late=engine.evaluations.counts.late,
-        evaluations_dropped=engine.evaluations.counts.dropped,
-        reference_precision=engine.evaluations.precision,
-        bytes_per_evaluation=engine.pool.evaluation_bytes,
-        bytes_per_snapshot=engine.pool.snapshot_bytes,
-        gradient_bytes_before=engine.prefix.gradient_bytes(0) if engine.ranks.several else None,
-        gradient_bytes_after=engine.prefix.gradient_bytes(depth) if engine.ranks.several else None,
+        evaluations_done=comparison.evaluations.counts.done,
+        evaluations_late=comparison.evaluations.counts.late,
+        evaluations_dropped=comparison.evaluations.counts.dropped,
+        reference_precision=comparison.evaluations.precision,
+        bytes_per_evaluation=comparison.runner.evaluation_bytes,
+        bytes_per_snapshot=comparison.runner.snapshot_bytes,
+        gradient_bytes_before=freezer.prefix.gradient_bytes(0) if freezer.ranks.several else None,
+        gradient_bytes_after=freezer.prefix.gradient_bytes(depth) if freezer.ranks.several else None,
+        held_back=getattr(guide.policy, "held_back", None) if not events else None,
     )

@@ -1,4 +1,4 @@
-"""`egeria-report`: pictures of one or more runs, on one page and as files."""
+"""`egeria-report`: figures of one or more runs, on one page and as files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from lightning_egeria.errors import EgeriaError, RecordError
-from lightning_egeria.report import figures
+from lightning_egeria.report.comparison import summary_table, why_nothing_froze
+from lightning_egeria.report.naming import with_short_names
 from lightning_egeria.report.record import FILE_NAME, RunRecord
 
 
@@ -16,43 +19,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="egeria-report",
-        description="Draw what runs have frozen and saved: report.html, which needs no other file, and PNGs. With "
-        "several runs the first is what the others are compared with: give the plain run first.",
+        description="Draw the freezes, times and metrics of runs: one self-contained report.html, and PNGs. With "
+        "several runs, the others are compared with the first, so name the plain run first.",
     )
-    parser.add_argument("run_dir", nargs="+", type=Path, help=f"directory in which, or below which, {FILE_NAME} lies")
+    parser.add_argument("run_dir", nargs="+", type=Path, help=f"directory with {FILE_NAME} in or below it")
     parser.add_argument("--out", type=Path, help="directory to write to; default: report/ in the last run's directory")
     parser.add_argument("--metric", help="logged metric to compare runs by; default: an accuracy")
     options = parser.parse_args(arguments)
     try:
         found = [path for folder in options.run_dir for path in _records_below(folder)]
-        records = _told_apart([RunRecord.read(path) for path in found], found)
-        drawn = figures(records, options.metric)
-        from lightning_egeria.report.page import page  # matplotlib may be missing: `figures` says so first
-
-        text = page(records, drawn, options.metric)
+        records = with_short_names([RunRecord.read(path) for path in found], found)
+        out = options.out or found[-1].parent / "report"
+        count = write_report(records, out, options.metric)
     except EgeriaError as error:
         print(f"egeria-report: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        print("egeria-report: matplotlib is needed: pip install 'lightning-egeria[report]'", file=sys.stderr)
+        print("egeria-report needs matplotlib: pip install 'lightning-egeria[report]'", file=sys.stderr)
         return 2
-    out = options.out or found[-1].parent / "report"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, figure in drawn.items():
-            figure.savefig(out / f"{name}.png", dpi=150)
-        (out / "report.html").write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         print(
-            f"egeria-report: nothing can be written to {out}: {error.strerror or error}; choose another directory with "
-            "--out",
+            f"egeria-report: cannot write to {out}: {error.strerror or error}. Choose another directory with --out",
             file=sys.stderr,
         )
         return 2
-    print(f"{out / 'report.html'} and {len(drawn)} pictures beside it")
+    Console().print(summary_table(records, options.metric))
+    for record in records:
+        if (reason := why_nothing_froze(record)) is not None:
+            print(f"{record.name}: nothing froze. {reason}")
+    print(f"wrote {out / 'report.html'} and {count} pictures")
     return 0
+
+
+def write_report(records: Sequence[RunRecord], out: Path, metric: str | None = None) -> int:
+    """Write ``report.html`` and its pictures; return the number of pictures.
+
+    Args:
+        records: records of the runs; the others are compared with the first.
+        out: directory to write to.
+        metric: logged metric to compare runs by; None takes one that all runs have.
+
+    Raises:
+        RecordError: if the runs have no such metric in common.
+        ModuleNotFoundError: if matplotlib is not installed.
+        OSError: if ``out`` cannot be written to.
+    """
+    # matplotlib takes a second to import, and may be missing
+    from lightning_egeria.report.drawing import figures_of
+    from lightning_egeria.report.page import page
+
+    drawn = figures_of(records, metric)
+    text = page(records, drawn, metric)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, figure in drawn.items():
+        figure.savefig(out / f"{name}.png", dpi=150)
+    (out / "report.html").write_text(text, encoding="utf-8", errors="replace")
+    return len(drawn)
 
 
 def _records_below(folder: Path) -> list[Path]:
@@ -63,19 +87,10 @@ def _records_below(folder: Path) -> list[Path]:
     found = sorted(folder.rglob(FILE_NAME))
     if not found:
         raise RecordError(
-            f"there is no {FILE_NAME} in {folder}, nor below it. It is written by RunRecorder(), among the callbacks "
-            "of the Trainer; egeria-train has it"
+            f"no {FILE_NAME} in or below {folder}. Add RunRecorder() to the Trainer's callbacks; egeria-train has it "
+            "already"
         )
     return found
-
-
-def _told_apart(records: list[RunRecord], paths: list[Path]) -> list[RunRecord]:
-    """Runs of one name get that of their directory too."""
-    names = [record.name for record in records]
-    for record, path in zip(records, paths, strict=True):
-        if names.count(record.name) > 1:
-            record.name = "/".join(path.resolve().parent.parts[-2:])
-    return records
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Pictures of runs, drawn with matplotlib."""
+"""Figures of runs, drawn with matplotlib."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_egeria.errors import RecordError
+from lightning_egeria.report.comparison import common_metric, last_value, times_to_target
 from lightning_egeria.report.record import RunRecord, StepTimes
 
 PHASES = {
@@ -31,9 +30,9 @@ _WIDTH, _HEIGHT = 8.0, 3.2  # inches
 
 
 def plasticity(record: RunRecord) -> Figure:
-    """Plasticity and the size of its slope over the steps, a line for each layer module, front dark to back bright."""
-    titles = {"plasticity": "plasticity", "slopes": "size of its slope"}
-    # The one decision of fine-tuning is made without a slope.
+    """Draw plasticity and its absolute slope over the steps: one line per layer module, dark in front."""
+    titles = {"plasticity": "plasticity", "slopes": "absolute slope"}
+    # Only `SlopePolicy` has slopes.
     shown = [field for field in titles if any(any(getattr(point, field)) for point in record.evaluations)]
     figure, panels = _new(max(1, len(shown)), share=True)
     count = len(record.layer_modules)
@@ -54,7 +53,7 @@ def plasticity(record: RunRecord) -> Figure:
 
 
 def depth(record: RunRecord) -> Figure:
-    """How many layer modules are frozen, over the steps."""
+    """Draw the number of frozen layer modules over the steps."""
     figure, (axes,) = _new(1)
     steps, depths = [0], [0]
     for event in record.events:
@@ -66,17 +65,17 @@ def depth(record: RunRecord) -> Figure:
     axes.fill_between(steps, depths, step="post", alpha=0.2, color="#2b6cb0")
     axes.set_ylim(0, max(1, len(record.layer_modules)))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel(f"frozen of {len(record.layer_modules)} layer modules")
+    axes.set_ylabel(f"frozen layer modules of {len(record.layer_modules)}")
     axes.set_xlabel("optimizer steps")
     return figure
 
 
 def step_time(record: RunRecord) -> Figure:
-    """Milliseconds of a training batch over the steps, waiting for data included."""
+    """Draw the milliseconds of a training batch over the steps, including the wait for data."""
     figure, (axes,) = _new(1)
     axes.plot([t.step for t in record.steps], [t.seconds * 1e3 for t in record.steps], linewidth=1, color="#2b6cb0")
     times = sorted(t.seconds * 1e3 for t in record.steps)
-    if times:  # a few steps wait for something; they would hide the others
+    if times:  # a few very slow steps would flatten the rest
         axes.set_ylim(0, 1.5 * times[int(0.98 * (len(times) - 1))])
     _draw_events(axes, record)
     axes.set_ylabel("ms per batch")
@@ -85,14 +84,14 @@ def step_time(record: RunRecord) -> Figure:
 
 
 def phases(record: RunRecord) -> Figure:
-    """Where the time of a batch goes before the first freeze and at the last depth."""
+    """Draw the phases of a typical batch, with nothing frozen and at the last depth."""
     figure, (axes,) = _new(1)
     last = record.steps[-1].depth if record.steps else 0
     bars: dict[str, StepTimes] = {}
-    for label, at in (("nothing frozen", 0), (f"{last} frozen", last)):
-        mean = record.mean_times(at)
-        if mean is not None:
-            bars[label] = mean
+    for label, at in {"nothing frozen": 0, **({f"{last} frozen": last} if last else {})}.items():
+        typical = record.typical_times(at)
+        if typical is not None:
+            bars[label] = typical
     left = [0.0] * len(bars)
     for phase, title in PHASES.items():
         widths = [getattr(times, phase) * 1e3 for times in bars.values()]
@@ -101,16 +100,16 @@ def phases(record: RunRecord) -> Figure:
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, total in enumerate(left):
         axes.text(total, place, f" {total:.1f} ms", va="center", fontsize=9)
-    axes.invert_yaxis()
+    axes.set_ylim(max(1.0, len(bars) - 0.5), min(-0.5, len(bars) - 2.0))  # a single bar is not thicker
     axes.set_xlim(0, 1.15 * max(left, default=1.0) or 1.0)
     axes.set_xlabel("ms per batch")
     if bars:
-        axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        axes.legend(ncols=len(PHASES), fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
 
 
 def cache(record: RunRecord) -> Figure:
-    """Samples that came from the cache and samples that did not, and its size on disk, over the steps."""
+    """Draw samples from the cache, computed samples, and the size on disk over the steps."""
     figure, (axes,) = _new(1)
     steps = [point.step for point in record.cache]
     below = [0] * len(steps)
@@ -121,6 +120,7 @@ def cache(record: RunRecord) -> Figure:
         below = above
     axes.set_ylabel("samples since the first freeze")
     axes.set_xlabel("optimizer steps")
+    axes.set_ylim(bottom=0)
     size = axes.twinx()
     size.plot(steps, [point.bytes_on_disk / 1e6 for point in record.cache], color="#333333", linestyle="--")
     size.set_ylabel("MB on disk (dashed)")
@@ -131,14 +131,14 @@ def cache(record: RunRecord) -> Figure:
 
 
 def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
-    """A logged metric against wall time, a line for each run, with the time to what the first run ends with.
+    """Draw a logged metric over wall time, one line per run, with the time to the final value of the first run.
 
     Args:
-        records: the first is the one that the others are compared with.
-        metric: name; None takes one that all have, an accuracy if there is one.
+        records: records of the runs; the others are compared with the first.
+        metric: name of the metric; None takes one that all runs have, an accuracy if possible.
 
     Raises:
-        RecordError: the runs have no such metric in common.
+        RecordError: if the runs have no such metric in common.
     """
     metric = metric or common_metric(records)
     figure, (axes,) = _new(1)
@@ -155,81 +155,25 @@ def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
     return figure
 
 
-@dataclasses.dataclass(frozen=True)
-class Reached:
-    """When a run first had what another one ends with.
-
-    Attributes:
-        seconds: of wall time; None: never.
-        ratio: how many times sooner than the other had it itself; None if one of them never had it, or if nothing was
-            frozen at that moment, so that the difference is the machine's.
-        note: in words, for a picture.
-    """
-
-    seconds: float | None
-    ratio: float | None
-    note: str
+def run_in_detail(records: Sequence[RunRecord]) -> RunRecord:
+    """Return the last run that froze something, else the last with freezing, else the last."""
+    return max(reversed(records), key=lambda record: (bool(record.events), bool(record.layer_modules)))
 
 
-def times_to_target(records: Sequence[RunRecord], metric: str) -> list[Reached]:
-    """For each run, when it first had what the first run ends with.
-
-    >>> from lightning_egeria.report.record import MetricPoint
-    >>> plain = RunRecord("plain", metrics=[MetricPoint(1, 10.0, {"acc": 0.5}), MetricPoint(2, 20.0, {"acc": 0.8})])
-    >>> ours = RunRecord("ours", metrics=[MetricPoint(1, 8.0, {"acc": 0.8}), MetricPoint(2, 14.0, {"acc": 0.7})])
-    >>> [reached.note for reached in times_to_target([plain, ours], "acc")]
-    ['20.0 s', '8.0 s, 2.50x']
-    """
-    target = last_value(records[0], metric)
-    falls = "loss" in metric or "error" in metric
-    found: list[Reached] = []
-    for record in records:
-        points = (point for point in record.metrics if metric in point.values)
-        good = (p for p in points if (p.values[metric] <= target if falls else p.values[metric] >= target))
-        first = next(good, None)
-        if first is None:
-            found.append(Reached(None, None, "not reached"))
-        elif not found:
-            found.append(Reached(first.seconds, 1.0, f"{first.seconds:.1f} s"))
-        elif record.events and first.step <= record.events[0]["step"]:
-            found.append(Reached(first.seconds, None, f"{first.seconds:.1f} s, before anything froze"))
-        else:
-            ratio = found[0].seconds / first.seconds if found[0].seconds and first.seconds else None
-            found.append(Reached(first.seconds, ratio, f"{first.seconds:.1f} s" + (f", {ratio:.2f}x" if ratio else "")))
-    return found
-
-
-def common_metric(records: Sequence[RunRecord]) -> str:
-    """The metric to compare runs by: one that all have logged, an accuracy before a loss, validation before training.
-
-    Raises:
-        RecordError: there is none.
-    """
-    names = [{name for point in record.metrics for name in point.values} for record in records]
-    shared = set.intersection(*names) if names else set()
-    if not shared:
-        raise RecordError("the runs have no logged metric in common; log one in validation_step with self.log(...)")
-
-    def preference(name: str) -> tuple[bool, bool, str]:
-        return "train" in name, not any(word in name for word in ("acc", "f1", "iou", "bleu", "auroc")), name
-
-    return min(shared, key=preference)
-
-
-@mpl.rc_context({"text.parse_math": False})  # names are names, whatever stands between two dollar signs
+@mpl.rc_context({"text.parse_math": False})  # names may hold dollar signs
 def figures_of(records: Sequence[RunRecord], metric: str | None = None) -> dict[str, Figure]:
-    """All pictures that the records have something for; those of one run are of the last that froze anything.
+    """Return all figures with data, by name. Figures of a single run show `run_in_detail`.
 
     Args:
-        records: one or more; with more, the first is what the others are compared with.
-        metric: to compare runs by.
+        records: records of the runs; the others are compared with the first.
+        metric: metric to compare runs by; None takes one that all runs have.
     """
-    record = next((r for r in reversed(records) if r.layer_modules), records[-1])
+    record = run_in_detail(records)
     drawn: dict[str, Figure] = {}
     if record.steps:
         drawn["step_time"] = step_time(record)
         drawn["phases"] = phases(record)
-    if record.layer_modules:
+    if record.events:
         drawn = {"depth": depth(record), **drawn}
     if record.evaluations:
         drawn = {"plasticity": plasticity(record), **drawn}
@@ -240,21 +184,8 @@ def figures_of(records: Sequence[RunRecord], metric: str | None = None) -> dict[
     return drawn
 
 
-def last_value(record: RunRecord, metric: str) -> float:
-    """What a run ends with.
-
-    Raises:
-        RecordError: it has not logged that metric.
-    """
-    values = [point.values[metric] for point in record.metrics if metric in point.values]
-    if not values:
-        known = sorted({name for point in record.metrics for name in point.values})
-        raise RecordError(f"the run {record.name!r} has logged no {metric!r}; it has {known}")
-    return values[-1]
-
-
 class _Picture(Figure):
-    """One that a notebook shows, whatever it has set up for matplotlib."""
+    """A figure that every notebook shows, with any matplotlib back end."""
 
     def _repr_png_(self) -> bytes:
         stream = io.BytesIO()
@@ -263,7 +194,7 @@ class _Picture(Figure):
 
 
 def _new(rows: int, share: bool = False) -> tuple[Figure, Sequence[Axes]]:
-    # Not by pyplot, which keeps every figure until it is closed.
+    # Not with pyplot, which keeps every figure until it is closed.
     figure = _Picture(figsize=(_WIDTH, _HEIGHT * (1 if rows == 1 else 1.7)), layout="constrained")
     axes = figure.subplots(rows, 1, sharex=share, squeeze=False)[:, 0]
     for one in axes:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of runs."""
+"""A self-contained HTML page of runs."""
 
 from __future__ import annotations
 
@@ -10,103 +10,94 @@ from collections.abc import Mapping, Sequence
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from lightning_egeria.report.drawing import common_metric, last_value, times_to_target
+from lightning_egeria.report.comparison import summary, why_nothing_froze
+from lightning_egeria.report.drawing import run_in_detail
 from lightning_egeria.report.record import RunRecord
 
 _CAPTIONS: dict[str, tuple[str, str]] = {
     "accuracy": (
         "Accuracy against wall time",
-        "The dotted line is what the first run ends with; circles mark when a run first has it.",
+        "Dotted line: final value of the first run. Circles: when each run first reaches it.",
     ),
     "plasticity": (
         "Plasticity",
-        "Change of each layer module since the reference was taken, and its slope; dark is the front of the network.",
+        "Plasticity of each layer module, and its slope with SlopePolicy. Dark is the front of the network.",
     ),
-    "depth": ("Frozen depth", "Layer modules that are frozen, from the front."),
-    "step_time": ("Step time", "Means of neighbouring batches. Dashed lines: freezes blue, unfreezes red."),
-    "phases": ("Where the time goes", "Means over all batches at these depths."),
-    "cache": ("Cache", "Samples that came from the cached outputs of frozen layers, and samples that were computed."),
+    "depth": ("Frozen depth", "Number of frozen layer modules."),
+    "step_time": (
+        "Step time",
+        "Dashed lines: freezes in blue, unfreezes in red. A long run shows means of neighbouring batches.",
+    ),
+    "phases": ("Where the time goes", "Mean over the middle half of the batches at each depth, sorted by time."),
+    "cache": ("Cache", "Samples read from the cache, and samples computed."),
 }
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 860px; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; }
-td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8884; }
-td:first-child, th:first-child { text-align: left; }
+table { border-collapse: collapse; margin: 1rem 0; width: 100%; }
+td, th { padding: .2rem .6rem; text-align: right; vertical-align: top; border-bottom: 1px solid #8884; }
+td:not(:first-child) { white-space: nowrap; }
+td:first-child, th:first-child { text-align: left; padding-left: 0; }
+td:first-child, code { overflow-wrap: anywhere; }
 figure { margin: 2rem 0; background: #fff; color: #222; padding: 1rem; border: 1px solid #8884; border-radius: 6px; }
 figure svg { width: 100%; height: auto; }
 figcaption { font-size: 14px; }
 figcaption b { display: block; font-size: 16px; }
-small { color: #888; }
+dt { color: #888; float: left; width: 6rem; }
+dd { margin-left: 7rem; }
 """
 
 
 def page(records: Sequence[RunRecord], figures: Mapping[str, Figure], metric: str | None = None) -> str:
-    """HTML with the figures inside, which needs no other file and no network.
+    """Return HTML with the figures inside; it needs no other file and no network.
 
     Args:
-        records: of the runs.
-        figures: as `lightning_egeria.report.figures` gives them for these.
-        metric: that runs were compared by.
+        records: records of the runs.
+        figures: figures of these runs, from `lightning_egeria.report.figures`.
+        metric: metric that the runs are compared by.
     """
-    title = " and ".join(record.name for record in records)
+    alone = len(records) == 1
+    title = f"Run {records[0].name}" if alone else f"{len(records)} runs compared"
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f"<title>{html.escape(title)}</title>",
         f"<style>{_STYLE}</style>\n</head>\n<body>",
         f"<h1>{html.escape(title)}</h1>",
-        _summary(records, metric),
+        _table(summary(records, metric)),
+        *(_notice(record, alone) for record in records),
     ]
+    whose = "" if alone else f": {run_in_detail(records).name}"
     for name, figure in figures.items():
         heading, text = _CAPTIONS[name]
-        parts.append(
-            f"<figure>\n{_svg(figure, name)}\n<figcaption><b>{heading}</b> {html.escape(text)}</figcaption>\n</figure>"
-        )
-    parts += [_about(record) for record in records]
+        heading += whose if name != "accuracy" else ""
+        caption = f"<b>{html.escape(heading)}</b> {html.escape(text)}"
+        parts.append(f"<figure>\n{_svg(figure, name)}\n<figcaption>{caption}</figcaption>\n</figure>")
+    parts += [_about(record, alone) for record in records]
     return "\n".join([*parts, "</body>\n</html>\n"])
 
 
-def _summary(records: Sequence[RunRecord], metric: str | None) -> str:
-    heads, *compared = _compared(records, metric)
-    rows = [["run", "frozen", "ms per batch", "batches", "saved", *heads]]
-    for record, more in zip(records, compared, strict=True):
-        savings = record.savings or {}
-        depth = record.events[-1]["depth"] if record.events else 0
-        first, last = record.mean_times(0), record.mean_times(depth)
-        times = " → ".join(f"{t.seconds * 1e3:.1f}" for t in (first, last if depth else None) if t is not None)
-        saved = savings.get("seconds_saved")
-        rows.append(
-            [
-                record.name,
-                f"{depth}/{len(record.layer_modules)}" if record.layer_modules else "-",
-                times or "-",
-                str(sum(t.batches for t in record.steps)),
-                f"{saved:.1f} s" if depth and saved is not None else "-",
-                *more,
-            ]
-        )
-    return _table(rows)
+def _notice(record: RunRecord, alone: bool) -> str:
+    reason = why_nothing_froze(record)
+    if reason is None:
+        return ""
+    where = "" if alone else f" in {html.escape(record.name)}"
+    return f"<p><b>Nothing froze{where}.</b> {html.escape(reason)}</p>"
 
 
-def _compared(records: Sequence[RunRecord], metric: str | None) -> list[list[str]]:
-    """Further columns of the summary, a head and then a row for each run; empty if there is just one."""
-    if len(records) < 2:
-        return [[], *([] for _ in records)]
-    name = metric or common_metric(records)
-    found = [[f"last {name}", f"time to {records[0].name}'s"]]
-    for record, reached in zip(records, times_to_target(records, name), strict=True):
-        found.append([f"{last_value(record, name):.4f}", reached.note])
-    return found
-
-
-def _about(record: RunRecord) -> str:
-    facts = "; ".join(f"{name} {value}" for name, value in record.about.items() if value)
+def _about(record: RunRecord, alone: bool) -> str:
     events = "".join(
-        f"<li>step {int(event['step'])}: {html.escape(str(event['kind']))} to {int(event['depth'])}: "
-        f"{html.escape(str(event['reason']))}</li>"
+        f"<li>step {event['step']}: {html.escape(event['kind'])} to {event['depth']}: "
+        f"{html.escape(event['reason'])}</li>"
         for event in record.events
     )
-    return f"<h2>{html.escape(record.name)}</h2>\n<ul>{events}</ul>\n<p><small>{html.escape(facts)}</small></p>"
+    facts = "".join(
+        f"<dt>{html.escape(name)}</dt><dd><code>{html.escape(value)}</code></dd>"
+        for name, value in {"settings": " ".join(record.overrides), **record.about}.items()
+        if value
+    )
+    heading = "" if alone else f"<h2>{html.escape(record.name)}</h2>\n"
+    events = f"<ul>{events}</ul>\n" if events else ""
+    return f"{heading}{events}<details><summary>Details of the run</summary>\n<dl>{facts}</dl>\n</details>"
 
 
 def _table(rows: list[list[str]]) -> str:
@@ -119,7 +110,7 @@ def _table(rows: list[list[str]]) -> str:
 
 def _svg(figure: Figure, name: str) -> str:
     stream = io.StringIO()
-    # Ids that differ from figure to figure, and are the same each time.
+    # Ids must differ between figures, and be the same each time.
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     text = stream.getvalue()

@@ -1,12 +1,12 @@
-"""A callback that keeps what the pictures of a run are made of."""
+"""The callback that records a run for its figures."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,161 +14,114 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_egeria.caching.stats import CacheStats
-from lightning_egeria.clock import mark, seconds_between
 from lightning_egeria.freezing.callback import KnowledgeGuidedFreezing
+from lightning_egeria.profiling.phases import PhaseTimer, exposed_communication
 from lightning_egeria.report.record import (
     FILE_NAME,
     CachePoint,
     EvaluationPoint,
+    Event,
     MetricPoint,
     RunRecord,
     StepTimes,
     finite,
 )
 
-_Mark = float | torch.cuda.Event
-
-
-@dataclasses.dataclass
-class _Batch:
-    """Marks of one training batch, which a GPU reaches some time later."""
-
-    step: int
-    depth: int
-    waited: float
-    marks: list[_Mark]
-
-    def times(self, communication: float) -> StepTimes | None:
-        if len(self.marks) < 4:
-            return None  # it had no backward
-        began, forward, backward, ended = self.marks[0], self.marks[1], self.marks[-2], self.marks[-1]
-        behind = seconds_between(forward, backward)
-        communication = min(communication, behind)
-        return StepTimes(
-            self.step,
-            1,
-            self.depth,
-            self.waited,
-            seconds_between(began, forward),
-            behind - communication,
-            communication,
-            seconds_between(backward, ended),
-        )
-
 
 class RunRecorder(pl.Callback):
-    """Keeps the times of all steps, what froze, plasticity and logged metrics, for ``egeria-report`` and `figures`.
+    """Records step times, freezes, plasticity and logged metrics for ``egeria-report`` and `figures`.
 
-    It changes nothing, and works without freezing too: give it to the plain run that you compare with.
+    Training is unchanged. It also works without freezing: add it to the plain run you compare with.
 
     Args:
-        path: of the file to write; None: ``egeria.json`` where the Trainer's logger writes, or in its
-            ``default_root_dir``.
-        name: of the run in pictures; None: that of the directory.
+        path: file to write; None is ``egeria.json`` in the log directory, or in the Trainer's ``default_root_dir``.
+        name: name of the run in the report; None is the name of the directory.
+        overrides: settings of this run, as ``key=value``. A report of several runs names them by the settings in which
+            they differ.
 
     Attributes:
-        record: of the last fit, so far.
+        record: record of the last fit, so far.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, name: str | None = None, overrides: Sequence[str] = ()
+    ) -> None:
         self.path = Path(path) if path is not None else None
         self.name = name
+        self.overrides = list(overrides)
         self.record = RunRecord(name or "run")
         self._began = 0.0
-        self._batch_ended = 0.0
-        self._batch: _Batch | None = None
-        self._unread: list[_Batch] = []
-        self._communication = 0.0
-        self._batches = 0
+        self._timer = PhaseTimer(torch.device("cpu"))
         self._evaluated = -1
         self._freezing: KnowledgeGuidedFreezing | None = None
-        self._told = False
+        self._warned = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew."""
+        """Begin a new record."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if self.path is None:
             self.path = folder / FILE_NAME
-        self.record = RunRecord(self.name or self.path.resolve().parent.name, _about(trainer))
+        self.record = RunRecord(self.name or self.path.resolve().parent.name, _about(trainer), overrides=self.overrides)
         callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
         self._freezing = next((c for c in callbacks if isinstance(c, KnowledgeGuidedFreezing)), None)
-        self._began = self._batch_ended = time.perf_counter()
-        self._unread, self._batches, self._evaluated, self._communication = [], 0, -1, 0.0
+        self._began = time.perf_counter()
+        self._evaluated = -1
+        self._timer = PhaseTimer(pl_module.device)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """The batch has come."""
+        """Start timing the batch."""
         self._note_evaluation()
-        waited = time.perf_counter() - self._batch_ended
-        depth = self._freezing.frozen_depth if self._freezing is not None else 0
-        self._batch = _Batch(trainer.global_step, depth, waited, [mark(pl_module.device)])
+        self._timer.batch_start(self._freezing.frozen_depth if self._freezing is not None else 0)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """The forward is over."""
-        self._mark(pl_module)
+        self._timer.forward_end()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The backward is over."""
-        self._mark(pl_module)
+        self._timer.backward_end()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The batch is done."""
-        self._mark(pl_module)
-        self._batches += 1
-        self._communication = _exposed_communication(trainer)
-        if self._batch is not None:
-            self._batch.step = trainer.global_step
-            self._unread.append(self._batch)
-            self._batch = None
-        self._read_marks(wait=False)
-        self._batch_ended = time.perf_counter()
+        """The batch is over."""
+        waited = exposed_communication(trainer.strategy.model) if trainer.world_size > 1 else 0.0
+        self._timer.batch_end(trainer.global_step, waited)
+        self._note_times(wait=False)
+        self._timer.ready()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the metrics."""
+        """Record the metrics."""
         if not trainer.sanity_checking:
             self._note_metrics(trainer)
-        self._batch_ended = time.perf_counter()
+        self._timer.ready()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep what the cache has done, and write."""
+        """Record the statistics of the cache, and write."""
         if not trainer.val_dataloaders:
             self._note_metrics(trainer)
         self._write(trainer)
-        self._batch_ended = time.perf_counter()
+        self._timer.ready()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write all of it."""
+        """Add the savings, and write."""
         if self._freezing is not None and self._freezing.layer_modules:
-            self.record.savings = self._freezing.savings().to_dict()
+            self.record.savings = self._freezing.savings()
         self._write(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Write what there is."""
-        if self._batches:
+        """Write the record so far."""
+        self._note_times(wait=True)
+        if self.record.steps:
             self._write(trainer)
 
-    def _mark(self, pl_module: pl.LightningModule) -> None:
-        if self._batch is not None:
-            self._batch.marks.append(mark(pl_module.device))
-
-    def _read_marks(self, wait: bool) -> None:
-        """Turn marks into seconds once a GPU has passed them."""
-        while self._unread:
-            last = self._unread[0].marks[-1]
-            if isinstance(last, torch.cuda.Event):
-                if wait:
-                    last.synchronize()
-                elif not last.query():
-                    return
-            times = self._unread.pop(0).times(self._communication)
-            if times is not None:
-                self.record.add_step(times)
+    def _note_times(self, wait: bool) -> None:
+        for batch in self._timer.finished(wait):
+            self.record.add_step(StepTimes(batches=1, **vars(batch)))
 
     def _note_evaluation(self) -> None:
         last = self._freezing.last_evaluation if self._freezing is not None else None
@@ -186,11 +139,14 @@ class RunRecorder(pl.Callback):
         self.record.metrics.append(point)
 
     def _write(self, trainer: pl.Trainer) -> None:
-        self._read_marks(wait=True)
+        self._note_times(wait=True)
         self._note_evaluation()
         if self._freezing is not None:
             self.record.layer_modules = self._freezing.layer_modules
-            self.record.events = [dict(vars(event)) for event in self._freezing.events]
+            self.record.events = [
+                Event(step=event.step, kind=event.kind, depth=event.depth, reason=event.reason)
+                for event in self._freezing.events
+            ]
         stats = getattr(getattr(trainer, "datamodule", None), "stats", None)
         if isinstance(stats, CacheStats):
             point = CachePoint(trainer.global_step, stats.hits, stats.advanced, stats.misses, stats.bytes_on_disk)
@@ -198,20 +154,10 @@ class RunRecorder(pl.Callback):
         if trainer.is_global_zero and self.path is not None:
             try:
                 self.record.write(self.path)
-            except OSError as error:  # tried again with the next
-                if not self._told:
-                    rank_zero_warn(f"the record of the run cannot be written to {self.path}: {error}. Training goes on")
-                self._told = True
-
-
-def _exposed_communication(trainer: pl.Trainer) -> float:
-    """Seconds of a backward in which DDP only waited for other processes, as it measures now and then itself."""
-    wrapped = trainer.strategy.model
-    if trainer.world_size == 1 or not isinstance(wrapped, DistributedDataParallel):
-        return 0.0
-    measured = wrapped._get_ddp_logging_data()
-    hidden = measured.get("avg_backward_compute_comm_overlap_time", 0)
-    return float(max(0, measured.get("avg_backward_comm_time", 0) - hidden)) / 1e9
+            except OSError as error:  # the next epoch tries again
+                if not self._warned:
+                    rank_zero_warn(f"cannot write the record of the run to {self.path}: {error}. Training continues")
+                self._warned = True
 
 
 def _about(trainer: pl.Trainer) -> dict[str, str]:
@@ -223,7 +169,7 @@ def _about(trainer: pl.Trainer) -> dict[str, str]:
         "processes": str(trainer.world_size),
         "precision": str(trainer.precision),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "lightning": pl.__version__ if hasattr(pl, "__version__") else "",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }

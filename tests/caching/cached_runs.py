@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.caching import stats
-from lightning_egeria.layers import StepListener
+from lightning_egeria.training.observers import Observer
 
 
 class Net(nn.Module):
@@ -59,14 +59,15 @@ def loader_of(dataset, batch_size=8, **options):
     return DataLoader(dataset, batch_size=batch_size, shuffle=True, **options)
 
 
-class EvalAll(StepListener):
+class EvalAll(Observer):
     """Without a cache, has the frozen front give the same each time, as a cache does: the slow way to the same."""
 
-    def prefix_changed(self, prefix):
-        prefix.eval_all()
+    def __init__(self, freezing):
+        self.freezing = freezing
 
-    def step_begins(self):
-        return True
+    def batch_start(self, batch, step):
+        if self.freezing.frozen_depth:
+            self.freezing.freezer.prefix.eval_all()
 
 
 def fit(
@@ -87,7 +88,7 @@ def fit(
     """
     L.seed_everything(0, verbose=False)
     policy = schedule if isinstance(schedule, ScriptedPolicy) else ScriptedPolicy(schedule)
-    options = {"workers": 0, "evaluate_every_n_steps": 10**6, "deterministic": True, **callback_options}
+    options = {"background": False, "evaluate_every_n_steps": 10**6, "deterministic": True, **callback_options}
     freezing = KnowledgeGuidedFreezing(policy, **options)
     trainer = L.Trainer(
         max_epochs=epochs,
@@ -101,7 +102,7 @@ def fit(
     )
     wrapped = FrozenPrefixCache(data, **cache) if cache is not None else None
     if wrapped is None:
-        freezing.step_listeners.append(EvalAll())
+        freezing.observers.add(EvalAll(freezing))
     with mock.patch.object(stats, "COMPARED_STEPS", compared_steps):
         if wrapped is not None:
             trainer.fit(module, datamodule=wrapped)

@@ -62,7 +62,7 @@ def test_what_is_made_for_layers_behind_the_boundary_is_no_obstacle(tmp_path, de
     """The decoder is given another tensor than the loader gave, so the encoder is what is cached."""
     with caplog.at_level("INFO", "lightning.pytorch"):
         plain, cached, wrapped = compare(Translator, tmp_path, lambda: pairs_of(9), {8: depth})
-    assert f"froze, now {depth}/8 layer modules are frozen" in caplog.text
+    assert f"froze {depth} of 8 layer modules" in caplog.text
     assert "cache: the outputs of 'net.encoder_norm' will take" in caplog.text
     assert wrapped.stats.cut == ENCODER - 1
     assert wrapped.stats.hits > 150

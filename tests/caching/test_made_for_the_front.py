@@ -6,6 +6,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from agreement import ChecksRanks
 from cached_runs import Classifier, Net, fit, images, loader_of
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import all_well, in_ranks
@@ -92,7 +93,7 @@ def test_what_is_the_same_each_time_is_cached(tmp_path, make, workers, caplog):
     with caplog.at_level("INFO", "lightning.pytorch"):
         plain, cached, wrapped = compare(make, tmp_path, data, {8: 2, 22: 3})
     assert wrapped.stats.cut == 3
-    assert wrapped.stats.hits > 100
+    assert wrapped.stats.hits + wrapped.stats.advanced > 100  # how many of each depends on when workers fetch
     assert wrapped.stats.advanced > 0
     assert wrapped.stats.not_loaded == 0
     assert wrapped.stats.wrong == 0
@@ -254,7 +255,7 @@ def run_in_a_rank(cache_dir):
         epochs=8,
         trainer_options={"devices": 2, "strategy": DDPStrategy(timeout=timedelta(seconds=60))},
         evaluate_every_n_steps=1,
-        check_ranks=True,
+        callbacks=[ChecksRanks()],
     )
     return [float(loss) for loss in module.losses], wrapped.stats.hits if wrapped is not None else 0
 

@@ -122,7 +122,7 @@ def test_a_size_that_the_tuner_finds(tmp_path):
             return super().training_step(batch, batch_idx)
 
     data = ScaledData()
-    trainer = trainer_of(1, tmp_path, [KnowledgeGuidedFreezing(ScriptedPolicy({}), workers=0)])
+    trainer = trainer_of(1, tmp_path, [KnowledgeGuidedFreezing(ScriptedPolicy({}), background=False)])
     cached = FrozenPrefixCache(data, cache_dir=tmp_path / "cache")
     found = Tuner(trainer).scale_batch_size(Sized(), datamodule=cached, max_trials=3, steps_per_trial=2)
     assert set(sizes) == {2, 4, 8}
@@ -182,7 +182,7 @@ def trainer_of(epochs, folder, callbacks):
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     def run(module, epochs, path=None, cache=True):
         L.seed_everything(0, verbose=False)
-        freezing = KnowledgeGuidedFreezing(ScriptedPolicy({7: 2, 21: 3}), workers=0, deterministic=True)
+        freezing = KnowledgeGuidedFreezing(ScriptedPolicy({7: 2, 21: 3}), background=False, deterministic=True)
         trainer = trainer_of(epochs, tmp_path, [freezing])
         data = InOrder()
         if cache:
@@ -327,7 +327,7 @@ class Learning(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")  # those of normalisation
-@pytest.mark.filterwarnings("ignore:.*have begun to learn since the layer modules were found")
+@pytest.mark.filterwarnings("ignore:.*started training after the layer modules were found")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_other_code_that_lets_more_learn(tmp_path, precision):
     plain, cached = pair(Learning)

@@ -182,10 +182,10 @@ class Compared(ScriptedPolicy):
         self.number = id(self)
         self.seen[self.number] = []
 
-    def observe(self, step, plasticity, learning_rate, loss):
+    def observe(self, step, plasticity, learning_rate, loss, layer_shares=None):
         if plasticity is not None:
             self.seen[self.number].append((step, [value for value in plasticity if value == value]))
-        return super().observe(step, plasticity, learning_rate, loss)
+        return super().observe(step, plasticity, learning_rate, loss, layer_shares)
 
 
 def test_an_epoch_that_ends_early_and_accumulation(tmp_path):

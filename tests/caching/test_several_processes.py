@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from agreement import ChecksRanks
 from cached_runs import Classifier, Net, fit, images, loader_of
 from collectives import Collectives
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -46,7 +47,7 @@ def run(cache_dir, options=None, net=None, strategy=None, own_sampler=False, sch
         epochs=8,
         trainer_options=trainer_options,
         evaluate_every_n_steps=1,
-        check_ranks=True,
+        callbacks=[ChecksRanks()],
     )
     weights = [p.detach().numpy() for p in module.parameters()] if strategy is None else []
     told = vars(wrapped.stats) if wrapped is not None else None

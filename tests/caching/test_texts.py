@@ -121,7 +121,7 @@ def test_dropout_in_front_is_off_where_a_cache_stands_for_it(tmp_path, caplog):
             seen.setdefault(trainer.global_step, []).append([layers[i].dropout1.training for i in (0, 3)])
 
     for cache in ({"cache_dir": tmp_path / "cache"}, None):
-        freezing = KnowledgeGuidedFreezing(ScriptedPolicy({4: 2, 12: 3}), workers=0)
+        freezing = KnowledgeGuidedFreezing(ScriptedPolicy({4: 2, 12: 3}), background=False)
         trainer = L.Trainer(
             max_epochs=4, accelerator="cpu", callbacks=[freezing, Look()], logger=False, enable_checkpointing=False
         )

@@ -250,12 +250,12 @@ def test_an_encoder_that_has_learned_words_is_what_question_answering_begins_wit
     net = answerer(weights=str(path)).net
     torch.testing.assert_close(net.encoder.state_dict(), model.net.encoder.state_dict())
     torch.testing.assert_close(net.head.weight, head)
-    with pytest.raises(ArgumentError, match="is of another network"):
+    with pytest.raises(ArgumentError, match="holds another network"):
         QuestionAnswerer(AnswerFinder(Encoder(width=16)), torch.optim.AdamW, weights=str(path))
 
 
 def test_the_embedding_and_then_each_layer_can_freeze(root):
-    freezing = KnowledgeGuidedFreezing(ScriptedPolicy({2: 1}), workers=0)
+    freezing = KnowledgeGuidedFreezing(ScriptedPolicy({2: 1}), background=False)
     fit(answerer(), root, 2, freezing)
     assert freezing.frozen_depth == 1
     assert freezing.layer_modules == ["net.encoder.embedding", "net.encoder.layers.0", "net.encoder.layers.1"]
@@ -263,6 +263,6 @@ def test_the_embedding_and_then_each_layer_can_freeze(root):
 
 def test_the_layers_can_be_compared_with_those_of_an_earlier_network(root):
     never = FreezingPolicy(1e-30, pretrained=True, peer_tolerance=0)
-    freezing = KnowledgeGuidedFreezing(never, workers=0, deterministic=True, evaluate_every_n_steps=1)
+    freezing = KnowledgeGuidedFreezing(never, background=False, deterministic=True, evaluate_every_n_steps=1)
     fit(answerer(), root, 4, freezing)
     assert freezing.savings().evaluations_done > 0

@@ -48,7 +48,7 @@ def test_part_of_the_pairs(root):
 
 def test_what_is_missing_is_named(root):
     (root / "val.de.gz").write_bytes(gzip.compress(b"Ein Mann.\n"))
-    with pytest.raises(TrainingDataError, match=r"24 lines of val\.en and the 1 of val\.de are no pairs"):
+    with pytest.raises(TrainingDataError, match=r"val\.en has 24 lines, but val\.de has 1"):
         TranslationData(str(root), batch_size=2).setup("fit")
     (root / "train.en").unlink()
     with pytest.raises(TrainingDataError, match=r"neither train\.en nor train\.en\.gz"):
@@ -99,7 +99,7 @@ def test_learns_three_sentences_by_heart(root):
 
 
 def test_the_encoder_and_then_the_decoder_can_freeze(root):
-    freezing = KnowledgeGuidedFreezing(ScriptedPolicy({2: 1}), workers=0)
+    freezing = KnowledgeGuidedFreezing(ScriptedPolicy({2: 1}), background=False)
     fit(root, 2, freezing)
     names = freezing.layer_modules
     assert freezing.frozen_depth == 1

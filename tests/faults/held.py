@@ -75,9 +75,9 @@ def baseline(**arguments: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def lines(workers: int = 0) -> int:
+def lines(background: bool = False) -> int:
     """Of the package in a job with the cache; where it waits for a worker, no two have quite as many."""
-    return _alone(lambda folder: lines_of(Job(folder, workers=workers)))  # type: ignore[no-any-return]
+    return _alone(lambda folder: lines_of(Job(folder, background=background)))  # type: ignore[no-any-return]
 
 
 def _alone(make: Callable[[Path], Any]) -> Any:

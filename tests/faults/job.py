@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing
 from lightning_egeria.caching import stats
-from lightning_egeria.freezing.policy import Decision
+from lightning_egeria.training.freezer import Decision
 
 SAMPLES, BATCH, EPOCHS = 40, 8, 10
 STEPS = SAMPLES // BATCH * EPOCHS
@@ -77,7 +77,12 @@ class ByAnswers:
         pass
 
     def observe(
-        self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None
+        self,
+        step: int,
+        plasticity: Sequence[float] | None,
+        learning_rate: float,
+        loss: float | None,
+        layer_shares: Sequence[float] | None = None,
     ) -> Decision | None:
         if plasticity is None:
             return None
@@ -147,9 +152,9 @@ class Job:
         folder: for its checkpoint, result, temporary files and, unless given, cache.
         cached: whether through the cache.
         cache_dir: of the cache.
-        workers: processes for the reference.
-        deterministic: waits for what they answer.
-        timeout_s: for them.
+        background: whether the reference has a process.
+        deterministic: waits for what it answers.
+        timeout_s: for it.
         policy: that decides; None: `ByAnswers`.
         net: that is trained; None: `Net` from the seed.
         dataset: that it is trained on; None: images from the seed.
@@ -168,7 +173,7 @@ class Job:
     folder: Path
     cached: bool = True
     cache_dir: Path | None = None
-    workers: int = 0
+    background: bool = False
     deterministic: bool = True
     timeout_s: float = 60.0
     policy: Any = None
@@ -208,7 +213,7 @@ class Job:
             self.policy if self.policy is not None else ByAnswers(),
             evaluate_every_n_steps=EVERY,
             reference_precision="float32",
-            workers=self.workers,
+            background=self.background,
             deterministic=self.deterministic,
             timeout_s=self.timeout_s,
         )
@@ -241,7 +246,7 @@ class Job:
             "steps": trainer.global_step,
             "parameters": fingerprint(module),
             "finite": all(bool(value.isfinite().all()) for value in module.state_dict().values()),
-            "answers": getattr(getattr(freezing._engine, "policy", None), "answers", 0),
+            "answers": getattr(freezing.active_policy, "answers", 0),
             "events": [[event.step, event.depth] for event in freezing.events],
             "told": [str(warning.message) for warning in told],
             "cache": vars(loader.stats) if self.cached else None,

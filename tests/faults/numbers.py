@@ -13,7 +13,7 @@ from faults.job import EPOCHS, EVERY, SAMPLES, STEPS, At, Job, Net, images
 from faults.processes import run
 from faults.trainer import ended_well
 from lightning_egeria import FreezingPolicy
-from lightning_egeria.freezing.policy import Decision
+from lightning_egeria.training.freezer import Decision
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 
@@ -26,9 +26,14 @@ class Hasty(FreezingPolicy):
         self.after = after
 
     def observe(
-        self, step: int, plasticity: Sequence[float] | None, learning_rate: float, loss: float | None
+        self,
+        step: int,
+        plasticity: Sequence[float] | None,
+        learning_rate: float,
+        loss: float | None,
+        layer_shares: Sequence[float] | None = None,
     ) -> Decision | None:
-        return super().observe(step, plasticity if step > self.after else None, learning_rate, loss)
+        return super().observe(step, plasticity if step > self.after else None, learning_rate, loss, layer_shares)
 
 
 class LossFrom:
@@ -98,7 +103,7 @@ def batches_of_one(chance: random.Random, folder: Path) -> None:
     result = ended_well(run(job))
     check(result["events"] == [], f"it froze at {result['events']}")
     check(result["steps"] == 2 * SAMPLES, "steps are missing")
-    told = [line for line in result["told"] if "a batch of one sample" in line]
+    told = [line for line in result["told"] if "plasticity needs at least 2 samples per batch, got 1" in line]
     check(len(told) == 1, f"told {result['told']}")
 
 

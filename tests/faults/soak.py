@@ -51,8 +51,9 @@ class Looks(L.Callback):
             return
         self.looked = now
         (freezing,) = (callback for callback in trainer.callbacks if isinstance(callback, KnowledgeGuidedFreezing))
-        engine: Any = freezing._engine
-        (worker,) = engine.pool.workers
+        comparison = freezing.comparison
+        assert comparison is not None
+        assert comparison.runner.worker is not None
         for event in freezing.events[self.events :]:
             parts = (event, vars(event), event.step, event.reason)
             self.event_bytes += 8 + sum(map(sys.getsizeof, parts))
@@ -60,7 +61,7 @@ class Looks(L.Callback):
         self.found.append(
             {
                 "memory, MB": resident(os.getpid()) - self.event_bytes / 2**20,
-                "memory of the worker, MB": resident(worker.pid),
+                "memory of the worker, MB": resident(comparison.runner.worker.pid),
                 "open files": entries("/proc/self/fd"),
                 "threads": entries("/proc/self/task"),
                 "shared memory": entries("/dev/shm"),
@@ -90,7 +91,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         looks = Looks(Path(folder) / CACHE, options.minutes * 60)
-        job = Job(Path(folder), workers=1, policy=Cycles(), epochs=-1, callbacks=[looks], saves=False)
+        job = Job(Path(folder), background=True, policy=Cycles(), epochs=-1, callbacks=[looks], saves=False)
         result = job.run()
     quarter = len(looks.found) // 4
     print(f"{result['steps']} steps, {looks.found[-1]['events']} freezes and unfreezes in {options.minutes:g} minutes")

@@ -9,16 +9,29 @@ from faults.held import FAULTS, CannotError
 
 # A worker takes some seconds to start, a rank that is stopped as many until the other gives up.
 LONG = {"reference worker", "one of two ranks"}
+# Each of these is much like another that is injected: SIGTERM like SIGINT, torn pages like flipped bits.
+ALIKE = {
+    "terminated",
+    "truncated",
+    "pages_wrong",
+    "quota",
+    "slow_reads",
+    "clock_jumps",
+    "other_order",
+    "length_changes",
+}
+SEEDS = {"raised": 3}  # with the seed 0, its job has a worker
 
 
 def marks_of(fault):
-    return [pytest.mark.slow] if fault.where in LONG or "worker" in fault.what else []
+    slow = fault.where in LONG or "worker" in fault.what or fault.name in ALIKE
+    return [pytest.mark.slow] if slow else []
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, id=f.name, marks=marks_of(f)) for f in FAULTS])
 def test_fault(fault, tmp_path):
     try:
-        fault.inject(random.Random(f"{fault.name} 0"), tmp_path)
+        fault.inject(random.Random(f"{fault.name} {SEEDS.get(fault.name, 0)}"), tmp_path)
     except CannotError as reason:
         pytest.skip(str(reason))
 
@@ -39,7 +52,7 @@ def test_what_does_not_hold_is_counted_and_its_folder_kept(tmp_path, monkeypatch
     assert "| nowhere | nothing | be something | 1 | 1 |" in campaign.table({"fails": [1, 1]})
 
 
-def test_the_published_table_has_every_fault_and_none_that_did_not_hold():
+def test_the_published_table_has_every_fault_and_all_held():
     rows = [line.split(" | ") for line in campaign.TABLE.read_text().splitlines() if line.startswith("| ")][2:]
     assert [(row[0].removeprefix("| "), row[1]) for row in rows] == [(fault.where, fault.what) for fault in FAULTS]
     assert all(int(row[3]) > 0 for row in rows)

@@ -55,9 +55,9 @@ def same_as_uninterrupted(ended: Ended) -> dict[str, Any]:
 
 
 def _told_to_end(number: signal.Signals, chance: random.Random, folder: Path) -> None:
-    workers = int(chance.random() < 0.25)  # the others have the reference in the thread of the trainer
-    job = Job(folder, workers=workers)
-    ended = run(job, AtLine(chance.randrange(lines(workers) * 9 // 10), SignalSelf(number)).begin)
+    background = chance.random() < 0.25  # the others have the reference in the thread of the trainer
+    job = Job(folder, background=background)
+    ended = run(job, AtLine(chance.randrange(lines(background) * 9 // 10), SignalSelf(number)).begin)
     clean(ended)
     check(ended.result is not None, f"it did not end in order: {ended.log[-2000:]}")
     same_as_uninterrupted(run(job))
@@ -77,17 +77,17 @@ def terminated(chance: random.Random, folder: Path) -> None:
     "trainer", "exception in `training_step` at any step", "nothing left; started again, it ends as if uninterrupted"
 )
 def raised(chance: random.Random, folder: Path) -> None:
-    workers = int(chance.random() < 0.25)
-    ended = run(Job(folder, workers=workers, at_step=RaisesAt(chance.randrange(STEPS))))
+    background = chance.random() < 0.25
+    ended = run(Job(folder, background=background, at_step=RaisesAt(chance.randrange(STEPS))))
     clean(ended)
     check(ended.result is not None and ended.result["ended"].startswith("InjectedError: at step"), "not the user's own")
-    same_as_uninterrupted(run(Job(folder, workers=workers)))
+    same_as_uninterrupted(run(Job(folder, background=background)))
 
 
 @fault("trainer", "SIGKILL at any line, with a worker", "nothing left; started again, it ends as if uninterrupted")
 def killed_with_worker(chance: random.Random, folder: Path) -> None:
-    job = Job(folder, workers=1)
-    ended = run(job, AtLine(chance.randrange(lines(1) * 9 // 10), SignalSelf(signal.SIGKILL)).begin)
+    job = Job(folder, background=True)
+    ended = run(job, AtLine(chance.randrange(lines(True) * 9 // 10), SignalSelf(signal.SIGKILL)).begin)
     clean(ended)
     check(ended.exit_status == -signal.SIGKILL, f"it was to be killed, and ended with {ended.exit_status}")
     same_as_uninterrupted(run(job))

@@ -30,8 +30,8 @@ class ToWorker:
     """Does something to the process of the reference, once that has answered."""
 
     def __call__(self, freezing: KnowledgeGuidedFreezing) -> None:
-        engine: Any = freezing._engine
-        (worker,) = engine.pool.workers
+        worker = freezing.comparison.runner.worker if freezing.comparison is not None else None
+        assert worker is not None
         deadline = time.monotonic() + LIMIT_S
         while not worker.idle and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -103,7 +103,9 @@ def _struck(act: ToWorker, chance: random.Random, folder: Path) -> None:
     # Every other run waits for its answers; the others go on without, and end long before the time of an answer.
     waits = chance.random() < 0.5
     step = chance.randrange(3, 30)
-    job = Job(folder, workers=1, deterministic=waits, timeout_s=WAIT_S if waits else 600.0, callbacks=[At(act, step)])
+    job = Job(
+        folder, background=True, deterministic=waits, timeout_s=WAIT_S if waits else 600.0, callbacks=[At(act, step)]
+    )
     result = trained_to_the_end(run(job))
     if waits:
         once(result["told"], FAILED)
@@ -125,7 +127,7 @@ def worker_stopped(chance: random.Random, folder: Path) -> None:
 )
 def worker_out_of_memory(chance: random.Random, folder: Path) -> None:
     step = chance.randrange(3, 30)
-    job = Job(folder, workers=1, timeout_s=WAIT_S, callbacks=[At(TakesMemory(), step)])
+    job = Job(folder, background=True, timeout_s=WAIT_S, callbacks=[At(TakesMemory(), step)])
     result = trained_to_the_end(run(job))
     told = [line for line in result["told"] if FAILED in line]
     check(len(told) <= 2 and len(set(told)) == len(told), f"told {told}")
@@ -133,7 +135,7 @@ def worker_out_of_memory(chance: random.Random, folder: Path) -> None:
 
 @fault("reference worker", "exception in the user's module there", "one warning and one of the end; nothing freezes")
 def module_raises(chance: random.Random, folder: Path) -> None:
-    job = Job(folder, workers=1, deterministic=chance.random() < 0.5, net=trapped(None), callbacks=[Owns()])
+    job = Job(folder, background=True, deterministic=chance.random() < 0.5, net=trapped(None), callbacks=[Owns()])
     result = trained_to_the_end(run(job))
     check(result["events"] == [], f"it froze without answers: {result['events']}")
     told = [line for line in result["told"] if FAILED in line]
@@ -146,7 +148,7 @@ def module_raises(chance: random.Random, folder: Path) -> None:
 @fault("reference worker", "it hangs", "training does not wait, or for a bounded time; nothing freezes")
 def module_hangs(chance: random.Random, folder: Path) -> None:
     waits = chance.random() < 0.5
-    job = Job(folder, workers=1, deterministic=waits, timeout_s=1.0 if waits else 600.0, net=trapped(3600.0))
+    job = Job(folder, background=True, deterministic=waits, timeout_s=1.0 if waits else 600.0, net=trapped(3600.0))
     job.callbacks = [Owns()]
     result = trained_to_the_end(run(job))
     check(result["events"] == [], f"it froze without answers: {result['events']}")
@@ -157,7 +159,7 @@ def module_hangs(chance: random.Random, folder: Path) -> None:
 @fault("reference worker", "100 times slower", "where training waits, it ends as if nothing had been; else it goes on")
 def module_slow(chance: random.Random, folder: Path) -> None:
     waits = chance.random() < 0.5
-    job = Job(folder, workers=1, deterministic=waits, net=trapped(0.05), callbacks=[Owns()])
+    job = Job(folder, background=True, deterministic=waits, net=trapped(0.05), callbacks=[Owns()])
     ended = run(job)
     if waits:
         same_as_uninterrupted(ended)

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import lightning as L
+import models
 import pytest
 import torch
+from leftovers import REPOSITORY
+from models import equal, images, loader, slow
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 
@@ -40,14 +41,16 @@ class Module(L.LightningModule):
 class Deciding(SlopePolicy):
     """Decides early, and remembers what it was told."""
 
-    def __init__(self, tolerance=0.9):
-        super().__init__(tolerance, window_evaluations=2, patience=2, bootstrap=False)
+    def __init__(self, tolerance=0.9, refresh=1):
+        super().__init__(
+            tolerance, window_evaluations=2, patience=2, bootstrap=False, refresh_every_n_evaluations=refresh
+        )
         self.seen = []
 
-    def observe(self, step, plasticity, learning_rate, loss):
+    def observe(self, step, plasticity, learning_rate, loss, layer_shares=None):
         if plasticity is not None:
             self.seen.append((step, tuple(plasticity)))
-        return super().observe(step, plasticity, learning_rate, loss)
+        return super().observe(step, plasticity, learning_rate, loss, layer_shares)
 
 
 class Each(L.Callback):
@@ -63,68 +66,40 @@ class Each(L.Callback):
 def fit(*callbacks, epochs=6, module=None, ckpt_path=None):
     torch.manual_seed(0)
     module = module or Module()
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(40, 1, 6, 6, generator=generator), torch.arange(40) % 3)
-    trainer = L.Trainer(
-        max_epochs=epochs,
-        callbacks=list(callbacks),
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=ckpt_path)
+    models.fit(module, *callbacks, data=loader(images(size=6)), epochs=epochs, ckpt_path=ckpt_path)
     return module
 
 
-def states_equal(first, second):
-    second = second.state_dict()
-    return all(torch.equal(value, second[name]) for name, value in first.state_dict().items())
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", slow("bf16")])
 def test_a_deterministic_run_with_a_worker_is_the_inline_run(precision):
     runs = []
-    for workers in (0, 1):
+    for background in (False, True):
         callback = KnowledgeGuidedFreezing(
-            Deciding(), evaluate_every_n_steps=1, workers=workers, deterministic=True, reference_precision=precision
+            Deciding(),
+            evaluate_every_n_steps=1,
+            background=background,
+            deterministic=True,
+            reference_precision=precision,
         )
         runs.append((fit(callback), callback))
     (inline, first), (process, second) = runs
     assert first.events == second.events
     assert first.events[-1].depth > 0
-    assert str(first._engine.policy.seen) == str(second._engine.policy.seen)  # with NaN, which is not equal to itself
-    assert len(first._engine.policy.seen) > 5
-    assert states_equal(inline, process)
+    assert str(first.active_policy.seen) == str(second.active_policy.seen)  # with NaN, which is not equal to itself
+    assert len(first.active_policy.seen) > 5
+    assert equal(inline, process)
 
 
-def test_two_workers_have_twice_the_time():
-    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, workers=2, deterministic=True)
-    fit(callback, epochs=2)
-    # The first step shows the layer chain. Evaluated at step 2, heard of at step 4.
-    assert [step for step, _ in callback._engine.policy.seen[:2]] == [4, 5]
-
-
-def test_with_nothing_frozen_training_is_the_same_bit_for_bit():
-    callback = KnowledgeGuidedFreezing(
-        Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True, workers=1
-    )
-    watched = fit(callback)
-    assert callback.savings().evaluations_done > 20
-    assert callback.events == []
-    assert states_equal(fit(), watched)
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("at", [5, 15, 20])
-def test_a_resumed_deterministic_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, at, precision):
+@pytest.mark.parametrize(
+    ("at", "precision"),
+    [(5, "float32"), (15, "float32"), (20, "float32"), slow(5, "bf16"), (15, "bf16"), slow(20, "bf16")],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, at, precision):
     def callback():
         return KnowledgeGuidedFreezing(
-            Deciding(tolerance=0.5),
+            Deciding(tolerance=0.5, refresh=3),
             evaluate_every_n_steps=2,
-            refresh_every_n_evaluations=3,
-            workers=0,
+            background=False,
             deterministic=True,
             reference_precision=precision,
         )
@@ -143,11 +118,11 @@ def test_a_resumed_deterministic_run_is_the_uninterrupted_one_bit_for_bit(tmp_pa
 
     assert whole.events
     assert resumed.events == whole.events
-    later = [entry for entry in whole._engine.policy.seen if entry[0] > at]
+    later = [entry for entry in whole.active_policy.seen if entry[0] > at]
     assert later
-    assert str(resumed._engine.policy.seen) == str(later)  # with NaN, which is not equal to itself
+    assert str(resumed.active_policy.seen) == str(later)  # with NaN, which is not equal to itself
     assert resumed.savings().evaluations_done == whole.savings().evaluations_done
-    assert states_equal(expected, found)
+    assert equal(expected, found)
 
 
 @pytest.mark.parametrize("at", [5, 45, 50])
@@ -169,7 +144,7 @@ def test_a_run_that_is_resumed_while_statistics_settle(tmp_path, at):
             self.seen = {}
 
     def callback():
-        return KnowledgeGuidedFreezing(ScriptedPolicy({3: 1, 8: 2, 60: 0}), workers=0)
+        return KnowledgeGuidedFreezing(ScriptedPolicy({3: 1, 8: 2, 60: 0}), background=False)
 
     modes, resumed_modes = Modes(), Modes()
     expected = fit(callback(), modes, Saves(), module=Slow(), epochs=13)
@@ -177,10 +152,10 @@ def test_a_run_that_is_resumed_while_statistics_settle(tmp_path, at):
     assert [step for step, training in modes.seen.items() if not training] == list(range(48, 60))
     assert resumed_modes.seen == {step: training for step, training in modes.seen.items() if step > at}
     assert found.net[4].momentum == 0.02
-    assert states_equal(expected, found)
+    assert equal(expected, found)
 
 
-def test_a_deterministic_run_resumes_with_what_modules_keep_beside_their_weights(tmp_path):
+def test_a_resumed_reference_has_more_than_the_weights(tmp_path):
     class Keeps(Module):
         def __init__(self):
             super().__init__()
@@ -205,7 +180,7 @@ def test_a_deterministic_run_resumes_with_what_modules_keep_beside_their_weights
     def run(*callbacks, **arguments):
         torch.manual_seed(0)
         callback = KnowledgeGuidedFreezing(
-            Deciding(tolerance=0.5), evaluate_every_n_steps=2, workers=0, deterministic=True
+            Deciding(tolerance=0.5), evaluate_every_n_steps=2, background=False, deterministic=True
         )
         return fit(callback, *callbacks, module=Keeps(), **arguments), callback
 
@@ -213,17 +188,13 @@ def test_a_deterministic_run_resumes_with_what_modules_keep_beside_their_weights
     expected, whole = run(Saves())
     found, resumed = run(Saves(), ckpt_path=path)
     assert resumed.events == whole.events != []
-    assert states_equal(expected, found)
+    assert equal(expected, found)
 
 
-def test_a_deterministic_run_goes_on_from_a_checkpoint_written_after_fit(tmp_path):
-    def callback():
+def test_a_run_goes_on_from_a_checkpoint_written_after_fit(tmp_path):
+    def callback(background=False):
         return KnowledgeGuidedFreezing(
-            Deciding(tolerance=0.5),
-            evaluate_every_n_steps=2,
-            refresh_every_n_evaluations=3,
-            workers=1,
-            deterministic=True,
+            Deciding(tolerance=0.5, refresh=3), evaluate_every_n_steps=2, background=background, deterministic=True
         )
 
     class Saves(L.Callback):
@@ -232,72 +203,74 @@ def test_a_deterministic_run_goes_on_from_a_checkpoint_written_after_fit(tmp_pat
                 trainer.save_checkpoint(path)
 
     path = tmp_path / "after.ckpt"
-    whole, first, resumed = callback(), callback(), callback()
+    whole, first, resumed = callback(), callback(background=True), callback()
     expected = fit(whole)
     fit(first, Saves(), epochs=3)
     found = fit(resumed, ckpt_path=path)
     assert resumed.events == whole.events != []
-    later = [entry for entry in whole._engine.policy.seen if entry[0] > 15]
-    assert str(resumed._engine.policy.seen) == str(later)  # with NaN, which is not equal to itself
-    assert states_equal(expected, found)
+    later = [entry for entry in whole.active_policy.seen if entry[0] > 15]
+    assert str(resumed.active_policy.seen) == str(later)  # with NaN, which is not equal to itself
+    assert equal(expected, found)
     fit(first, epochs=1)  # begins anew
-    assert first._engine.policy.seen[0][0] <= 4
+    assert first.active_policy.seen[0][0] <= 4
 
 
-def test_a_checkpoint_of_an_error_in_a_deterministic_run_holds_the_reference():
+def test_a_checkpoint_written_on_an_error_holds_the_reference():
     class Fails(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.global_step == 7:
                 raise RuntimeError("boom")
 
         def on_exception(self, trainer, pl_module, exception):
-            kept.append(callback.state_dict()["engine"])
+            kept.append(callback.state_dict()["method"]["comparison"])
 
     kept = []
-    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, workers=0, deterministic=True)
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, background=False, deterministic=True)
     with pytest.raises(RuntimeError, match="boom"):
         fit(callback, Fails())
     assert "net.0.weight" in kept[0]["reference"]
     assert [answer is not None for answer in kept[0]["pending"]] == [True]
 
 
-def test_without_determinism_a_checkpoint_does_not_hold_the_reference(tmp_path):
+def test_only_deterministic_checkpoints_hold_the_reference(tmp_path):
     path = tmp_path / "some.ckpt"
 
     class Saves(L.Callback):
         def on_train_epoch_end(self, trainer, pl_module):
             trainer.save_checkpoint(path)
 
-    fit(KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, workers=0), Saves(), epochs=2)
+    fit(KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, background=False), Saves(), epochs=2)
     state = next(iter(torch.load(path, weights_only=True)["callbacks"].values()))
-    assert state["engine"]["reference"] is None
-    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, workers=0)
+    assert state["method"]["comparison"]["reference"] is None
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2, background=False)
     fit(callback, ckpt_path=path)
-    assert callback._engine.policy.seen
+    assert callback.active_policy.seen
 
 
 def test_a_killed_worker_is_told_once_and_replaced():
     pids = []
 
     def kill(trainer, pl_module):
-        worker = callback._engine.pool.workers[0]
+        worker = callback.comparison.runner.worker
         if trainer.global_step in (8, 16):
             pids.append(worker.pid)
             os.kill(worker.pid, signal.SIGKILL)
 
     callback = KnowledgeGuidedFreezing(
-        Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True, workers=1
+        Deciding(tolerance=1e-9), evaluate_every_n_steps=1, deterministic=True, background=True
     )
-    with pytest.warns(UserWarning, match="reference model failed: its process ended with exit status -9") as told:
+    with pytest.warns(
+        UserWarning, match="reference model failed: the reference process ended with exit status -9"
+    ) as told:
         fit(callback, Each(kill))
     assert len([w for w in told if "reference model" in str(w.message)]) == 1
     assert len(set(pids)) == 2
     savings = callback.savings()
     assert savings.evaluations_done > 20
-    assert not callback._engine.evaluations.stopped
+    assert not callback.comparison.evaluations.stopped
 
 
-def test_a_module_that_cannot_be_imported_there_is_told_and_training_goes_on():
+def test_a_module_that_the_worker_cannot_import_is_told():
     class OnlyHere(Module):
         def __init__(self):
             super().__init__()
@@ -316,7 +289,7 @@ def test_a_module_that_cannot_be_imported_there_is_told_and_training_goes_on():
 
             self.net = Net()
 
-    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, deterministic=True, workers=1)
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, deterministic=True, background=True)
     with pytest.warns(UserWarning, match="not in this process") as told:
         fit(callback, module=OnlyHere())
     told = [str(warning.message) for warning in told if "reference model" in str(warning.message)]
@@ -328,11 +301,11 @@ def test_an_error_in_training_leaves_no_process():
     seen = {}
 
     def fail(trainer, pl_module):
-        seen["pid"] = callback._engine.pool.workers[0].pid
+        seen["pid"] = callback.comparison.runner.worker.pid
         if trainer.global_step == 3:
             raise RuntimeError("the user's own")
 
-    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, workers=1)
+    callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, background=True)
     with pytest.raises(RuntimeError, match="the user's own"):
         fit(callback, Each(fail))
     with pytest.raises(ProcessLookupError):
@@ -340,7 +313,7 @@ def test_an_error_in_training_leaves_no_process():
     assert "egeria-worker" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM, slow(signal.SIGKILL)])
 def test_a_signal_to_the_trainer_leaves_no_process(tmp_path, number):
     script = tmp_path / "train.py"
     script.write_text(
@@ -350,13 +323,14 @@ def test_a_signal_to_the_trainer_leaves_no_process(tmp_path, number):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
         def look(trainer, pl_module):
             if trainer.global_step == 3:
-                print(callback._engine.pool.workers[0].pid, flush=True)
+                print(callback.comparison.runner.worker.pid, flush=True)
             time.sleep(0.01)
-        callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, workers=1)
+        callback = KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=1, background=True)
         fit(callback, Each(look), epochs=100000)
         """)
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     ) as run:
@@ -378,6 +352,6 @@ def test_a_signal_to_the_trainer_leaves_no_process(tmp_path, number):
 def test_a_script_of_steps_needs_no_process():
     callback = KnowledgeGuidedFreezing(ScriptedPolicy({2: 1}))
     pids = []
-    fit(callback, Each(lambda *_: pids.append([w.pid for w in callback._engine.pool.workers])), epochs=1)
+    fit(callback, Each(lambda *_: pids.append(callback.comparison.runner.worker)), epochs=1)
     assert callback.frozen_depth == 1
-    assert pids[-1] == []
+    assert pids[-1] is None

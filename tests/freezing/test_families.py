@@ -10,15 +10,16 @@ import pytest
 import timm
 import torch
 import torchvision
+from models import slow
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_egeria import KnowledgeGuidedFreezing
-from lightning_egeria.freezing.policy import Decision
+from lightning_egeria.training.freezer import Decision
 
 
 def freezing(policy, **arguments):
-    return KnowledgeGuidedFreezing(policy, **{"workers": 0, "evaluate_every_n_steps": 1, **arguments})
+    return KnowledgeGuidedFreezing(policy, **{"background": False, "evaluate_every_n_steps": 1, **arguments})
 
 
 class OneMoreEachTime:
@@ -29,7 +30,7 @@ class OneMoreEachTime:
     def start(self, max_depth):
         self.max_depth, self.depth, self.seen = max_depth, 0, []
 
-    def observe(self, step, plasticity, learning_rate, loss):
+    def observe(self, step, plasticity, learning_rate, loss, layer_shares=None):
         if plasticity is None:
             return None
         self.seen.append((self.depth, tuple(plasticity)))
@@ -129,7 +130,7 @@ def check(net, loss, batches, precision="float32"):
     assert callback.frozen_depth >= 2
     assert callback.events[-1].step < len(module.losses) - 1
     assert all(map(math.isfinite, module.losses))
-    seen = callback._engine.policy.seen
+    seen = callback.active_policy.seen
     for depth, plasticity in seen:
         assert all(math.isnan(value) for value in plasticity[:depth])
         assert all(value >= 0 for value in plasticity[depth:])
@@ -155,16 +156,12 @@ def images(size, batch=4):
     return [(torch.randn(batch, 3, size, size), torch.randint(4, (batch,))) for _ in range(3)]
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("name", "size", "arguments"),
     [
         ("test_resnet", 64, {}),
         ("test_vit", 160, {}),
-        ("test_convnext", 64, {}),
+        slow("test_convnext", 64, {}),
         ("test_efficientnet", 64, {}),
         slow("resnet18", 64, {}),
         slow("convnext_atto", 64, {}),
@@ -273,22 +270,31 @@ def token_loss(net, batch):
     return nn.functional.cross_entropy(net(**batch)["logits"].flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "int8"])
-@pytest.mark.parametrize("kind", [collections.OrderedDict, Output])
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        ("float32", collections.OrderedDict),
+        ("int8", Output),
+        slow("float32", Output),
+        slow("bf16", collections.OrderedDict),
+        slow("bf16", Output),
+        slow("int8", collections.OrderedDict),
+    ],
+)
 def test_a_language_encoder(precision, kind):
     callback = check(Encoder(kind=kind), token_loss, token_batches(), precision)
     assert callback.layer_modules[-4:] == [f"net.layer.{index}" for index in range(4)]
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
-def test_a_language_encoder_with_tied_embeddings_freezes_nothing_and_says_so():
+def test_tied_embeddings_freeze_nothing_and_a_warning_says_so():
     callback = freezing(OneMoreEachTime())
-    with pytest.warns(UserWarning, match="used both in 'net.words' and behind the last layer module"):
+    with pytest.warns(UserWarning, match="is used in 'net.words' and again behind the last layer module"):
         fit(Encoder(tied=True), token_loss, token_batches(), callback)
     assert callback.events == []
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", slow("bf16"), "int8"])
 def test_an_encoder_and_decoder_with_padding(precision):
     class Translator(nn.Module):
         def __init__(self):

@@ -1,9 +1,11 @@
-"""In whatever order things happen: what the policies decide, what the pool compares with, what the engine believes."""
+"""In whatever order things happen: what the policies decide, what the runner compares with, what the guide believes."""
 
 import functools
 import json
 import math
+import time
 from concurrent.futures import Future
+from unittest import mock
 
 import pytest
 import torch
@@ -20,13 +22,18 @@ from hypothesis.stateful import (
 from torch import nn
 
 from lightning_egeria.errors import WorkerError
-from lightning_egeria.freezing import pool as pool_module
-from lightning_egeria.freezing.engine import FreezingEngine
-from lightning_egeria.freezing.policy import Decision, FreezingPolicy, ScriptedPolicy
-from lightning_egeria.freezing.pool import ReferencePool
+from lightning_egeria.freezing import runner as runner_module
+from lightning_egeria.freezing.comparison import ReferenceComparison
+from lightning_egeria.freezing.guide import Guide
+from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.freezing.reference import Comparison, Evaluation
+from lightning_egeria.freezing.runner import ReferenceRunner
+from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
-from lightning_egeria.layers import FrozenPrefix, LayerChain
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.training.freezer import Decision, Freezer
+from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.observers import Observers
 
 NAN, INF = math.nan, math.inf
 SETTINGS = settings(max_examples=25, stateful_step_count=40, deadline=None, derandomize=True)
@@ -132,16 +139,16 @@ def test_policies(kind):
     run_state_machine_as_test(type("Machine", (PolicyMachine,), {"kind": kind}), settings=SETTINGS)
 
 
-# --- the pool, with workers that the test holds in its hands ----------------------------------------------------------
+# --- the runner, with a process that the test holds in its hands ------------------------------------------------------
 
 
-MADE = []  # workers of the test that runs
+MADE = []  # processes of the test that runs
 
 
 class HeldWorker:
     """Does nothing until it is told to; then in order, as a process would."""
 
-    def __init__(self, make, threads):
+    def __init__(self, make, threads=1):
         self.target, self.calls, self.ended, self.killed = make(), [], False, False
         MADE.append(self)
 
@@ -161,7 +168,7 @@ class HeldWorker:
     def answer(self):
         parcels, answer = self.calls.pop(0)
         try:
-            answer.set_result(self.target(*map(pool_module.unpack, parcels)))
+            answer.set_result(self.target(*map(runner_module.unpack, parcels)))
         except Exception as error:
             answer.set_exception(WorkerError(str(error)))
 
@@ -197,20 +204,21 @@ class Unreadable:
         return float, ("it is none",)
 
 
-class PoolMachine(RuleBasedStateMachine):
-    """Whichever worker answers, hangs or dies: an answer is of the newest snapshot of when it was asked for."""
+class RunnerMachine(RuleBasedStateMachine):
+    """Whether its process answers, hangs or dies: an answer is of the newest snapshot of when it was asked for."""
 
-    @initialize(workers=st.integers(0, 3))
-    def begin(self, workers):
+    @initialize(background=st.booleans())
+    def begin(self, background):
         MADE.clear()
         self.net = nn.Linear(1, 1, bias=False)
-        self.pool = ReferencePool(Reference, ("",), workers, 1, timeout_s=10.0)
-        self.asked, self.count, self.workers = [], 0, workers
+        self.runner = ReferenceRunner(Reference, ("",), background, timeout_s=10.0)
+        self.asked, self.count, self.background = [], 0, background
         self.take_snapshot()
 
     def teardown(self):
-        if hasattr(self, "pool"):
-            self.pool.drop_snapshot()
+        if hasattr(self, "runner"):
+            self.runner.drop_snapshot()
+            assert all(worker.killed for worker in MADE)
 
     def next_weight(self):
         self.count += 1
@@ -221,19 +229,20 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def take_snapshot(self):
         self.newest = self.next_weight()
-        self.pool.take_snapshot(self.net)
+        self.runner.take_snapshot(self.net)
 
     @rule()
     def drop_snapshot(self):
-        self.pool.drop_snapshot()
-        assert not self.pool.has_snapshot
+        self.runner.drop_snapshot()
+        assert not self.runner.has_snapshot
+        assert self.runner.worker is None
         self.take_snapshot()
 
     @rule(fails=st.booleans())
     def submit(self, fails):
         weight = self.next_weight()
-        ready = self.pool.ready()
-        answer = self.pool.submit(Evaluation(["fail"] if fails else [], {"": self.net}, 0))
+        ready = self.runner.ready()
+        answer = self.runner.submit(Evaluation(["fail"] if fails else [], {"": self.net}, 0))
         assert (answer is not None) == ready
         if answer is not None:
             self.asked.append((answer, self.newest, weight))
@@ -242,22 +251,22 @@ class PoolMachine(RuleBasedStateMachine):
         return [worker for worker in MADE if worker.calls]
 
     @precondition(lambda self: self.busy())
-    @rule(data=st.data())
-    def answer(self, data):
-        data.draw(st.sampled_from(self.busy())).answer()
+    @rule()
+    def answer(self):
+        (worker,) = self.busy()
+        worker.answer()
 
-    @precondition(lambda self: self.pool.workers)
-    @rule(data=st.data())
-    def die(self, data):
-        data.draw(st.sampled_from(self.pool.workers)).kill("it died")
+    @precondition(lambda self: self.runner.worker)
+    @rule()
+    def die(self):
+        self.runner.worker.kill("it died")
 
     @precondition(lambda self: self.busy())
     @rule()
     def hang(self):
         """Longer than is waited for."""
-        for place in self.pool._places:
-            place.busy_since -= 20.0
-        assert self.pool.ready()
+        with mock.patch.object(runner_module, "time", mock.Mock(monotonic=lambda: time.monotonic() + 20.0)):
+            assert self.runner.ready()
 
     @invariant()
     def answers_are_of_the_snapshot_they_were_asked_with(self):
@@ -265,59 +274,57 @@ class PoolMachine(RuleBasedStateMachine):
             if answer.done() and answer.exception() is None:
                 assert answer.result() == (snapshot, weight)
         self.asked = [asked for asked in self.asked if not asked[0].done()]
-        assert len(self.asked) <= max(1, self.workers)
-        assert len(self.pool.workers) <= self.workers
+        assert len(self.asked) <= self.background
+        assert (self.runner.worker is not None) == self.background
+        assert sum(not worker.killed for worker in MADE) <= self.background
 
 
-def test_pool(monkeypatch):
-    monkeypatch.setattr(pool_module, "Worker", HeldWorker)
-    run_state_machine_as_test(PoolMachine, settings=SETTINGS)
+def test_runner(monkeypatch):
+    monkeypatch.setattr(runner_module, "Worker", HeldWorker)
+    run_state_machine_as_test(RunnerMachine, settings=SETTINGS)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_snapshot_that_did_not_arrive_is_sent_again(workers, monkeypatch):
-    monkeypatch.setattr(pool_module, "Worker", HeldWorker)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_snapshot_that_did_not_arrive_is_sent_again(background, monkeypatch):
+    monkeypatch.setattr(runner_module, "Worker", HeldWorker)
     MADE.clear()
     net = nn.Linear(1, 1, bias=False)
-    pool = ReferencePool(Reference, ("",), workers, 1, timeout_s=10.0)
+    runner = ReferenceRunner(Reference, ("",), background, timeout_s=10.0)
 
     def ask(*calls):
-        answer = pool.submit(Evaluation(list(calls), {"": net}, 0))
+        answer = runner.submit(Evaluation(list(calls), {"": net}, 0))
         for worker in MADE:
             worker.answer()
         return answer
 
     for weight in (1.0, 2.0):
         nn.init.constant_(net.weight, weight)
-        pool.take_snapshot(net)
+        runner.take_snapshot(net)
         with pytest.raises((WorkerError, ValueError), match="could not convert"):
             ask(Unreadable()).result(0)
         assert ask().result(0) == (weight, weight)
-    pool.drop_snapshot()
+    runner.drop_snapshot()
 
 
-# --- the engine ---------------------------------------------------------------------------------------------------
+# --- the guide and the comparison with the reference ----------------------------------------------------------------
 
 
-class HeldPool:
+class HeldRunner:
     """Answers when the test says so, in any order."""
 
     def __init__(self):
-        self.has_snapshot, self.busy, self.refuses, self.snapshots, self.asked = False, False, False, 0, []
+        self.has_snapshot, self.busy, self.asked = False, False, []
 
     def ready(self):
         return not self.busy
 
     def take_snapshot(self, module, weights=None):
         self.has_snapshot = True
-        self.snapshots += 1
 
     def drop_snapshot(self):
         self.has_snapshot = False
 
     def submit(self, evaluation, weights=None):
-        if self.refuses:
-            raise TypeError("it cannot be packed")
         if self.busy:
             return None
         self.asked.append((Future(), evaluation.first))
@@ -327,61 +334,75 @@ class HeldPool:
 class Believer:
     """A policy that checks what it is told against what may be believed, and decides what it is told to."""
 
-    wants_reference, holds_reference = True, False
+    wants_reference = True
 
-    def __init__(self, machine):
-        self.machine, self.decision = machine, None
+    def __init__(self, machine, refresh):
+        self.machine, self.refresh = machine, refresh
+        self.decision, self.evaluations = None, 0
+
+    @property
+    def holds_reference(self):
+        return self.evaluations % self.refresh > 0
 
     def start(self, max_depth):
         pass
 
-    def observe(self, step, plasticity, learning_rate, loss):
+    def observe(self, step, plasticity, learning_rate, loss, layer_shares=None):
+        self.evaluations += loss is not None
         if plasticity is not None:
             self.machine.check(step, plasticity)
         decision, self.decision = self.decision, None
         return decision
 
 
-class EngineMachine(RuleBasedStateMachine):
+class GuideMachine(RuleBasedStateMachine):
     """Freezes, unfreezes, refreshes, answers that are late, lost or failed: nothing stale is ever believed."""
 
-    @initialize(in_flight=st.integers(1, 3), every=st.integers(1, 2), refresh=st.integers(1, 3))
-    def begin(self, in_flight, every, refresh):
+    @initialize(every=st.integers(1, 2), refresh=st.integers(1, 3))
+    def begin(self, every, refresh):
         torch.manual_seed(0)
         self.net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
         for layer in self.net:
             layer.register_buffer("statistic", torch.zeros(1))  # so that it is in evaluation mode while it is frozen
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         chain = LayerChain.trace(self.net, lambda: self.net(torch.ones(2, 2)).sum())
-        self.prefix, self.pool, self.policy = FrozenPrefix(self.net, chain), HeldPool(), Believer(self)
-        self.in_flight, self.every = in_flight, every
-        self.engine = FreezingEngine(self.prefix, self.policy, self.pool, every, refresh, 4, in_flight=in_flight)
-        self.evaluations = self.engine.evaluations
-        self.engine.refresh_reference()
+        self.freezer, self.runner, self.policy = Freezer(self.net, chain), HeldRunner(), Believer(self, refresh)
+        self.prefix, self.every = self.freezer.prefix, every
+        told = mock.create_autospec(Notices, instance=True)
+        self.comparison = ReferenceComparison(self.freezer, self.policy, self.runner, every, samples=4, notices=told)
+        self.guide = Guide(self.freezer, self.policy, self.comparison)
+        self.observers = Observers(self.freezer, self.comparison)
+        self.evaluations = self.comparison.evaluations
+        self.comparison.refresh_reference()
         # Of each future: number of its evaluation, step and prefix version when it was made.
         self.made, self.believed, self.step, self.depth, self.version = {}, set(), 0, 0, 0
         self.decided = None
 
     def teardown(self):
-        if hasattr(self, "engine"):
-            self.engine.close()
+        if hasattr(self, "observers"):
+            self.observers.abort()
+            self.comparison.close()
+            self.freezer.close()
+            assert not self.runner.has_snapshot
             assert all(parameter.requires_grad for parameter in self.net.parameters())
 
     @rule(count=st.integers(1, 4), answers=st.booleans())
     def train(self, count, answers):
         for _ in range(count):
             version, decided = self.prefix.version, self.policy.decision
-            self.engine.begin_step(self.step)
+            self.observers.batch_start(None, self.step)
             loss = self.net(torch.ones(3, 2)).square().mean()
-            self.engine.end_forward(loss)
+            self.observers.forward_end(loss)
             self.optimizer.zero_grad()
             loss.backward()
-            self.engine.end_backward(loss.device)
+            self.observers.backward_end()
             self.optimizer.step()
-            self.engine.end_batch()
+            self.observers.batch_end()
             self.step += 1
-            event = self.engine.end_step(self.step, learning_rate=0.1)
-            for answer, first in self.pool.asked:
+            decision = self.guide.decide(self.step, learning_rate=0.1)
+            event = self.freezer.freeze_to(decision.depth, decision.reason) if decision is not None else None
+            self.observers.optimizer_step(self.step)
+            for answer, first in self.runner.asked:
                 if answer not in self.made:  # it was asked for before anything was decided
                     self.made[answer] = (len(self.made), self.step, version)
                     assert first == self.depth
@@ -393,7 +414,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.answer_all()
 
     def answer_all(self):
-        for answer, _ in self.pool.asked:
+        for answer, _ in self.runner.asked:
             self.resolve(answer)
 
     def resolve(self, answer):
@@ -403,7 +424,7 @@ class EngineMachine(RuleBasedStateMachine):
             answer.set_result(Comparison((float(number),) * 4, 3, False, "float32", "", 0.0))
 
     def open(self):
-        return [answer for answer, _ in self.pool.asked if not answer.done()]
+        return [answer for answer, _ in self.runner.asked if not answer.done()]
 
     @precondition(lambda self: self.open())
     @rule(data=st.data())
@@ -415,14 +436,14 @@ class EngineMachine(RuleBasedStateMachine):
     def fail_one(self, data):
         data.draw(st.sampled_from(self.open())).set_exception(WorkerError("it died"))
 
-    @precondition(lambda self: self.pool.asked)
+    @precondition(lambda self: self.runner.asked)
     @rule()
     def an_answer_is_lost(self):
-        self.pool.asked = [asked for asked in self.pool.asked if asked[0].done()]
+        self.runner.asked = [asked for asked in self.runner.asked if asked[0].done()]
 
     @rule(busy=st.booleans())
-    def all_workers_are_busy(self, busy):
-        self.pool.busy = busy
+    def the_process_is_busy(self, busy):
+        self.runner.busy = busy
 
     @rule(depth=st.integers(0, 3))
     def decide(self, depth):
@@ -430,12 +451,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def batch_without_an_end(self):
-        self.engine.begin_step(self.step)
-        self.engine.forget_batch()
+        self.observers.batch_start(None, self.step)
+        self.observers.abort()
 
     @rule()
     def checkpoint(self):
-        state = self.engine.state_dict(with_reference=False)
+        state = self.comparison.state_dict(with_reference=False)
         assert all(answer is None for answer in state["pending"])
 
     def check(self, step, plasticity):
@@ -445,7 +466,7 @@ class EngineMachine(RuleBasedStateMachine):
         number = int(plasticity[0])
         (made,) = [made for made in self.made.values() if made[0] == number]
         assert made[2] == self.prefix.version
-        assert 1 <= step - made[1] <= self.in_flight * self.every
+        assert 1 <= step - made[1] <= self.every
         assert all(number > earlier for earlier in self.believed)
         self.believed.add(number)
 
@@ -462,8 +483,10 @@ class EngineMachine(RuleBasedStateMachine):
     def all_are_accounted_for(self):
         counts = self.evaluations.counts
         assert counts.done == len(self.believed)
-        assert len(self.evaluations._pending) <= self.in_flight
+        assert len(self.evaluations.state_dict(with_answers=False)["pending"]) <= 1
+        if not self.evaluations.stopped:
+            assert self.comparison.reference_age == self.policy.evaluations % self.policy.refresh
 
 
-def test_engine():
-    run_state_machine_as_test(EngineMachine, settings=SETTINGS)
+def test_guide():
+    run_state_machine_as_test(GuideMachine, settings=SETTINGS)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.calls import EarlierOutput, NetworkCall
-from lightning_egeria.freezing.parcels import pack, unpack
 from lightning_egeria.freezing.reference import NEGLIGIBLE, Evaluation, ReferenceModel, distances, noise_share
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
-from lightning_egeria.layers import LayerChain
+from lightning_egeria.network.calls import EarlierOutput, NetworkCall
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.snapshots.packing import pack, unpack
 
 
 class Net(nn.Module):
@@ -78,14 +78,14 @@ def expected(net, moved, inputs, samples, normalises_by_batch=True):
 
 
 @pytest.mark.parametrize("samples", [4, 10, 64])
-def test_plasticity_is_how_far_the_network_has_moved_in_evaluation_mode(net, inputs, samples):
+def test_plasticity_is_movement_in_evaluation_mode(net, inputs, samples):
     reference = ReferenceModel(chain_of(net, inputs), samples, "float32")
     shown, moved = snapshot(net), moved_away(net)
     wanted = expected(net, moved, inputs[:samples], samples)
     nn.init.zeros_(net.third.weight)  # the snapshot does not follow the model
     first = reference(evaluation(moved, inputs), shown)
     assert (first.samples, first.crops) == (min(samples, 10), samples < 10)
-    assert (first.precision, first.reason) == ("float32", "it was asked for")
+    assert (first.precision, first.reason) == ("float32", "as requested")
     # The first call tries whether fewer samples do, the second uses what it found.
     assert list(first.plasticity) == wanted
     assert list(reference(evaluation(moved, inputs), None).plasticity) == wanted
@@ -99,7 +99,7 @@ def test_running_statistics_are_not_what_a_network_has_learned(net, inputs):
     assert found.plasticity == (0.0, 0.0, 0.0)
 
 
-def test_batch_normalisation_that_learns_no_longer_keeps_its_statistics(net, inputs):
+def test_frozen_batch_normalisation_keeps_its_statistics(net, inputs):
     """It has frozen since the snapshot was taken, and learns again after."""
     reference = ReferenceModel(chain_of(net, inputs), 10, "float32")
     moved = moved_away(net)
@@ -110,7 +110,7 @@ def test_batch_normalisation_that_learns_no_longer_keeps_its_statistics(net, inp
     assert reference(evaluation(moved, inputs), None).plasticity == learning
 
 
-def test_batch_normalisation_of_others_may_need_its_running_statistics(net, inputs):
+def test_other_batch_normalisation_may_need_its_statistics(net, inputs):
     class Shifted(nn.BatchNorm1d):
         def forward(self, x):
             return super().forward(x) + 0 * self.running_mean
@@ -228,7 +228,7 @@ class TestPrecision:
             ReferenceModel(chain, 10, precision)(evaluation(moved_away(net), inputs), snapshot(net))
             for precision in (precision, "float32")
         )
-        assert (low.precision, full.precision, low.reason) == (precision, "float32", "it was asked for")
+        assert (low.precision, full.precision, low.reason) == (precision, "float32", "as requested")
         assert low.plasticity == pytest.approx(full.plasticity, rel=0.1)
         assert low.plasticity != full.plasticity
 
@@ -237,7 +237,7 @@ class TestPrecision:
         moved = moved_away(net)
         first, second = (reference(evaluation(moved, inputs), snapshot(net)) for _ in range(2))
         assert first.precision in ("bf16", "int8", "float32")
-        assert "times as fast as float32 here" in first.reason
+        assert "times as fast as float32" in first.reason
         assert second.precision == first.precision
 
     def test_int8_gives_way_to_bf16(self, inputs):
@@ -253,7 +253,7 @@ class TestPrecision:
         reference = ReferenceModel(LayerChain.trace(net, lambda: net(inputs).sum(), ["lstm", "head"]), 10, "int8")
         found = reference(evaluation(moved_away(net), inputs), snapshot(net))
         assert found.precision == "bf16"
-        assert "does not run in int8" in found.reason
+        assert "fails in int8" in found.reason
 
     @pytest.mark.parametrize("precision", ["auto", "bf16"])
     def test_noise_beside_what_is_measured_makes_it_step_up_for_good(self, net, inputs, precision):
@@ -274,7 +274,7 @@ class TestPrecision:
         given = evaluation(moved_away(net), inputs)
         found = ReferenceModel(chain_of(net, inputs), 10, precision)(given, snapshot(net))
         assert found.precision == "float32"
-        assert "does not run in bf16" in found.reason
+        assert "fails in bf16" in found.reason
         assert all(map(math.isfinite, found.plasticity))
 
 

@@ -29,7 +29,9 @@ from lightning_egeria.caching.store import (
     read_manifest,
 )
 from lightning_egeria.errors import CheckpointError, RecordError
-from lightning_egeria.freezing.policy import FreezingPolicy, Policy, ScriptedPolicy
+from lightning_egeria.freezing.policy import FreezingPolicy, Policy
+from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
+from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
 from lightning_egeria.report.record import CachePoint, EvaluationPoint, MetricPoint, RunRecord, StepTimes
 
@@ -318,7 +320,7 @@ def a_record() -> RunRecord:
         [StepTimes(step, 1, step // 3, 0.1, 0.2, 0.3, 0.0, 0.1) for step in range(1, 5)],
         [MetricPoint(2, 1.5, {"val/acc": 0.5})],
         [CachePoint(2, 1, 2, 3, 4)],
-        {"seconds_saved": 1.0, "layer_modules": [{"name": "a"}]},
+        Savings((LayerModuleSavings("a", 3, 0.5),), 1, 0.2, 0.1, 0.5, 1.0, 9, 0, 1, "float32", 100, 200),
     )
 
 
@@ -342,9 +344,9 @@ def record_format(folder: Path) -> Format:
 def use(record: RunRecord) -> None:
     """What the pictures and the page rest on."""
     for times in record.steps:
-        record.mean_times(times.depth)
+        record.typical_times(times.depth)
     record.name.encode()
-    f"{float((record.savings or {}).get('seconds_saved') or 0):.1f}"
+    f"{float(record.savings.seconds_saved or 0) if record.savings is not None else 0.0:.1f}"
     [(int(event["step"]), int(event["depth"]), event["kind"] + event["reason"]) for event in record.events]
     [float(value) for point in record.metrics for value in (point.seconds, *point.values.values())]
     [abs(value) for point in record.evaluations for value in (*point.plasticity, *point.slopes) if value]

@@ -29,10 +29,10 @@ from lightning_egeria.caching.store import (
     remove_store,
 )
 from lightning_egeria.errors import CheckpointError, RecordError
-from lightning_egeria.freezing import workers
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.report import figures
 from lightning_egeria.report.record import LARGEST_BYTES, RunRecord
+from lightning_egeria.snapshots import worker
 
 FUZZ = settings(deadline=None)
 ERRORS = {"StoreError", "ValueError", "RecordError", "CheckpointError", "no state"}
@@ -365,7 +365,7 @@ def test_a_record_is_a_file_of_some_size(tmp_path):
     (tmp_path / "endless").write_bytes(b"")
     os.truncate(tmp_path / "endless", LARGEST_BYTES + 1)
     for name in ("pipe", "endless"):
-        with pytest.raises(RecordError, match="it is no file, or larger than"):
+        with pytest.raises(RecordError, match="it is not a file, or larger than"):
             RunRecord.read(tmp_path / name)
 
 
@@ -452,13 +452,13 @@ def test_a_sample_without_positions_is_read(tmp_path):
 @given(parts=st.lists(st.binary(max_size=50), max_size=3), cut=st.integers(0, 200))
 def test_a_message_that_is_cut_off_is_an_end(parts, cut):
     stream = io.BytesIO()
-    workers._write(stream, parts)
+    worker._write(stream, parts)
     whole = stream.getvalue()
     cut = min(cut, len(whole))
     stream, found = io.BytesIO(whole[:cut]), []
     try:
         while True:
-            found.append(bytes(workers._receive(stream)))
+            found.append(bytes(worker._receive(stream)))
     except EOFError:
         pass
     assert found == parts[: len(found)]
@@ -469,7 +469,7 @@ def test_what_a_message_says_is_not_allocated():
     tracemalloc.start()
     try:
         with pytest.raises(EOFError):
-            workers._receive(io.BytesIO((2**27).to_bytes(8, "little") + b"x"))
+            worker._receive(io.BytesIO((2**27).to_bytes(8, "little") + b"x"))
         assert tracemalloc.get_traced_memory()[1] < 2**26
     finally:
         tracemalloc.stop()

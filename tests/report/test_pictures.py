@@ -4,11 +4,14 @@ import io
 import re
 
 import pytest
+from rich.console import Console
 
 from lightning_egeria import report
 from lightning_egeria.errors import RecordError
+from lightning_egeria.freezing.savings import Savings
 from lightning_egeria.report.command import main
-from lightning_egeria.report.drawing import accuracy, common_metric, times_to_target
+from lightning_egeria.report.comparison import common_metric, summary_table, times_to_target
+from lightning_egeria.report.drawing import accuracy
 from lightning_egeria.report.page import page
 from lightning_egeria.report.record import CachePoint, EvaluationPoint, MetricPoint, RunRecord, StepTimes
 
@@ -26,7 +29,7 @@ def run(name, speed=1.0, frozen_at=None, accuracies=(0.5, 0.7, 0.8)):
             EvaluationPoint(s, [1e-3 / s, 2e-3 / s, 3e-3], [None, 1e-4, -1e-4]) for s in range(2, 12, 2)
         ]
         record.cache = [CachePoint(10, 0, 0, 5, 100), CachePoint(30, 50, 10, 20, 5000)]
-        record.savings = {"seconds_saved": 3.0}
+        record.savings = Savings((), 2, 0.036, 0.016, 0.1, 3.0, 5, 0, 0, "float32", 100, 200)
     return record
 
 
@@ -77,6 +80,13 @@ def test_what_was_reached_before_anything_froze_is_not_called_faster():
     assert second.note == "15.0 s, before anything froze"
 
 
+def test_a_run_that_froze_nothing_has_no_ratio():
+    ours = run("ours", 0.5)
+    ours.layer_modules = ["net.a", "net.b"]
+    _, second = times_to_target([run("plain"), ours], "val/acc")
+    assert (second.ratio, second.note) == (None, "15.0 s, nothing froze")
+
+
 def test_what_is_never_reached():
     _, second = times_to_target([run("plain"), run("ours", accuracies=(0.1, 0.2, 0.3))], "val/acc")
     assert (second.seconds, second.ratio, second.note) == (None, None, "not reached")
@@ -98,7 +108,7 @@ def test_which_metric_is_compared():
     assert common_metric([one, other]) == "val/acc"
     with pytest.raises(RecordError, match="no logged metric in common"):
         common_metric([one, RunRecord("empty")])
-    with pytest.raises(RecordError, match=r"has logged no 'f1'; it has \['train/acc', 'val/acc', 'val/loss'\]"):
+    with pytest.raises(RecordError, match=r"logged no 'f1'; it logged \['train/acc', 'val/acc', 'val/loss'\]"):
         accuracy([one, other], "f1")
 
 
@@ -115,6 +125,65 @@ def test_the_page_needs_nothing_else_and_escapes_names():
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
     assert "fill: #" in text or "stroke: #" in text
+
+
+@pytest.mark.parametrize(
+    ("done", "held_back", "words"),
+    [
+        (0, None, "No evaluation was completed; 7 were late or dropped."),
+        (5, None, "In 5 evaluations, no layer module stayed below"),
+        (0, "the learning rate is 1.0e-01", "The learning rate is 1.0e-01. A model trained from scratch freezes only"),
+    ],
+)
+def test_a_page_says_that_nothing_froze_and_why(done, held_back, words):
+    record = run("calm")
+    record.layer_modules = ["net.a", "net.b"]
+    record.savings = Savings((), 0, 0.036, None, 0.1, -0.1, done, 3, 4, "float32", 100, 200, held_back=held_back)
+    drawn = report.figures(record)
+    assert list(drawn) == ["step_time", "phases"]
+    text = page([record], drawn)
+    assert f"<p><b>Nothing froze.</b> {words}" in text
+    assert "<td>0/2</td>" in text
+    labels = [text.get_text() for text in drawn["phases"].axes[0].get_yticklabels()]
+    assert labels == ["nothing frozen"]
+
+
+def test_a_page_names_the_run_of_each_picture():
+    records = [run("plain"), run("ours", 0.5, frozen_at=9), run("later")]
+    text = page(records, report.figures(records))
+    assert "<h1>3 runs compared</h1>" in text
+    assert "<b>Frozen depth: ours</b>" in text
+    assert "<b>Accuracy against wall time</b>" in text
+
+
+def test_a_page_has_the_whole_command_in_the_details():
+    record = run("plain")
+    record.about["command"] = f"train.py {'x' * 300}"
+    record.overrides = ["model=timm", "seed=1"]
+    text = page([record], {})
+    assert "<h1>Run plain</h1>" in text
+    assert f"<dt>command</dt><dd><code>train.py {'x' * 300}</code></dd>" in text
+    assert "<dt>settings</dt><dd><code>model=timm seed=1</code></dd>" in text
+
+
+def printed(records, width):
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(summary_table(records))
+    return stream.getvalue()
+
+
+def test_the_table_of_a_terminal_fits_into_80_columns():
+    records = [run("plain"), run("a-name-with-no-space-at-which-to-break", 0.5, frozen_at=9)]
+    text = printed(records, 80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for word in ("plain", "36.0", "31.0 → 11.0", "2/3", "30.0 s", "15.0 s", "0.8000", "time to 0.8", "15.0 s (2.00x)"):
+        assert word in text
+
+
+def test_the_table_of_one_run_has_its_estimate():
+    text = printed([run("ours", frozen_at=9)], 80)
+    assert "estimated saving" in text
+    assert "3.0 s" in text
 
 
 def written(tmp_path, *records):
@@ -153,7 +222,7 @@ def test_errors_are_one_line(tmp_path, capsys, metric):
     assert main([*folders, *(["--metric", metric] if metric else [])]) == 2
     told = capsys.readouterr().err
     assert told.startswith("egeria-report: ")
-    assert ("has logged no 'nonsense'" if metric else "there is no egeria.json in") in told
+    assert ("logged no 'nonsense'" if metric else "no egeria.json in or below") in told
     assert len(told.splitlines()) == 1
 
 
@@ -162,7 +231,7 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main([*folders, "--out", str(tmp_path / "file" / "out")]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"egeria-report: nothing can be written to {tmp_path / 'file' / 'out'}: ")
+    assert told.startswith(f"egeria-report: cannot write to {tmp_path / 'file' / 'out'}: ")
     assert "--out" in told
     assert len(told.splitlines()) == 1
 

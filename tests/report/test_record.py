@@ -6,6 +6,7 @@ import math
 import pytest
 
 from lightning_egeria.errors import RecordError
+from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
 from lightning_egeria.report.record import LONGEST, CachePoint, EvaluationPoint, MetricPoint, RunRecord, StepTimes
 
 
@@ -23,7 +24,8 @@ def a_record():
         [times(1), times(2)],
         [MetricPoint(2, 1.5, {"val/acc": 0.5})],
         [CachePoint(2, 1, 2, 3, 4)],
-        {"seconds_saved": 1.0},
+        Savings((LayerModuleSavings("a", 3, 0.5),), 1, 0.2, 0.1, 0.5, 1.0, 9, 0, 1, "float32", 100, 200),
+        ["trainer.max_epochs=3"],
     )
 
 
@@ -38,15 +40,17 @@ def test_what_is_written_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "cannot be read"),
-        ("{", "cannot be read"),
+        (None, "cannot read .* as the record of a run"),
+        ("{", "is damaged: Input data was truncated"),
+        ('{"version": 1, "name": NaN}', "is damaged: JSON is malformed"),
+        ('{"about": ' + "[" * 10**5, "is damaged: maximum recursion depth"),
         ("[]", "not a record of version 1"),
         (json.dumps({"version": 7}), "not a record of version 1"),
-        (json.dumps({"version": 1, "name": "x"}), "is damaged"),
-        (
-            json.dumps({"version": 1, "name": "x", "evaluations": [], "steps": [{}], "metrics": [], "cache": []}),
-            "damaged",
-        ),
+        (json.dumps({"version": "1", "name": "x"}), "not a record of version 1"),
+        (json.dumps({"version": 1}), "is damaged: Object missing required field `name`"),
+        (json.dumps({"version": 1, "name": "x", "nmae": "y"}), "is damaged: Object contains unknown field `nmae`"),
+        (json.dumps({"version": 1, "name": "x", "steps": [{}]}), r"is damaged: .* - at `\$.steps\[0\]`"),
+        (json.dumps({"version": 1, "name": "x", "layer_modules": [True]}), r"Expected `str`, got `bool`"),
     ],
 )
 def test_what_is_no_record_is_refused_by_name(tmp_path, text, words):
@@ -69,7 +73,32 @@ def test_a_long_run_stays_small_and_keeps_its_means():
     assert sum(entry.batches for entry in record.steps) == count
     assert record.steps[-1].step == count - 1
     for depth in (0, 1):
-        mean = record.mean_times(depth)
-        assert mean.batches == count // 2
-        assert math.isclose(mean.seconds, 0.5)
-    assert record.mean_times(2) is None
+        typical = record.typical_times(depth)
+        assert math.isclose(typical.seconds, 0.5)
+    assert record.typical_times(2) is None
+
+
+def test_a_compilation_is_not_a_typical_batch():
+    record = RunRecord("compiled", steps=[times(1, seconds=300.0), *(times(step) for step in range(2, 12))])
+    assert record.typical_times(0).seconds == 1.0
+
+
+def test_typical_times_count_batches_and_not_entries():
+    record = RunRecord("joined", steps=[times(1, seconds=9.0), times(2, seconds=9.0), times(50, batches=48)])
+    assert record.typical_times(0).seconds == 1.0
+    assert RunRecord("one", steps=[times(1, seconds=9.0)]).typical_times(0).seconds == 9.0
+
+
+def test_numbers_are_read_as_they_were_written(tmp_path):
+    numbers = [0.1, 1e-300, 1 / 3, 5e-324, -2.5e299, 123456789.123456789]
+    RunRecord("exact", metrics=[MetricPoint(1, 0.1 + 0.2, {str(n): x for n, x in enumerate(numbers)})]).write(
+        tmp_path / "egeria.json"
+    )
+    (point,) = RunRecord.read(tmp_path).metrics
+    assert (point.seconds, list(point.values.values())) == (0.1 + 0.2, numbers)
+
+
+def test_what_json_cannot_say_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        RunRecord("broken", metrics=[MetricPoint(1, math.nan, {})]).write(tmp_path / "egeria.json")
+    assert not (tmp_path / "egeria.json").exists()

@@ -58,7 +58,7 @@ def fit(*callbacks, module=None, data=None, epochs=4, **arguments):
 
 def freezing():
     policy = FreezingPolicy(patience=1, pretrained=True, peer_tolerance=0.9)
-    return KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, deterministic=True, workers=0)
+    return KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, deterministic=True, background=False)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -81,7 +81,7 @@ def test_a_run_with_freezing(tmp_path, first):
     assert all(len(point.plasticity) == len(record.layer_modules) for point in record.evaluations)
     assert [point.step for point in record.metrics] == [5, 10, 15, 20]
     assert all(set(point.values) == {"val/acc"} for point in record.metrics)
-    assert record.savings["frozen_depth"] == callback.frozen_depth
+    assert record.savings == callback.savings()
     assert record.about["torch"] == torch.__version__
 
 
@@ -167,7 +167,7 @@ def test_the_command_is_in_it(tmp_path, monkeypatch):
 def test_a_record_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
     recorder = RunRecorder(tmp_path / "file" / "egeria.json")
-    with pytest.warns(UserWarning, match="the record of the run cannot be written to .* Training goes on") as told:
+    with pytest.warns(UserWarning, match="cannot write the record of the run to .* Training continues") as told:
         fit(recorder)
-    assert len([warning for warning in told if "cannot be written" in str(warning.message)]) == 1
+    assert len([warning for warning in told if "cannot write" in str(warning.message)]) == 1
     assert recorder.record.steps

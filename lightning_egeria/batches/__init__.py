@@ -1,0 +1,1 @@
+"""Samples and batches: their tensors, ids and loaders."""

@@ -1,0 +1,1 @@
+"""`egeria-train`: the Hydra application and its messages."""

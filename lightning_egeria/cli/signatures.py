@@ -1,0 +1,81 @@
+"""The parameters of a class or function, and whether a value of a configuration fits one."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pydoc
+from collections.abc import Collection, Mapping
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+import msgspec
+
+from lightning_egeria.errors import ArgumentError
+
+
+def check_value(key: str, value: Any, expected: Any, target: str) -> None:
+    """Check a value against the annotation ``expected`` of an argument.
+
+    Raises:
+        ArgumentError: if it does not fit.
+    """
+    if not _fits(value, expected):
+        raise ArgumentError(f"{key}: {target} expects {inspect.formatannotation(expected)}, got {value!r}")
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    """Whether a value of a config file fits an annotation. None always fits, because annotations often omit it."""
+    if value is None or isinstance(expected, str) or "_target_" in repr(value) or expected is inspect.Parameter.empty:
+        return True
+    if get_origin(expected) in (Union, UnionType):
+        return any(_fits(value, member) for member in get_args(expected) if member is not NoneType)
+    try:
+        msgspec.convert(value, str if hasattr(expected, "__fspath__") else expected)
+    except msgspec.ValidationError:
+        return isinstance(value, int) and expected in (bool, int, float)  # 0 and 1 may stand for false and true
+    except TypeError:  # msgspec does not know the annotation: a protocol, or a callable
+        return not isinstance(expected, type)
+    return True
+
+
+def parameters_of(target: str, key: str = "") -> tuple[Mapping[str, inspect.Parameter], bool]:
+    """Return the parameters of a class or function, and whether it takes any others.
+
+    Raises:
+        ArgumentError: if there is no such class or function.
+    """
+    module, _, name = target.rpartition(".")
+    near, built = "", None
+    try:
+        built = pydoc.locate(target)
+        if built is None:
+            near = near_match(name, dir(importlib.import_module(module)), f"{module}.")
+    except (ImportError, pydoc.ErrorDuringImport) as error:
+        near = f" {line_of(error)}"
+    if built is None:
+        raise ArgumentError(f"{key}: cannot find {target}.{near}")
+    try:
+        signature = inspect.signature(built, eval_str=True)  # type: ignore[arg-type]  # pydoc.locate returns object
+    except NameError:  # an annotation imported for type checkers only
+        signature = inspect.signature(built)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return {}, True
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    return signature.parameters, open_ended
+
+
+def near_match(word: str, options: Collection[str], prefix: str = "") -> str:
+    """Return the sentence " Did you mean ...?" with the closest option; empty if none is close.
+
+    >>> near_match("dpeth", ["depth", "width"], "model.net.")
+    " Did you mean 'model.net.depth'?"
+    """
+    near = difflib.get_close_matches(word, options, n=1)
+    return f" Did you mean {prefix + near[0]!r}?" if near else ""
+
+
+def line_of(error: BaseException) -> str:
+    """Return the message of an error in one line."""
+    return " ".join(str(error).split())

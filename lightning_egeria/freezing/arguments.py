@@ -1,0 +1,74 @@
+"""Checking the arguments of `KnowledgeGuidedFreezing`, and naming the new place of those that it does not have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar, get_args
+
+from lightning_egeria.errors import ArgumentError
+from lightning_egeria.freezing.policy import FreezingPolicy
+from lightning_egeria.freezing.reference import Precision
+from lightning_egeria.freezing.scripted import ScriptedPolicy
+from lightning_egeria.freezing.slopes import SlopePolicy
+
+_GONE = {
+    "workers": "Pass background=True for a process beside training, or background=False for the training thread",
+    "threads_per_worker": "The reference process has one thread",
+    "max_frozen_fraction": "Pass freeze_until=0.5 to freeze at most the first half of the layer modules",
+    "never_freeze": "Pass freeze_until with the path of the last module that may freeze",
+    "check_ranks": "The callback keeps the ranks equal without it",
+}
+_Self = TypeVar("_Self")
+_Parameters = ParamSpec("_Parameters")
+
+
+def explain_missing(
+    init: Callable[Concatenate[_Self, _Parameters], None],
+) -> Callable[Concatenate[_Self, _Parameters], None]:
+    """Decorate ``__init__``: an argument of a policy, or one that is gone, raises an error that says where it went.
+
+    The signature stays explicit, for LightningCLI, Hydra and editors.
+    """
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(self: _Self, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> None:
+        owner = type(self).__name__
+        places = {name: _place(owner, name) for name in kwargs if name not in known}
+        texts = [f"{owner} has no argument {name!r}. {place}" for name, place in places.items() if place is not None]
+        if texts:
+            raise ArgumentError(". ".join(texts))
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def check_arguments(
+    policy: object, evaluate_every_n_steps: int | None, evaluation_samples: int, precision: str, timeout_s: float
+) -> None:
+    """Check the ranges of the arguments.
+
+    Raises:
+        ArgumentError: if an argument is out of range.
+    """
+    if isinstance(policy, type):
+        raise ArgumentError(f"policy must be an instance, got the class {policy.__name__}. Write {policy.__name__}()")
+    if policy is not None and not callable(getattr(policy, "observe", None)):
+        raise ArgumentError(f"policy must be a policy such as FreezingPolicy(), got {policy!r}")
+    if evaluate_every_n_steps is not None and evaluate_every_n_steps < 1:
+        raise ArgumentError(f"evaluate_every_n_steps must be at least 1, got {evaluate_every_n_steps}")
+    if evaluation_samples < 2:
+        raise ArgumentError(f"evaluation_samples must be at least 2, got {evaluation_samples}")
+    if precision not in get_args(Precision):
+        raise ArgumentError(f"reference_precision must be one of {get_args(Precision)}, got {precision!r}")
+    if not timeout_s > 0:
+        raise ArgumentError(f"timeout_s must be greater than 0, got {timeout_s}")
+
+
+def _place(owner: str, name: str) -> str | None:
+    for policy in (FreezingPolicy, SlopePolicy, ScriptedPolicy):
+        if name in inspect.signature(policy).parameters:
+            return f"It belongs to the policy: {owner}({policy.__name__}({name}=...))"
+    return _GONE.get(name)

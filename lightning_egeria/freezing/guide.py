@@ -1,0 +1,87 @@
+"""Turning plasticity into a decision that all ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_egeria.distributed.ranks import DepthBroadcast
+from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison, slopes_of
+from lightning_egeria.freezing.policy import Policy
+from lightning_egeria.training.freezer import Decision, Freezer
+
+
+class Guide:
+    """Passes measured plasticity to the policy after each optimizer step, and returns its decision.
+
+    With several ranks, rank 0 decides and sends its decision at evaluation steps. All ranks freeze after the same step.
+
+    Args:
+        freezer: freezer of the model in training.
+        policy: the policy, after `Policy.start`.
+        comparison: comparison with the reference.
+
+    Attributes:
+        plasticity: plasticity that the policy saw after the last step; None if there was none.
+        last_evaluation: latest evaluation that the policy saw.
+    """
+
+    def __init__(self, freezer: Freezer, policy: Policy, comparison: ReferenceComparison) -> None:
+        self.freezer = freezer
+        self.policy = policy
+        self.comparison = comparison
+        self.plasticity: tuple[float, ...] | None = None
+        self.last_evaluation: LastEvaluation | None = None
+        self._gave_up = False
+        self._wanted: Decision | None = None  # decision of rank 0, until the next broadcast
+
+    def decide(self, step: int, learning_rate: float) -> Decision | None:
+        """Return the decision after optimizer step ``step``, the same on all ranks; None keeps the depth.
+
+        Args:
+            step: number of optimizer steps so far.
+            learning_rate: learning rate of this step.
+        """
+        ranks, due = self.freezer.ranks, self.comparison.is_due(step)
+        decision = self._decide(step, learning_rate, due) if ranks.leads else None
+        if not ranks.several:
+            return decision
+        self._wanted = decision if decision is not None else self._wanted
+        if not due:
+            return None
+        decision, self._wanted = self._wanted, None
+        every = self.comparison.evaluate_every_n_steps
+        depth, reason = (decision.depth, decision.reason) if decision is not None else (self.freezer.depth, "")
+        agreed = ranks.agree(DepthBroadcast(depth, every, reason))
+        self.comparison.evaluate_every_n_steps = agreed.next_in_steps
+        return Decision(agreed.depth, agreed.reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the class and state of the policy, in plain types."""
+        return {"class": type(self.policy).__name__, "state": self.policy.state_dict()}
+
+    def _decide(self, step: int, learning_rate: float, due: bool) -> Decision | None:
+        self.plasticity = None
+        if self._gave_up:
+            return None
+        if (name := self.freezer.regained_gradient) is not None:
+            return self._give_up(name)
+        self.plasticity = self.comparison.collect(step)
+        decision = self.policy.observe(
+            step,
+            self.plasticity and self.freezer.chain.of_prefixes(self.plasticity, self.freezer.depth),
+            learning_rate,
+            self.comparison.mean_loss() if due else None,
+            self.comparison.layer_shares(),
+        )
+        if self.plasticity is not None:
+            slopes = slopes_of(self.policy, self.freezer.depth)
+            self.last_evaluation = LastEvaluation(step, self.plasticity, slopes)
+        return decision
+
+    def _give_up(self, name: str) -> Decision:
+        """Unfreeze everything for good: other code decides which parameters train."""
+        self._gave_up = True
+        self.comparison.stop()
+        reason = f"the frozen parameter {name!r} received a gradient: other code changes requires_grad"
+        self.comparison.notices.warn(f"{reason}. Everything is unfrozen, and nothing freezes from now on")
+        return Decision(0, reason)

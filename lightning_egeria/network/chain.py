@@ -1,0 +1,270 @@
+"""The layer chain of a model, found from one training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from lightning_egeria.errors import LayerChainError, TooFewLayersError
+from lightning_egeria.network.boundaries import (
+    Boundary,
+    find_boundaries,
+    last_uses,
+    named_boundaries,
+    separate_shared_weights,
+    trainable_leaves,
+)
+from lightning_egeria.network.tracing import ModuleCall, StepTrace, walk
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerModule:
+    """One unit that freezes.
+
+    Attributes:
+        name: path of the first module with weights.
+        boundary: path of the module whose output is the boundary activation, such as a pooling layer behind a stem.
+        output_leaf: index of the boundary activation among the tensors of that output.
+        members: paths of all modules that freeze with it.
+        parameters: names of the trainable parameters that belong to it.
+        units: paths of the outermost module calls that make it up, in order; the last ends at the boundary.
+        last_use: index of the last layer module that reads its output; ``len(chain)`` if the loss does. Usually the
+            next one.
+    """
+
+    name: str
+    boundary: str
+    output_leaf: int
+    members: tuple[str, ...]
+    parameters: tuple[str, ...]
+    units: tuple[str, ...]
+    last_use: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerChain:
+    """All layer modules in execution order, without the head.
+
+    Attributes:
+        layer_modules: front to back; the prefix of depth ``k`` is the first ``k``.
+        entries: paths of the modules that the training step calls directly and that hold a boundary. Usually just the
+            network; ``""`` is the whole module.
+        max_depth: largest depth that may freeze. The last layer module never does.
+        notes: messages for the user, such as shared weights that cannot freeze.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
+    >>> chain = LayerChain.trace(net, lambda: net(torch.ones(5, 4)).sum())
+    >>> chain.names, chain.max_depth
+    (('0', '2'), 1)
+    >>> chain.layer_modules[0].boundary, chain.layer_modules[0].parameters
+    ('1', ('0.weight', '0.bias'))
+    """
+
+    layer_modules: tuple[LayerModule, ...]
+    entries: tuple[str, ...]
+    max_depth: int
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.layer_modules)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layer modules, front to back."""
+        return tuple(layer_module.name for layer_module in self.layer_modules)
+
+    @classmethod
+    def trace(
+        cls, module: nn.Module, step: Callable[[], Tensor], layer_modules: Sequence[str] | None = None
+    ) -> LayerChain:
+        """Trace ``step()`` once, without compilation, and return the chain.
+
+        Args:
+            module: the model.
+            step: runs one training step on ``module`` and returns the loss.
+            layer_modules: paths of the layer modules in execution order; None finds them.
+
+        Raises:
+            LayerChainError: as for `from_trace`.
+        """
+        trace = StepTrace(module)
+        trace.start()
+        try:
+            loss = step()
+        finally:
+            trace.stop()
+        return cls.from_trace(trace, loss, layer_modules)
+
+    @classmethod
+    def from_trace(cls, trace: StepTrace, loss: Tensor, layer_modules: Sequence[str] | None = None) -> LayerChain:
+        """Return the chain from a traced forward and its loss, before the backward frees the graph.
+
+        Args:
+            trace: trace of the forward, stopped.
+            loss: scalar tensor with a ``grad_fn``.
+            layer_modules: paths of the layer modules in execution order; None finds them.
+
+        Raises:
+            LayerChainError: if the loss depends on no parameter, a name is unknown, the names are not in execution
+                order, or the model uses reentrant checkpointing.
+            TooFewLayersError: if fewer than two layer modules are trainable so far, or the loss does not depend on a
+                named one.
+        """
+        if loss.grad_fn is None:
+            raise LayerChainError(
+                "the loss of the first training step depends on no trainable parameter. Return a loss that requires a "
+                "gradient"
+            )
+        graph: set[Node] = set()
+        walk([loss.grad_fn], graph)
+        if any(node.name().startswith("CheckpointFunctionBackward") for node in graph):
+            raise LayerChainError(
+                "reentrant activation checkpointing loses all gradients once the front is frozen. Pass "
+                "use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            )
+        if layer_modules is None:
+            boundaries = find_boundaries(trace, graph)
+        else:
+            boundaries = named_boundaries(trace, graph, list(layer_modules))
+        boundaries, max_depth, notes = separate_shared_weights(trace, graph, boundaries)
+        if len(boundaries) < 2:
+            found = f"1 layer module ({boundaries[0][0]!r})" if boundaries else "no layer modules"
+            raise TooFewLayersError(
+                f"{type(trace.module).__name__} has {found}, expected at least 2. Name them with layer_modules=[...]"
+                + "".join(f". {note}" for note in notes)
+            )
+        entries = dict.fromkeys(_entry(call).path for _, call in boundaries)
+        described = _describe(trace, graph, boundaries)
+        return cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes))
+
+    def prefix_parameters(self, depth: int) -> tuple[str, ...]:
+        """Return the names of the trainable parameters in the first ``depth`` layer modules."""
+        return tuple(name for layer_module in self.layer_modules[:depth] for name in layer_module.parameters)
+
+    def members(self, depth: int) -> list[str]:
+        """Return the paths of all modules that freeze with the first ``depth`` layer modules."""
+        return [path for layer_module in self.layer_modules[:depth] for path in layer_module.members]
+
+    def of_prefixes(self, values: Sequence[float], depth: int) -> tuple[float, ...]:
+        """For each prefix, return the largest value of its layer modules whose output something behind it reads.
+
+        In a plain chain this is the prefix's last layer module. With two towers, skip connections, or an encoder that
+        every decoder layer reads, earlier ones count too.
+
+        Args:
+            values: one value per layer module, front to back.
+            depth: number of frozen layer modules. Their values stay, and do not count for longer prefixes.
+        """
+        found = list(values)
+        passing: list[int] = []  # layer modules whose output something behind ``index`` reads
+        for index in range(depth, len(found)):
+            passing = [earlier for earlier in passing if self.layer_modules[earlier].last_use > index]
+            found[index] = max(values[earlier] for earlier in (*passing, index))
+            passing.append(index)
+        return tuple(found)
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the chain in plain types, for a checkpoint. `from_state` is the inverse."""
+        return {
+            "layer_modules": [
+                {key: list(value) if isinstance(value, tuple) else value for key, value in vars(layer_module).items()}
+                for layer_module in self.layer_modules
+            ],
+            "entries": list(self.entries),
+            "max_depth": self.max_depth,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> LayerChain:
+        """Return the chain from the output of `to_state`."""
+        layer_modules = []
+        for entry in state["layer_modules"]:
+            fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
+            layer_modules.append(LayerModule(**fields))
+        return cls(tuple(layer_modules), tuple(state["entries"]), state["max_depth"], tuple(state["notes"]))
+
+
+def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) -> tuple[LayerModule, ...]:
+    """Return the layer modules with their parameters, members and units."""
+    names = trace.parameter_names
+    last_end: dict[str, int] = {}
+    for root in trace.roots:
+        if root.nodes_in(graph):
+            for call in _subtree(root):
+                last_end[call.path] = max(call.end, last_end.get(call.path, -1))
+    visited: set[Node] = set()
+    assigned: set[str] = set()
+    described = []
+    by_end = sorted(last_end.items(), key=lambda item: item[1])
+    modules = dict(trace.module.named_modules())
+    paths = {part: path for path, part in modules.items()}
+    position = 0
+    previous: ModuleCall | None = None
+    for (name, boundary), last_use in zip(boundaries, last_uses(graph, boundaries), strict=True):
+        new = walk(boundary.nodes_in(graph), visited)
+        members = []
+        while position < len(by_end) and by_end[position][1] <= boundary.end:
+            path = by_end[position][0]
+            position += 1
+            for part in modules[path].modules():
+                inner = paths[part]
+                # nn.TransformerEncoder assumes that all layers have the mode of the first, and would pass padded
+                # batches as nested tensors to layers that still train. Freezing the parts of the layer is enough.
+                if isinstance(part, nn.TransformerEncoderLayer):
+                    continue
+                # A part with another call behind the boundary stays in the mode that this call needs.
+                if inner not in assigned and last_end.get(inner, -1) <= boundary.end:
+                    assigned.add(inner)
+                    members.append(inner)
+        described.append(
+            LayerModule(
+                name=name,
+                boundary=boundary.path,
+                output_leaf=next(i for i, node in enumerate(boundary.outputs) if node in graph),
+                members=tuple(members),
+                parameters=tuple(names[leaf] for leaf in trainable_leaves(new) if leaf in names),
+                units=_units(trace, graph, previous, boundary),
+                last_use=last_use,
+            )
+        )
+        previous = boundary
+    return tuple(described)
+
+
+def _units(trace: StepTrace, graph: set[Node], previous: ModuleCall | None, boundary: ModuleCall) -> tuple[str, ...]:
+    """Return the paths of the outermost calls between two boundaries, including the later one."""
+    around_previous = set()
+    ancestor = previous
+    while ancestor is not None:
+        around_previous.add(ancestor)
+        ancestor = ancestor.parent
+    first = previous.end + 1 if previous is not None else 0
+    between = {
+        call for call in trace.calls[first : boundary.end + 1] if call not in around_previous and call.nodes_in(graph)
+    }
+    return tuple(
+        dict.fromkeys(
+            call.path
+            for call in trace.calls[first : boundary.end + 1]
+            if call in between and call.parent not in between
+        )
+    )
+
+
+def _entry(call: ModuleCall) -> ModuleCall:
+    while call.parent is not None:
+        call = call.parent
+    return call
+
+
+def _subtree(call: ModuleCall) -> list[ModuleCall]:
+    found = [call]
+    for node in found:
+        found.extend(node.children)
+    return found

@@ -1,0 +1,122 @@
+"""Limits of the prefix: the user's ``freeze_until``, and one optimizer for the whole prefix."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_egeria.errors import LayerChainError
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.tracing import StepTrace
+
+
+def find_chain(
+    trace: StepTrace,
+    loss: Tensor,
+    optimizers: Sequence[Optimizer],
+    layer_modules: Sequence[str] | None = None,
+    freeze_until: str | float | None = None,
+) -> LayerChain:
+    """Return the chain of a traced step, with all limits in ``max_depth``.
+
+    Args:
+        trace: trace of the forward, stopped.
+        loss: loss of the forward, before the backward.
+        optimizers: all optimizers of the run.
+        layer_modules: paths of the layer modules in execution order; None finds them.
+        freeze_until: as for `depth_limit`.
+
+    Raises:
+        LayerChainError: as for `LayerChain.from_trace` and `depth_limit`.
+    """
+    chain = LayerChain.from_trace(trace, loss, layer_modules)
+    # The chain has no modules that do not train. Other code may release this one later; nothing freezes until then.
+    held = isinstance(freeze_until, str) and _learns_nothing(trace.module, freeze_until)
+    limit = 0 if held else depth_limit(chain, freeze_until)
+    chain = one_optimizer(chain, trace.parameters, optimizers)
+    return dataclasses.replace(chain, max_depth=min(limit, chain.max_depth))
+
+
+def depth_limit(chain: LayerChain, freeze_until: str | float | None = None) -> int:
+    """Return the largest depth that may freeze.
+
+    Args:
+        chain: chain of the model.
+        freeze_until: a share of the layer modules, rounded down; or the path of the last layer module that may freeze,
+            or of a module around or inside it; None is ``chain.max_depth``.
+
+    Raises:
+        LayerChainError: if the path matches no layer module.
+
+    >>> import torch
+    >>> net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
+    >>> chain = LayerChain.trace(net, lambda: net(torch.ones(3, 2)).sum())
+    >>> chain.names, chain.max_depth
+    (('0', '1', '2', '3', '4'), 4)
+    >>> depth_limit(chain), depth_limit(chain, 0.5), depth_limit(chain, "0")
+    (4, 2, 1)
+    """
+    if freeze_until is None:
+        return chain.max_depth
+    if isinstance(freeze_until, str):
+        return min(chain.max_depth, _place(chain, freeze_until) + 1)
+    return min(chain.max_depth, int(freeze_until * len(chain)))
+
+
+def _learns_nothing(module: nn.Module, path: str) -> bool:
+    """Whether the module at ``path`` has parameters, and none is trainable."""
+    parameters = [p for part, inner in module.named_modules() if part == path for p in inner.parameters()]
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def one_optimizer(
+    chain: LayerChain, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> LayerChain:
+    """Limit the chain to a prefix that belongs to one optimizer, and add a note if that is shorter.
+
+    Args:
+        chain: chain of the model.
+        parameters: parameters of the model, by name.
+        optimizers: all optimizers of the run. A parameter without an optimizer sets no limit.
+    """
+    names = {parameter: name for name, parameter in parameters.items()}
+    owners = {
+        names[parameter]: number
+        for number, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in names
+    }
+    first: int | None = None
+    for index, layer_module in enumerate(chain.layer_modules):
+        for name in layer_module.parameters:
+            owner = owners.get(name)
+            first = owner if first is None else first
+            if owner is not None and owner != first:
+                note = (
+                    f"{layer_module.name!r} belongs to another optimizer than the layer modules in front of it, so at "
+                    f"most {index} of {len(chain)} layer modules can freeze. Choose others with layer_modules=[...]"
+                )
+                depth = min(chain.max_depth, index)
+                return dataclasses.replace(chain, max_depth=depth, notes=(*chain.notes, note))
+    return chain
+
+
+def _place(chain: LayerChain, path: str) -> int:
+    """Index of the last layer module that is, contains, or lies inside the module ``path``."""
+    found = None
+    for index, layer_module in enumerate(chain.layer_modules):
+        # The container of an earlier layer module may end with this one, but does not belong to it.
+        own = [m for m in layer_module.members if not any(name.startswith(f"{m}.") for name in chain.names)]
+        parts = (layer_module.name, layer_module.boundary, *own)
+        if any(part == path or part.startswith(f"{path}.") for part in parts):
+            found = index
+    if found is None:
+        near = difflib.get_close_matches(path, chain.names, n=3, cutoff=0.3) or chain.names[:5]
+        hint = ", ".join(map(repr, near))
+        raise LayerChainError(f"freeze_until: {path!r} matches no layer module. Did you mean {hint}?")
+    return found

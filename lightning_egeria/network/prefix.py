@@ -1,0 +1,254 @@
+"""The frozen prefix of a model: freezing its modules and restoring the user's settings."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_egeria.errors import CheckpointError
+from lightning_egeria.network.chain import LayerChain
+
+SETTLING_STEPS = 40  # after which 1.5 % of a running statistic is older than the freeze
+SETTLING_MOMENTUM = 0.1
+
+
+class FrozenPrefix:
+    """Freezes the first `depth` layer modules of a model, and restores the user's settings when they unfreeze.
+
+    Frozen modules with floating-point buffers, such as running statistics, are in evaluation mode, because they would
+    keep changing otherwise. All other modules keep their mode: dropout in the front regularises the layers behind it,
+    frozen or not.
+
+    Batch normalisation with a momentum below 0.1 (torchvision's MobileNetV3 has 0.01) follows its weights slowly. When
+    it freezes, its running statistics still belong to much older weights. It therefore trains on for 40 optimizer steps
+    with a momentum of 0.1 before it enters evaluation mode; its own momentum is restored outside these steps.
+
+    Change the prefix between two optimizer steps only, never inside a gradient accumulation window. Otherwise the
+    optimizer would apply an existing gradient to a frozen weight, or lose it.
+
+    Attributes:
+        module: the model.
+        chain: its layer chain.
+        depth: number of frozen layer modules.
+        settled_depth: number of frozen layer modules whose running statistics no longer change; less than ``depth`` for
+            some steps after a freeze.
+        version: number of changes so far, of the depth or of the settled depth.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3), nn.Linear(3, 2))
+    >>> chain = LayerChain.trace(net, lambda: net(torch.ones(5, 4)).sum())
+    >>> prefix = FrozenPrefix(net, chain)
+    >>> prefix.set_depth(1)
+    >>> prefix.version, net[0].weight.requires_grad, [part.training for part in net]
+    (1, False, [True, False, True, True, True])
+    >>> prefix.eval_all()
+    >>> [part.training for part in net]
+    [False, False, False, True, True]
+    >>> prefix.set_depth(0)
+    >>> prefix.version, net[0].weight.requires_grad, net[1].training
+    (2, True, True)
+    """
+
+    def __init__(self, module: nn.Module, chain: LayerChain) -> None:
+        self.module = module
+        self.chain = chain
+        self.depth = 0
+        self.settled_depth = 0
+        self.version = 0
+        self._frozen_parameters: list[nn.Parameter] = []
+        self._members: list[nn.Module] = []
+        self._eval_all = False
+        self._training_before: list[tuple[nn.Module, bool]] = []  # of the members that are in evaluation mode
+        self._settling: dict[_BatchNorm, int] = {}  # steps left
+        self._momentum_before: dict[_BatchNorm, float | None] = {}  # while a step runs
+
+    def set_depth(self, depth: int) -> None:
+        """Freeze or unfreeze so that exactly the first ``depth`` layer modules are frozen.
+
+        Raises:
+            ValueError: if ``depth`` is not in ``0 .. chain.max_depth``.
+        """
+        if not 0 <= depth <= self.chain.max_depth:
+            raise ValueError(f"depth must be in 0..{self.chain.max_depth}, got {depth}")
+        if depth == self.depth:
+            return
+        members = self._modules_of(depth)
+        new = set(members) - set(self._members)
+        settling = {module: steps for module, steps in self._settling.items() if module in members}
+        for module in members:
+            if module in new and isinstance(module, _BatchNorm) and module.training and follows_slowly(module):
+                settling[module] = SETTLING_STEPS
+        self._freeze(depth, settling)
+
+    def _freeze(self, depth: int, settling: dict[_BatchNorm, int]) -> None:
+        self._thaw()
+        parameters = dict(self.module.named_parameters())
+        for name in self.chain.prefix_parameters(depth):
+            parameter = parameters[name]
+            parameter.grad = None  # with a gradient, momentum and weight decay would keep moving it
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self._frozen_parameters.append(parameter)
+        self.depth = depth
+        self._members = self._modules_of(depth)
+        self._settling = settling
+        self._changed()
+
+    def _modules_of(self, depth: int) -> list[nn.Module]:
+        modules = dict(self.module.named_modules())
+        return [modules[path] for path in self.chain.members(depth)]
+
+    def _changed(self) -> None:
+        self.settled_depth = self.depth
+        while not self._settling.keys().isdisjoint(self._members[: len(self.chain.members(self.settled_depth))]):
+            self.settled_depth -= 1
+        self._hold_in_evaluation()
+        self.version += 1
+
+    def begin_batch(self) -> None:
+        """Prepare the frozen modules for a forward."""
+        self.assert_modes()
+        for module in self._settling:
+            if module not in self._momentum_before:
+                self._momentum_before[module], module.momentum = module.momentum, SETTLING_MOMENTUM
+
+    def end_batch(self) -> None:
+        """Restore the momentum that `begin_batch` set. Safe to call twice."""
+        for module, momentum in self._momentum_before.items():
+            if module.momentum == SETTLING_MOMENTUM:  # else other code has set it
+                module.momentum = momentum
+        self._momentum_before = {}
+
+    def count_step(self) -> bool:
+        """Count an optimizer step; return whether running statistics have settled, so that `settle` must follow."""
+        self._settling = {module: steps - 1 for module, steps in self._settling.items()}
+        return any(steps <= 0 for steps in self._settling.values())
+
+    def settle(self) -> None:
+        """Put modules whose running statistics have settled into evaluation mode."""
+        self._settling = {module: steps for module, steps in self._settling.items() if steps > 0}
+        self._changed()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in plain types, for a checkpoint."""
+        paths = {module: path for path, module in self.module.named_modules()}
+        return {"depth": self.depth, "settling": {paths[module]: steps for module, steps in self._settling.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Freeze as in `state_dict`, up to ``chain.max_depth``."""
+        depth = min(state["depth"], self.chain.max_depth)
+        if depth != self.depth:
+            modules = dict(zip(self.chain.members(depth), self._modules_of(depth), strict=True))
+            found = {modules[path]: int(steps) for path, steps in state["settling"].items() if path in modules}
+            self._freeze(depth, {module: steps for module, steps in found.items() if isinstance(module, _BatchNorm)})
+
+    def eval_all(self) -> None:
+        """Keep the whole prefix in evaluation mode from now on, so that its output is the same each time."""
+        self._eval_all = True
+        self._hold_in_evaluation()
+
+    def _hold_in_evaluation(self) -> None:
+        held = {module for module, _ in self._training_before}
+        for module in self._members:
+            if module in held or module in self._settling:
+                continue
+            if self._eval_all or any(b.is_floating_point() for b in module.buffers()):
+                self._training_before.append((module, module.training))
+                # The user's code may call ``self.train()`` anywhere, even inside a training step.
+                vars(module).setdefault("train", _StayInEvaluation(module))
+        self.assert_modes()
+
+    def assert_modes(self) -> None:
+        """Put modules back into evaluation mode if other code set ``training`` directly."""
+        for module, _ in self._training_before:
+            if module.training:  # reading is much faster than setting
+                module.training = False
+
+    def buffers(self, depth: int) -> dict[str, Tensor]:
+        """Return the buffers of the first ``depth`` layer modules by name, such as running statistics."""
+        members = set(self.chain.members(depth))
+        return {name: buffer for name, buffer in self.module.named_buffers() if name.rpartition(".")[0] in members}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters of the frozen layer modules and the buffers of the settled ones, by name."""
+        parameters = dict(self.module.named_parameters())
+        frozen: dict[str, Tensor] = {name: parameters[name] for name in self.chain.prefix_parameters(self.depth)}
+        return frozen | self.buffers(self.settled_depth)
+
+    def learning_parameter(self) -> str | None:
+        """Return the name of a frozen parameter with a gradient (other code set ``requires_grad``), or None."""
+        if all(parameter.grad is None for parameter in self._frozen_parameters):
+            return None
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return next(names[parameter] for parameter in self._frozen_parameters if parameter.grad is not None)
+
+    def gradient_bytes(self, depth: int) -> int:
+        """Return the bytes of all gradients when the first ``depth`` layer modules are frozen."""
+        frozen = set(self._frozen_parameters)
+        prefix = set(self.chain.prefix_parameters(depth))
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for name, parameter in self.module.named_parameters()
+            if (parameter.requires_grad or parameter in frozen) and name not in prefix
+        )
+
+    def drop_gradients(self) -> None:
+        """Remove gradients from frozen parameters, so that the optimizer skips them."""
+        for parameter in self._frozen_parameters:
+            parameter.grad = None
+
+    def _thaw(self) -> None:
+        for parameter in self._frozen_parameters:
+            parameter.requires_grad_(True)
+        self.end_batch()
+        for module, training in self._training_before:
+            if isinstance(vars(module).get("train"), _StayInEvaluation):
+                del vars(module)["train"]
+            module.training = training
+        self._frozen_parameters, self._members, self._training_before, self._settling = [], [], [], {}
+
+    def check_fits(self) -> None:
+        """Compare the chain from a checkpoint with the model.
+
+        Raises:
+            CheckpointError: if the chain names modules or parameters that the model lacks.
+        """
+        parameters = {name for name, _ in self.module.named_parameters()}
+        modules = {path for path, _ in self.module.named_modules()}
+        missing = [name for name in self.chain.prefix_parameters(len(self.chain)) if name not in parameters]
+        missing += [
+            path for m in self.chain.layer_modules for path in (m.boundary, *m.members, *m.units) if path not in modules
+        ]
+        missing += [path for path in self.chain.entries if path not in modules]
+        if missing:
+            model = type(self.module).__name__
+            raise CheckpointError(
+                f"the checkpoint's layer chain does not fit {model}: the model lacks {missing[0]!r}"
+                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            )
+
+
+def follows_slowly(module: _BatchNorm) -> bool:
+    """Whether the running statistics average over many batches; with a momentum of 0 they never change."""
+    momentum = module.momentum
+    return module.running_mean is not None and (momentum is None or 0 < momentum < SETTLING_MOMENTUM)
+
+
+class _StayInEvaluation:
+    """Replaces ``train`` of a frozen module. A copy or pickle of the module has the ``train`` of its class again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        self._module.training = False
+        for child in self._module.children():  # some may not be frozen
+            child.train(mode)
+        return self._module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(self._module).train, self._module)

@@ -1,0 +1,60 @@
+"""The trainable parameters of a model, and the learning rate of its front."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_egeria.network.sharding import holds_shards
+from lightning_egeria.network.tracing import leaf_of, walk
+
+
+class TrainableParameters:
+    """The parameters of a module as in its optimizers, before a strategy may replace them."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._trainable: set[str] = set()
+        self._group = (0, 0)  # index of the front's optimizer and parameter group; the first ones until `follow`
+
+    def note(self, module: nn.Module) -> None:
+        """Remember the parameters of the module, and which of them are trainable."""
+        self._parameters = dict(module.named_parameters())
+        self._trainable = _trainable(module)
+
+    def new_in(self, module: nn.Module) -> list[str]:
+        """Return the names of parameters that are trainable now and were not at `note`."""
+        return sorted(_trainable(module) - self._trainable)
+
+    def follow(self, front: str, optimizers: Sequence[Optimizer]) -> None:
+        """Use the parameter group of the parameter ``front`` for `learning_rate`."""
+        parameter, self._group = self._parameters[front], (0, 0)
+        for number, optimizer in enumerate(optimizers):
+            for group, entry in enumerate(optimizer.param_groups):
+                if any(other is parameter for other in entry["params"]):
+                    self._group = number, group
+                    return
+
+    def learning_rate(self, optimizers: Sequence[Optimizer]) -> float:
+        """Return the learning rate of the followed group; NaN if the optimizer has none, as some adaptive ones do."""
+        number, group = self._group
+        try:
+            return float(optimizers[number].param_groups[group]["lr"])
+        except (IndexError, KeyError, TypeError, ValueError):
+            return math.nan
+
+
+def without_part_in(loss: Tensor, module: nn.Module) -> list[str]:
+    """Return the names of the parameters that this step does not train."""
+    parameters = dict(module.named_parameters())
+    if holds_shards(module) or loss.grad_fn is None:  # the graph has other tensors, or there is no graph
+        return [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    trained = {leaf_of(node) for node in walk([loss.grad_fn], set())}
+    return [name for name, parameter in parameters.items() if parameter not in trained]
+
+
+def _trainable(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}

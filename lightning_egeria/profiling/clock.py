@@ -1,0 +1,34 @@
+"""Time marks on the clock of the device that does the work."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+def mark(device: torch.device) -> float | torch.cuda.Event:
+    """Mark this moment: on the host's clock, or on the current CUDA stream, without waiting for the GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    """Return the seconds from one `mark` to a later one. A GPU must have reached both.
+
+    Raises:
+        TypeError: if one mark is from the host's clock and the other from a GPU.
+    """
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return float(start.elapsed_time(end)) / 1000
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    raise TypeError(f"both marks must come from one clock, got {type(start).__name__} and {type(end).__name__}")
+
+
+def reached(moment: float | torch.cuda.Event) -> bool:
+    """Whether the device has reached a `mark`; a GPU does so some time after the call."""
+    return not isinstance(moment, torch.cuda.Event) or bool(moment.query())

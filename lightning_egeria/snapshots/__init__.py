@@ -1,0 +1,1 @@
+"""The state of training: copies, random state, digests, and packing for another process."""

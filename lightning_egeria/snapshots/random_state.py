@@ -1,0 +1,80 @@
+"""Saving and restoring the random number generators of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class RandomState(NamedTuple):
+    """State of the generators of torch, numpy and Python.
+
+    Two states are equal exactly when the generators would draw the same numbers next.
+
+    Attributes:
+        torch_cpu: state of torch's default CPU generator.
+        torch_cuda: state of the generator of each initialised CUDA device.
+        numpy: name, keys, position and cached Gaussian of numpy's global generator.
+        python: state of the `random` module.
+    """
+
+    torch_cpu: bytes
+    torch_cuda: tuple[bytes, ...]
+    numpy: tuple[Any, ...]
+    python: tuple[Any, ...]
+
+    @classmethod
+    def current(cls) -> RandomState:
+        """Return the current state.
+
+        >>> before = RandomState.current()
+        >>> before == RandomState.current()
+        True
+        >>> number = torch.rand(1)
+        >>> before == RandomState.current()
+        False
+        """
+        name, keys, *rest = np.random.get_state()  # noqa: NPY002  # the generator that user code draws from
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(
+            torch.get_rng_state().numpy().tobytes(),
+            tuple(state.numpy().tobytes() for state in devices),
+            (name, np.asarray(keys).tobytes(), *rest),
+            random.getstate(),
+        )
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(_tensor(self.torch_cpu))
+        if self.torch_cuda:
+            torch.cuda.set_rng_state_all([_tensor(state) for state in self.torch_cuda])
+        name, keys, position, has_gauss, gauss = self.numpy
+        np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+        random.setstate(self.python)
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Restore the random state of torch (CPU and CUDA), numpy and Python on exit.
+
+    >>> torch.manual_seed(0).initial_seed()
+    0
+    >>> with preserved_random_state():
+    ...     drawn = torch.rand(1)
+    >>> torch.equal(drawn, torch.rand(1))
+    True
+    """
+    state = RandomState.current()
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""How the methods meet Lightning."""

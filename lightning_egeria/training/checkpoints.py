@@ -1,0 +1,50 @@
+"""Reading the state of a method from a checkpoint, which may be damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+from lightning_egeria.errors import CheckpointError
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether ``value`` is an integer of at least ``least``."""
+    return isinstance(value, int) and value >= least
+
+
+@contextlib.contextmanager
+def checkpoint_read() -> Iterator[None]:
+    """Turn the errors of reading a damaged freezing state into `CheckpointError`.
+
+    Raises:
+        CheckpointError: if the body raises because of a missing key, or a value of the wrong type or range.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        text = f"the freezing state in the checkpoint is damaged: {type(error).__name__}: {error}"
+        raise CheckpointError(text) from error
+
+
+def count_of(value: object, least: int = 0, most: float = math.inf) -> int:
+    """Return ``value`` if it is an integer from ``least`` to ``most``.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r:.40} is not an integer from {least} to {most}")
+    return value
+
+
+def number_of(value: object) -> float:
+    """Return ``value`` if it is a number; infinity and NaN count.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.40} is not a number")
+    return float(value)  # type: ignore[arg-type]  # it is one of the two

@@ -1,0 +1,195 @@
+"""The mechanism of freezing: one object that freezes the front of a model on all processes of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.distributed.reducer import rebuild_reducer
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.compilation import forget_compiled
+from lightning_egeria.network.prefix import FrozenPrefix
+from lightning_egeria.training.observers import Observer
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Freeze exactly the first ``depth`` layer modules, and why."""
+
+    depth: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezingEvent:
+    """One change of the frozen depth.
+
+    Attributes:
+        step: number of optimizer steps before the change.
+        kind: ``"freeze"`` or ``"unfreeze"``.
+        depth: frozen depth after the change.
+        reason: why, in words and numbers.
+    """
+
+    step: int
+    kind: str
+    depth: int
+    reason: str
+
+    def describe(self, layer_modules: Sequence[str]) -> str:
+        """Return one line for the log.
+
+        >>> FreezingEvent(120, "freeze", 1, "scheduled").describe(["stem", "layer1"])
+        "step 120: froze 1 of 2 layer modules, up to 'stem': scheduled"
+        >>> FreezingEvent(300, "unfreeze", 0, "scheduled").describe(["stem", "layer1"])
+        'step 300: unfroze, 0 of 2 layer modules stay frozen: scheduled'
+        """
+        depth = f"{self.depth} of {len(layer_modules)} layer modules"
+        if self.kind == "freeze":
+            return f"step {self.step}: froze {depth}, up to {layer_modules[self.depth - 1]!r}: {self.reason}"
+        return f"step {self.step}: unfroze, {depth} stay frozen: {self.reason}"
+
+
+class Freezer(Observer):
+    """Freezes and unfreezes the front of a model between two optimizer steps.
+
+    It owns the layer chain, the frozen prefix, the ranks of the job and the gradient reducer of the strategy. After
+    `freeze_to`, frozen layer modules cost no backward, no optimizer work and no communication. With several ranks, each
+    rank must call `freeze_to` after the same step with the same depth.
+
+    Args:
+        module: the model in training.
+        chain: its layer chain.
+        ranks: processes that train it. By default this one, or all of the initialised process group.
+        strategy: strategy of the Trainer, to rebuild its DDP wrapper; None without a Trainer.
+        events: list to append each change to; by default a new one.
+        step: number of optimizer steps done before.
+
+    Attributes:
+        prefix: the frozen prefix.
+        ranks: processes that train the model.
+        events: every freeze and unfreeze so far.
+        step: number of optimizer steps so far.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
+    >>> freezer = Freezer(net, LayerChain.trace(net, lambda: net(torch.ones(5, 4)).sum()))
+    >>> freezer.freeze_to(1, "for this example")
+    FreezingEvent(step=0, kind='freeze', depth=1, reason='for this example')
+    >>> net[0].weight.requires_grad, net[2].weight.requires_grad
+    (False, True)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: LayerChain,
+        ranks: Ranks | None = None,
+        strategy: Any = None,
+        events: list[FreezingEvent] | None = None,
+        step: int = 0,
+    ) -> None:
+        self.prefix = FrozenPrefix(module, chain)
+        self.ranks = ranks if ranks is not None else Ranks()
+        self.events = events if events is not None else []
+        self.step = step
+        self._strategy = strategy
+        self._version_before = 0  # of the prefix, when the batch began
+        self._regained: str | None = None
+
+    @property
+    def chain(self) -> LayerChain:
+        """The layer modules, front to back."""
+        return self.prefix.chain
+
+    @property
+    def depth(self) -> int:
+        """Number of frozen layer modules."""
+        return self.prefix.depth
+
+    @property
+    def regained_gradient(self) -> str | None:
+        """Name of a frozen parameter that received a gradient because other code set its ``requires_grad``, or None."""
+        return self._regained or self.prefix.learning_parameter()
+
+    def freeze_to(self, depth: int, reason: str) -> FreezingEvent | None:
+        """Freeze exactly the first ``depth`` layer modules, from the next training step on.
+
+        Args:
+            depth: in ``0 .. chain.max_depth``; 0 unfreezes everything.
+            reason: why, for the log and the records.
+
+        Returns:
+            The change; None if exactly ``depth`` layer modules are frozen already.
+
+        Raises:
+            ValueError: if ``depth`` is out of range.
+        """
+        if depth == self.depth:
+            return None
+        kind = "freeze" if depth > self.depth else "unfreeze"
+        if kind == "freeze":
+            self.ranks.share_buffers(self.prefix.buffers(depth))
+        self.prefix.set_depth(depth)
+        self.update_reducer()
+        event = FreezingEvent(self.step, kind, depth, reason)
+        self.events.append(event)
+        return event
+
+    def update_reducer(self) -> None:
+        """Tell compiled code and the strategy which parameters need gradients. Each rank must call it."""
+        forget_compiled()
+        rebuild_reducer(self._strategy, self.prefix.buffers(self.prefix.settled_depth))
+
+    def batch_start(self, batch: Any, step: int) -> None:
+        """Keep frozen modules in evaluation mode."""
+        self.step = step
+        self._version_before = self.prefix.version
+        self.prefix.begin_batch()
+
+    def backward_end(self) -> None:
+        """Drop the gradient of a frozen parameter. The ranks do not exchange it and would drift apart."""
+        if self.ranks.several and (name := self.prefix.learning_parameter()) is not None:
+            self._regained = name
+            self.prefix.drop_gradients()
+
+    def batch_end(self) -> None:
+        """Restore what `batch_start` set for the batch."""
+        self.prefix.end_batch()
+
+    def optimizer_step(self, step: int) -> None:
+        """Freeze running statistics that settled with this step."""
+        self.step = step
+        if self.prefix.version == self._version_before and self.prefix.count_step():
+            self.ranks.share_buffers(self.prefix.buffers(self.depth))
+            self.prefix.settle()
+            self.update_reducer()
+
+    def abort(self) -> None:
+        """Do the same as `batch_end`."""
+        self.prefix.end_batch()
+
+    def close(self) -> None:
+        """Unfreeze everything and restore the user's settings. Safe to call twice."""
+        self.prefix.end_batch()
+        self.prefix.set_depth(0)
+        forget_compiled()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> FreezingEvent | None:
+        """Freeze as in ``prefix.state_dict()``, up to ``chain.max_depth``.
+
+        Returns:
+            The change, if ``chain.max_depth`` no longer allows the depth of the state; else None.
+        """
+        self.prefix.load_state_dict(state)
+        if state["depth"]:
+            self.update_reducer()
+        if self.depth == state["depth"]:
+            return None
+        event = FreezingEvent(self.step, "unfreeze", self.depth, "freeze_until allows no more now")
+        self.events.append(event)
+        return event

@@ -1,0 +1,113 @@
+"""Finding the layer chain: in the first training step, and again when more parameters train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import CheckpointError, TooFewLayersError
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.trainable import TrainableParameters, without_part_in
+from lightning_egeria.training.first_step import FirstStep
+from lightning_egeria.training.notices import Notices
+
+
+class LayerSearch:
+    """Looks for the layer chain of a model while it trains.
+
+    Args:
+        ranks: processes that train the model; rank 0 looks.
+        notices: takes log lines and warnings.
+        layer_modules: paths of the layer modules, in execution order; None finds them.
+        freeze_until: limit of the prefix, as for `PrefixFreezing`.
+
+    Attributes:
+        trainable: parameters that were trainable during the search.
+        gathered: weights that FSDP2 gathered in the first step, by name; None without FSDP2.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        notices: Notices,
+        layer_modules: Sequence[str] | None,
+        freeze_until: str | float | None,
+    ) -> None:
+        self.trainable = TrainableParameters()
+        self.gathered: Mapping[str, Tensor] | None = None
+        self._ranks = ranks
+        self._notices = notices
+        self._layer_modules = layer_modules
+        self._freeze_until = freeze_until
+        self._step: FirstStep | None = None
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether it observes a training step."""
+        return self._step is not None
+
+    def start(self, module: nn.Module) -> None:
+        """Start observing the training step that begins now."""
+        self.trainable.note(module)
+        self._step = FirstStep(module, self._ranks)
+
+    def stop(self) -> bool:
+        """Stop observing; return whether it observed a step. Safe to call twice."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.stop()
+        return step is not None
+
+    def chain(self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer]) -> LayerChain | None:
+        """Return the layer chain once the forward is over. Every rank must call it.
+
+        Args:
+            module: the model.
+            loss: loss of the step, before its backward.
+            optimizers: all optimizers of the run.
+
+        Returns:
+            The chain; None if fewer than two layer modules are trainable so far and more may become so.
+
+        Raises:
+            LayerChainError: if the model has no layer chain.
+        """
+        assert self._step is not None  # `start` comes first
+        try:
+            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until)
+        except TooFewLayersError as error:
+            fixed = without_part_in(loss, module)
+            if not fixed:
+                raise
+            self._notices.warn(
+                f"{error}. {fixed[0]!r} and {len(fixed) - 1} more parameters are not training yet. The callback looks "
+                "for layer modules again at the start of each epoch",
+                once="too few layer modules",
+            )
+            return None
+        finally:
+            weights = self._step.weights
+            self.gathered = weights.weights if weights is not None else None
+            self._step = None
+        for note in chain.notes:
+            self._notices.warn(note)
+        return chain
+
+    def check_restored(self, chain: LayerChain, layer_modules: Sequence[str] | None) -> None:
+        """Check that the chain of a checkpoint has the layer modules of this search.
+
+        Args:
+            chain: chain from the checkpoint.
+            layer_modules: argument of the callback that wrote the checkpoint.
+
+        Raises:
+            CheckpointError: if this callback has other layer modules.
+        """
+        if self._layer_modules not in (None, layer_modules, list(chain.names)):
+            raise CheckpointError(
+                f"the checkpoint was written with layer_modules={list(chain.names)}, and this callback has "
+                f"layer_modules={self._layer_modules}. Pass the same, or leave out ckpt_path to start again"
+            )

@@ -1,0 +1,304 @@
+"""The application, run in this process as the console script runs it."""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from ranks import LOCAL, free_port
+
+from lightning_egeria.cli.train import main
+from lightning_egeria.report.command import main as draw
+
+SMALL = (
+    "model.net.depth=8",
+    "trainer=cpu",
+    "trainer.max_epochs=1",
+    "+trainer.limit_train_batches=4",
+    "+trainer.limit_val_batches=1",
+    "+trainer.enable_progress_bar=false",
+    "data.batch_size=8",
+)
+# Freezes the first layer module after the second step.
+SCRIPTED = (
+    "~callbacks.freezing.policy",
+    "+callbacks.freezing.policy={_target_: lightning_egeria.ScriptedPolicy, schedule: {2: 1}}",
+    "callbacks.freezing.background=False",
+)
+COMMAND = (sys.executable, "-m", "lightning_egeria.cli.train")
+
+
+@pytest.fixture
+def egeria_train(tmp_path, monkeypatch):
+    """Run `egeria-train` with overrides from an empty folder; return its run directory, a new one each time."""
+    counter = itertools.count()
+
+    def run(*overrides, flags=(), small=SMALL, own_folder=True):
+        run_dir = tmp_path / f"run{next(counter)}"
+        folder = [f"hydra.run.dir={run_dir}"] if own_folder else []
+        monkeypatch.setattr(sys, "argv", ["egeria-train", *flags, *small, *folder, *overrides])
+        main()
+        return run_dir
+
+    monkeypatch.chdir(tmp_path)
+    # Hydra sets it for the process, and each run anew.
+    monkeypatch.setitem(os.environ, "HYDRA_MAIN_MODULE", "lightning_egeria.cli.train")
+    yield run
+    GlobalHydra.instance().clear()
+
+
+def results(run_dir):
+    return json.loads((run_dir / "savings.json").read_text())
+
+
+def test_trains_and_leaves_its_figures(egeria_train, capsys):
+    run_dir = egeria_train()
+
+    found = results(run_dir)
+    assert set(found) == {"savings", "cache", "metrics", "fit_time_s"}
+    assert found["savings"]
+    assert {"train/loss", "val/loss", "val/acc"} <= set(found["metrics"])
+    assert 0 <= found["metrics"]["val/acc"] <= 1
+    assert found["fit_time_s"] > 0
+    assert str(run_dir / "savings.json") in capsys.readouterr().out
+    assert (run_dir / "log" / "metrics.csv").is_file()
+
+
+def test_trains_from_the_cache(egeria_train, tmp_path):
+    cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
+    run_dir = egeria_train(*SCRIPTED, *cache, "trainer.max_epochs=8")
+    found = results(run_dir)["cache"]
+    assert found["off"] is None
+    assert found["written"] > 40
+    assert found["hits"] > 0
+
+
+def test_trains_without_the_callback(egeria_train):
+    assert results(egeria_train("callbacks=none", "logger=none"))["savings"] is None
+
+
+def test_two_runs_with_one_seed_end_in_the_same_place(egeria_train):
+    first, second, other = (
+        results(egeria_train("callbacks=none", "logger=none", f"seed={seed}"))["metrics"] for seed in (1, 1, 2)
+    )
+    assert first == second
+    assert first["train/loss"] != other["train/loss"]
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # a resumed run has a folder of its own
+def test_resumes_from_a_checkpoint(egeria_train):
+    run_dir = egeria_train("callbacks=none", "logger=none")
+    (checkpoint,) = (run_dir / "checkpoints").glob("*.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 4
+
+    run_dir = egeria_train("callbacks=none", "logger=none", "trainer.max_epochs=2", f"ckpt_path='{checkpoint}'")
+
+    (checkpoint,) = (run_dir / "checkpoints").glob("*.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 8
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_is_resumed_at_its_end_has_nothing_left_to_do(egeria_train):
+    run_dir = egeria_train("logger=none")
+    (checkpoint,) = (run_dir / "checkpoints").glob("*.ckpt")
+    assert results(egeria_train("logger=none", f"ckpt_path='{checkpoint}'"))["savings"] is None
+
+
+def test_the_log_of_a_run_says_what_froze_and_when(egeria_train):
+    run_dir = egeria_train(*SCRIPTED)
+    (line,) = [line for line in (run_dir / "train.log").read_text().splitlines() if "froze" in line]
+    assert line.startswith("step 2: froze")
+
+
+def test_debug_fast_runs_one_batch_and_leaves_no_checkpoint(egeria_train):
+    run_dir = egeria_train("debug=fast")
+    assert results(run_dir)["savings"] is None
+    assert not list(run_dir.rglob("*.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore:You requested to overfit")  # Lightning turns shuffling off for it
+def test_debug_overfit_learns_one_batch_by_heart(egeria_train):
+    small = [override for override in SMALL if "limit_" not in override and "max_epochs" not in override]
+    losses = results(egeria_train("debug=overfit", small=small))["metrics"]
+    assert losses["train/loss"] < 0.1
+
+
+def test_debug_profiler_leaves_the_time_of_each_hook(egeria_train):
+    report = (egeria_train("debug=profiler") / "fit-hooks.txt").read_text()
+    assert "KnowledgeGuidedFreezing.on_train_batch_end" in report
+
+
+def test_a_multirun_shares_one_cache(egeria_train, tmp_path):
+    cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
+    options = ["trainer.max_epochs=8", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    egeria_train("seed=1,1,2", *SCRIPTED, *cache, *options, flags=["-m"])
+
+    first, again, other = (results(tmp_path / "sweep" / str(job))["cache"] for job in range(3))
+    assert first["off"] is again["off"] is other["off"] is None
+    # Trained to the same weights, the second finds what the first has left; the third must not.
+    assert again["hits"] > first["hits"]
+    assert (again["wrong"], other["wrong"]) == (0, 0)
+    assert other["written"] > 40
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+
+
+def test_a_multirun_over_groups(egeria_train, tmp_path):
+    egeria_train("callbacks=none,freezing", "logger=none", f"hydra.sweep.dir={tmp_path / 'sweep'}", flags=["-m"])
+    assert [bool(results(tmp_path / "sweep" / job)["savings"]) for job in "01"] == [False, True]
+
+
+def test_a_multirun_ends_with_a_comparison(egeria_train, tmp_path, capsys):
+    egeria_train("callbacks=none", "logger=none", "seed=1,2", "run_dir=sweep", flags=["-m"])
+    head, _, *rows, drawn = capsys.readouterr().out.splitlines()[-5:]
+    assert head.split()[:2] == ["run", "frozen"]
+    assert "val/acc" in head
+    assert [row.split()[:2] for row in rows] == [["seed=1", "-"], ["seed=2", "-"]]
+    assert drawn == "report in sweep/report/report.html"
+    assert "seed=2" in (tmp_path / "sweep" / "report" / "report.html").read_text()
+    # All in the one folder that was asked for.
+    assert not (tmp_path / "runs").exists()
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "report"}
+
+
+def test_a_multirun_compares_what_all_runs_have_logged(egeria_train, capsys):
+    small = [override for override in SMALL if "limit_val" not in override]
+    options = ["callbacks=none", "logger=none", "+trainer.limit_val_batches=0,1", "run_dir=sweep"]
+    egeria_train(*options, flags=["-m"], small=small)
+    assert "train/loss" in capsys.readouterr().out.splitlines()[-5]
+
+
+def test_a_run_leaves_all_in_one_folder(egeria_train, tmp_path):
+    egeria_train("callbacks=none", "run_dir=here/one", own_folder=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert {path.name for path in (tmp_path / "here" / "one").iterdir()} == {
+        *(".hydra", "log", "savings.json", "egeria.json", "train.log")
+    }
+
+
+@pytest.mark.slow
+def test_jobs_at_the_same_time_share_one_cache(tmp_path):
+    """As a launcher starts them that does not wait for one before the next."""
+    options = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0", "trainer.max_epochs=8"]
+    jobs = [
+        subprocess.Popen([*COMMAND, *SMALL, *SCRIPTED, *options, f"hydra.run.dir={tmp_path / str(job)}"], cwd=tmp_path)
+        for job in range(2)
+    ]
+    assert [job.wait(timeout=200) for job in jobs] == [0, 0]
+    found = [results(tmp_path / str(job)) for job in range(2)]
+    assert found[0]["metrics"] == found[1]["metrics"]
+    assert [run["cache"]["wrong"] for run in found] == [0, 0]
+    assert all(run["cache"]["hits"] > 0 for run in found)
+
+
+@pytest.mark.slow
+def test_on_two_processes(tmp_path):
+    """Lightning starts the command again for the second one."""
+    done = subprocess.run(
+        # Several processes decide at evaluation steps only.
+        [*COMMAND, *SMALL, "trainer=ddp", *SCRIPTED, "callbacks.freezing.evaluate_every_n_steps=1"],
+        cwd=tmp_path,
+        env={**os.environ, **LOCAL, "MASTER_PORT": free_port(), "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = tmp_path.glob("runs/*/*")
+    # The second process knows the directory of the first, and leaves nothing there but its log.
+    assert {path.name for path in run_dir.iterdir()} == {
+        *(".hydra", "log", "savings.json", "egeria.json", "train.log"),
+        "train_ddp_process_1.log",
+    }
+    assert done.stdout.count("results in") == 1
+    savings = results(run_dir)["savings"]
+    assert savings["frozen_depth"] == 1
+    assert savings["gradient_bytes_after"] < savings["gradient_bytes_before"]
+
+
+def test_several_processes_are_refused_in_a_multirun(egeria_train, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        egeria_train("trainer=ddp", "seed=1", f"hydra.sweep.dir={tmp_path / 'sweep'}", flags=["-m"])
+    assert exit_.value.code == 2
+    assert "a multirun cannot have jobs of several processes" in capsys.readouterr().err
+
+
+def test_the_metric_of_a_sweeper_must_be_one_that_is_logged(egeria_train, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        egeria_train("callbacks=none", "logger=none", "optimized_metric=val/ac")
+    assert exit_.value.code == 2
+    assert "optimized_metric=val/ac: the run logged no such metric. Did you mean 'val/acc'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [
+        ("mod", {"model=", "model."}),
+        ("model=re", {"model=resnet20", "model=resnet56"}),
+        ("callbacks.freezing.policy.tol", {"callbacks.freezing.policy.tolerance="}),
+        ("optimizer=adamw model.optimizer.w", {"model.optimizer.weight_decay="}),
+    ],
+)
+def test_completion(egeria_train, monkeypatch, capsys, line, answers):
+    monkeypatch.setenv("COMP_LINE", f"egeria-train {line}")
+    monkeypatch.setattr(sys, "argv", ["egeria-train", "-sc", "query=bash"])
+    main()
+    assert set(capsys.readouterr().out.split()) == answers
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="for bash")
+def test_completion_in_bash(tmp_path):
+    """As the README says to set it up."""
+    program = tmp_path / "egeria-train"
+    program.write_text(f"#!{sys.executable}\nfrom lightning_egeria.cli.train import main\nmain()\n")
+    program.chmod(0o755)
+    script = """
+        eval "$(egeria-train -sc install=bash)"
+        COMP_LINE="egeria-train sched" COMP_POINT=18 COMP_WORDS=(egeria-train sched) COMP_CWORD=1
+        hydra_bash_completion
+        echo "${COMPREPLY[@]}"
+    """
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": root}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["scheduler="], done.stderr
+
+
+def test_a_press_of_the_tab_key_does_not_wait_for_torch():
+    program = "import sys, lightning_egeria.cli.train; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.net.depth=21"], ["depth must be 6n + 2", "21"]),  # raised while Hydra instantiates
+        (["data=cifar10", "data.root=nowhere"], ["nowhere", "cifar-10-batches-py", "labels.npz"]),  # raised by fit
+        (["callbacks.freezing.policy.tolerance=0"], ["tolerance"]),
+        (["callbacks.freezing.layer_modules=[net.layer9]"], ["net.layer9"]),
+    ],
+)
+def test_a_mistake_is_answered_in_one_message_and_exit_code_2(egeria_train, capsys, overrides, words):
+    with pytest.raises(SystemExit) as exit_:
+        egeria_train(*overrides)
+
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    (message,) = [line for line in error.splitlines() if line.startswith("egeria-train: ")]
+    for word in words:
+        assert word in message
+
+
+def test_runs_can_be_drawn(egeria_train, capsys):
+    plain, frozen = egeria_train("callbacks=none"), egeria_train(*SCRIPTED)
+    assert draw([str(plain), str(frozen)]) == 0
+    page = (frozen / "report" / "report.html").read_text()
+    assert "callbacks=none" in page  # which is what was asked for
+    assert "freeze to 1" in page
+    assert capsys.readouterr().out.endswith(" pictures\n")

@@ -1,0 +1,68 @@
+"""Arguments that `KnowledgeGuidedFreezing` does not have lead to the place where they are."""
+
+import inspect
+
+import hydra
+import pytest
+from hydra.errors import InstantiationException
+
+from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
+from lightning_egeria.errors import ArgumentError
+
+GONE = ("workers", "threads_per_worker", "max_frozen_fraction", "never_freeze", "check_ranks")
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (FreezingPolicy, "tolerance"),
+        (FreezingPolicy, "patience"),
+        (FreezingPolicy, "pretrained"),
+        (SlopePolicy, "refresh_every_n_evaluations"),
+        (SlopePolicy, "window_evaluations"),
+        (ScriptedPolicy, "schedule"),
+    ],
+)
+def test_an_argument_of_a_policy_names_the_policy(policy, name):
+    with pytest.raises(ArgumentError) as error:
+        KnowledgeGuidedFreezing(**{name: 1})
+    assert str(error.value) == (
+        f"KnowledgeGuidedFreezing has no argument {name!r}. It belongs to the policy: "
+        f"KnowledgeGuidedFreezing({policy.__name__}({name}=...))"
+    )
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_an_argument_that_is_gone_names_its_successor(name):
+    with pytest.raises(ArgumentError, match=rf"^KnowledgeGuidedFreezing has no argument '{name}'\. \w+"):
+        KnowledgeGuidedFreezing(**{name: 1})
+
+
+def test_several_are_named_in_one_message():
+    with pytest.raises(ArgumentError, match=r"'patience'.*'workers'"):
+        KnowledgeGuidedFreezing(patience=2, workers=1)
+
+
+def test_a_subclass_with_such_an_argument_names_itself():
+    class Freezing(KnowledgeGuidedFreezing):
+        pass
+
+    with pytest.raises(ArgumentError, match=r"^Freezing has .*: Freezing\(FreezingPolicy\(patience=...\)\)"):
+        Freezing(patience=2)
+
+
+def test_a_misspelled_argument_is_a_type_error_as_everywhere():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'polcy'"):
+        KnowledgeGuidedFreezing(polcy=None)
+
+
+def test_the_signature_is_explicit():
+    parameters = inspect.signature(KnowledgeGuidedFreezing).parameters
+    assert list(parameters)[:3] == ["policy", "layer_modules", "freeze_until"]
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_hydra_passes_the_message_on():
+    config = {"_target_": "lightning_egeria.KnowledgeGuidedFreezing", "tolerance": 1e-3}
+    with pytest.raises(InstantiationException, match=r"It belongs to the policy: .*FreezingPolicy\(tolerance=...\)"):
+        hydra.utils.instantiate(config)

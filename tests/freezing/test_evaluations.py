@@ -1,0 +1,100 @@
+"""Evaluations that are late, void, smaller or failed, and what becomes of them."""
+
+import threading
+
+from held import Asked, Run
+
+from lightning_egeria.errors import WorkerError
+from lightning_egeria.training.freezer import Decision
+
+
+def test_a_late_answer_is_dropped_and_counted():
+    run = Run(Asked()).steps(5, answers=False)
+    run.pool.answer()
+    run.steps(5)
+    # What was asked at step 2 came after step 5, and so did what was asked at step 4.
+    assert list(run.policy.plasticity()) == [6, 7, 9]
+    assert (run.evaluations.counts.late, run.evaluations.counts.dropped, run.evaluations.counts.done) == (1, 0, 3)
+    assert run.comparison.evaluate_every_n_steps == 2
+
+
+def test_an_evaluation_without_a_free_worker_is_dropped():
+    run = Run(Asked())
+    run.pool.busy = True
+    run.steps(5)
+    run.pool.busy = False
+    run.steps(5)
+    assert list(run.policy.plasticity()) == [7, 9]
+    assert run.evaluations.counts.dropped == 2
+
+
+def test_a_deterministic_run_waits_for_the_answer():
+    run = Run(Asked(), wait_s=60.0).steps(3, answers=False)
+    threading.Timer(0.05, run.pool.answer).start()
+    run.steps(1, answers=False)
+    assert list(run.policy.plasticity()) == [4]
+
+
+def test_nothing_is_asked_that_a_decision_would_make_void():
+    run = Run(Asked({4: Decision(1, "test")}), wait_s=60.0).steps(3).steps(1, answers=False)
+    assert [event.step for event in run.events] == [4]
+    assert run.pool.waiting == []  # nobody would wait for it, and its worker would not be free at step 6
+    assert list(run.steps(4).policy.plasticity()) == [4, 8]
+
+
+def test_waiting_ends():
+    run = Run(Asked(), wait_s=0.05).steps(4, answers=False)
+    assert run.evaluations.counts.failed == 1
+    assert "no answer within 0.05 s" in run.told.warnings[0]
+
+
+def test_after_three_failures_in_a_row_nothing_is_compared():
+    run = Run(Asked())
+    run.pool.fails = WorkerError("broken")
+    run.steps(5)
+    run.pool.fails = None
+    run.steps(3)
+    assert (run.evaluations.counts.failed, run.evaluations.counts.done, run.evaluations.stopped) == (2, 1, False)
+    run.pool.fails = WorkerError("broken")
+    run.steps(20)
+    assert (run.evaluations.counts.failed, run.evaluations.stopped, run.pool.has_snapshot) == (5, True, False)
+    told = run.told.warnings
+    assert len(told) == 2
+    assert "failed: broken" in told[0]
+    assert "3 times in a row" in told[1]
+
+
+def test_a_failure_that_comes_late_is_told_too():
+    run = Run(Asked()).steps(4, answers=False)
+    run.pool.fails = WorkerError("killed")
+    run.pool.answer()
+    run.pool.fails = None
+    run.steps(4)
+    assert run.evaluations.counts.failed == 2  # the one that was late, and the one after it
+    assert run.evaluations.counts.late == 1
+
+
+def test_an_answer_about_another_prefix_is_dropped():
+    # Frozen after step 5: the evaluation of step 4 is on its way.
+    run = Run(Asked({5: Decision(1, "test")})).steps(3).steps(2, answers=False).steps(5)
+    assert list(run.policy.plasticity()) == [3, 7, 9]
+    assert run.evaluations.counts.dropped == 1
+    assert [(event.step, event.kind, event.depth, event.reason) for event in run.events] == [(5, "freeze", 1, "test")]
+
+
+def test_plasticity_of_frozen_layer_modules_is_nan():
+    run = Run(Asked({3: Decision(2, "test")})).steps(8)
+    values = run.policy.plasticity()[7]
+    assert [value != value for value in values] == [True, True, False]
+
+
+def test_a_smaller_batch_is_an_evaluation_that_did_not_happen():
+    run = Run(Asked()).steps(5).steps(1, batch_size=5).steps(4)
+    assert list(run.policy.plasticity()) == [3, 5, 9]
+    assert run.evaluations.counts.dropped == 1
+
+
+def test_a_batch_of_one_says_nothing():
+    run = Run(Asked(), batch_size=1).steps(10)
+    assert run.policy.plasticity() == {}
+    assert run.evaluations.counts.done == 0

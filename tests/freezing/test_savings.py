@@ -1,0 +1,112 @@
+"""The savings table."""
+
+import dataclasses
+import io
+import pickle
+
+import pytest
+from rich.console import Console
+
+from lightning_egeria.freezing.savings import LayerModuleSavings, Savings, savings_table
+from lightning_egeria.profiling.costs import WARM_UP_STEPS, StepCosts
+
+SAVINGS = Savings(
+    layer_modules=(LayerModuleSavings("net.stem", 120, 0.123), LayerModuleSavings("net.block", None, None)),
+    frozen_depth=1,
+    step_seconds_before=0.2,
+    step_seconds_after=0.15,
+    evaluation_seconds=1.5,
+    seconds_saved=12.5,
+    evaluations_done=30,
+    evaluations_late=4,
+    evaluations_dropped=3,
+    reference_precision="bf16",
+    bytes_per_evaluation=1_234_567,
+    bytes_per_snapshot=98_765_432,
+)
+
+
+def text(savings, metrics=None, width=80, **arguments):
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(savings_table(savings, metrics or {}, **arguments))
+    return stream.getvalue()
+
+
+def test_the_table_has_five_sums_and_the_metrics():
+    rows = [line.split("│")[1:3] for line in text(SAVINGS, {"val/acc": 0.98765}).splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["net.stem", "120"],
+        ["net.block", "active"],
+        ["frozen", "1/2"],
+        ["step before the first freeze", "200.0 ms"],
+        ["step after the last freeze", "150.0 ms"],
+        ["evaluations", "30 (1.5 s)"],
+        ["estimated time saved", "12.5 s"],
+        ["val/acc", "0.9877"],
+    ]
+
+
+def test_details_on_request():
+    several = dataclasses.replace(SAVINGS, gradient_bytes_before=2_000_000, gradient_bytes_after=50_000)
+    printed = text(several, details=True)
+    for word in ("12.3%", "12.5 s", "4, 3", "bf16", "1.2 MB", "98.8 MB", "2.00 MB -> 50.0 kB"):
+        assert word in printed
+
+
+def test_names_are_printed_as_they_are_at_80_columns():
+    long = f"net.{'block.' * 20}[1]"
+    savings = dataclasses.replace(SAVINGS, layer_modules=(LayerModuleSavings(long, 1, 0.5),))
+    printed = text(savings, {"val/[red]": 1.0})
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    assert "val/[red]" in printed
+    assert long in "".join(line.split("│")[1].strip() for line in printed.splitlines() if line.startswith("│"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"frozen_depth": 0, "seconds_saved": -0.3}, "nothing frozen"),
+        ({"seconds_saved": -2.0}, "none (-2.0 s)"),
+        ({"seconds_saved": None}, "not measured"),
+    ],
+)
+def test_a_run_without_gain_says_so(changes, verdict):
+    assert verdict in text(dataclasses.replace(SAVINGS, **changes))
+
+
+def test_warm_up_and_compilation_do_not_change_the_step_time():
+    costs = StepCosts()
+    for seconds in [100.0] * WARM_UP_STEPS + [1.0, 500.0, 2.0, 2.5, 1.5]:
+        costs.add(0, seconds, evaluated=False)
+    costs.add(0, 50.0, evaluated=True)
+    assert costs.median_seconds(0) == 2.0
+    assert costs.median_seconds(1) is None
+    assert costs.seconds_saved() == 0
+
+
+def test_saved_time_counts_every_step_at_a_depth():
+    costs = StepCosts()
+    for depth, seconds in ((0, 2.0), (2, 1.0), (0, 2.0), (1, 1.5)):
+        for _ in range(10):
+            costs.add(depth, seconds, evaluated=False)
+    assert costs.seconds_saved() == pytest.approx(10 * 1.0 + 10 * 0.5)
+
+
+def test_costs_take_no_more_memory_the_longer_a_run_is():
+    costs, sizes = StepCosts(), []
+    for _ in range(2):
+        for step in range(1000):
+            costs.add(step % 2, 0.25, evaluated=False)
+            costs.add_layer_seconds([0.125, 0.125])
+        sizes.append(len(pickle.dumps(costs)))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("step", "shares"), [(8.0, [0.125, 0.25]), (2.0, [1 / 3, 2 / 3])])
+def test_shares_of_a_step_are_never_more_than_the_step(step, shares):
+    costs = StepCosts()
+    for _ in range(WARM_UP_STEPS + 1):
+        costs.add(0, step, evaluated=False)
+    for seconds in ([0.9, 2.0], [1.0, 5.0], [7.0, 1.0]):
+        costs.add_layer_seconds(seconds)
+    assert costs.layer_shares(2) == pytest.approx(shares)

@@ -1,0 +1,92 @@
+"""The methods that every contract test is run with. A further method is one more line in `METHODS`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from models import loader
+
+from lightning_egeria import (
+    FreezingPolicy,
+    FrozenPrefixCache,
+    KnowledgeGuidedFreezing,
+    PrefixFreezing,
+    ScriptedPolicy,
+    SlopePolicy,
+)
+from lightning_egeria.training.freezer import Decision
+
+SCHEDULE = {3: 1, 8: 2}  # of 15 steps
+
+
+class LinearFreezing(PrefixFreezing):
+    """A method as a user writes one: deeper by one after each third step."""
+
+    def choose_depth(self, step):
+        depth = min(step // 3, self.freezer.chain.max_depth)
+        return Decision(depth, f"step {step}") if depth != self.freezer.depth else None
+
+
+class Waiting(PrefixFreezing):
+    """Never freezes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One way to train, by what it adds to a `fit`.
+
+    Attributes:
+        active: makes callbacks that change the training of `models.Classifier` within its 15 steps.
+        idle: makes callbacks that watch and change nothing; None if the method has no such setting.
+        cached: whether the data goes through a `FrozenPrefixCache`.
+    """
+
+    active: Callable[[], list[Any]]
+    idle: Callable[[], list[Any]] | None = None
+    cached: bool = False
+
+    def data(self, folder, dataset=None):
+        """What to give to `fit`, from a loader with a fixed order."""
+        plain = loader(dataset)
+        return FrozenPrefixCache(plain, cache_dir=folder, min_free_bytes=0) if self.cached else plain
+
+
+def guided(policy, **arguments):
+    """With the reference in the training thread and every answer waited for."""
+    options = {"evaluate_every_n_steps": 1, "background": False, "deterministic": True}
+    return KnowledgeGuidedFreezing(policy, **{**options, **arguments})
+
+
+def scripted(schedule=None, **arguments):
+    return guided(ScriptedPolicy(SCHEDULE if schedule is None else schedule), **arguments)
+
+
+def eager_policy():
+    """Freezes whatever was measured twice."""
+    return FreezingPolicy(tolerance=1e9, patience=2, pretrained=True, peer_tolerance=0)
+
+
+def never():
+    return FreezingPolicy(tolerance=1e-12, pretrained=True, peer_tolerance=0)
+
+
+def eager_slopes():
+    return SlopePolicy(tolerance=0.99, window_evaluations=2, patience=1, bootstrap=False)
+
+
+METHODS = {
+    "FreezingPolicy": Method(lambda: [guided(eager_policy())], lambda: [guided(never())]),
+    "SlopePolicy": Method(
+        lambda: [guided(eager_slopes())], lambda: [guided(SlopePolicy(tolerance=1e-9, bootstrap=False))]
+    ),
+    "ScriptedPolicy": Method(lambda: [scripted()], lambda: [scripted({})]),
+    "PrefixFreezing": Method(lambda: [LinearFreezing()], lambda: [Waiting()]),
+    "FrozenPrefixCache": Method(lambda: [scripted()], lambda: [scripted({})], cached=True),
+}
+# A process takes seconds to start: only where it may matter.
+WITH_A_PROCESS = METHODS | {
+    "background": Method(
+        lambda: [guided(eager_policy(), background=True, timeout_s=600.0)],
+        lambda: [guided(never(), background=True, timeout_s=600.0)],
+    )
+}

@@ -1,0 +1,98 @@
+"""Replaced forwards are put back, whoever replaced what in between."""
+
+import functools
+
+import torch
+from networks import assert_same_attributes, attributes
+from torch import nn
+
+from lightning_egeria.network.forwards import ForwardReplacements
+
+
+def doubled(original):
+    return lambda *args, **kwargs: 2 * original(*args, **kwargs)
+
+
+class TestForwardReplacements:
+    def test_replaced_and_restored(self):
+        module, x = nn.Linear(4, 3), torch.rand(2, 4)
+        before, expected = attributes(module), module(x)
+        replacements = ForwardReplacements()
+        replacements.replace(module, doubled)
+        assert torch.equal(module(x), 2 * expected)
+        assert torch.equal(module.forward(x), 2 * expected)
+        replacements.restore()
+        assert_same_attributes(before, module)
+        assert torch.equal(module(x), expected)
+
+    def test_restored_twice(self):
+        module = nn.Linear(4, 3)
+        before = attributes(module)
+        replacements = ForwardReplacements()
+        replacements.replace(module, doubled)
+        replacements.restore()
+        replacements.restore()
+        assert_same_attributes(before, module)
+
+    def test_keeps_a_forward_that_the_user_had_put_on_the_instance(self):
+        module, x = nn.Linear(4, 3), torch.rand(2, 4)
+        theirs = functools.partial(nn.functional.linear, weight=torch.ones(3, 4))
+        module.forward = theirs
+        replacements = ForwardReplacements()
+        replacements.replace(module, doubled)
+        assert torch.equal(module(x), 2 * theirs(x))
+        replacements.restore()
+        assert module.forward is theirs
+
+    def test_leaves_a_forward_that_was_put_there_later(self):
+        module, x = nn.Linear(4, 3), torch.rand(2, 4)
+        expected = module(x)
+        replacements = ForwardReplacements()
+        replacements.replace(module, doubled)
+        wrapped = module.forward
+        module.forward = lambda x: wrapped(x) + 1
+        theirs = module.forward
+        replacements.restore()
+        assert module.forward is theirs
+        assert torch.equal(module(x), 2 * expected + 1)
+
+    def test_one_inside_the_other(self):
+        module, x = nn.Linear(4, 3), torch.rand(2, 4)
+        before, expected = attributes(module), module(x)
+        outer, inner = ForwardReplacements(), ForwardReplacements()
+        outer.replace(module, doubled)
+        inner.replace(module, doubled)
+        assert torch.equal(module(x), 4 * expected)
+        inner.restore()
+        assert torch.equal(module(x), 2 * expected)
+        outer.restore()
+        assert_same_attributes(before, module)
+
+    def test_twice_on_the_same_module(self):
+        module, x = nn.Linear(4, 3), torch.rand(2, 4)
+        before, expected = attributes(module), module(x)
+        replacements = ForwardReplacements()
+        replacements.replace(module, doubled)
+        replacements.replace(module, doubled)
+        assert torch.equal(module(x), 4 * expected)
+        replacements.restore()
+        assert_same_attributes(before, module)
+
+    def test_keeps_signature_and_hooks(self):
+        module, seen = nn.Linear(4, 3), []
+        handle = module.register_forward_hook(lambda *_: seen.append("hook"))
+        replacements = ForwardReplacements()
+        replacements.replace(module, doubled)
+        assert module.forward.__name__ == "forward"
+        module(torch.rand(2, 4))
+        assert seen == ["hook"]
+        replacements.restore()
+        handle.remove()
+
+    def test_the_state_dict_knows_nothing_of_it(self):
+        module = nn.Linear(4, 3)
+        keys = list(module.state_dict())
+        replacements = ForwardReplacements()
+        replacements.replace(module, doubled)
+        assert list(module.state_dict()) == keys
+        replacements.restore()

@@ -1,0 +1,86 @@
+"""Digests: equal for equal tensors, different for every difference that counts."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_egeria.snapshots.digests import bytes_of, digest
+
+BASE = torch.arange(12, dtype=torch.float32).view(3, 4)
+
+
+def one_bit_changed():
+    value = BASE.clone()
+    value.view(torch.int32)[2, 3] ^= 1
+    return value
+
+
+def test_of_equal_tensors_is_equal():
+    assert digest({"a": BASE}) == digest({"a": BASE.clone()})
+    assert len(digest({"a": BASE})) == 16
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"b": BASE},
+        {"a": BASE.double()},
+        {"a": BASE.view(4, 3)},
+        {"a": BASE.view(torch.int32)},
+        {"a": one_bit_changed()},
+        {"a": BASE, "b": torch.empty(0)},
+        {"a": BASE[:2]},
+        {},
+    ],
+    ids=["name", "dtype", "shape", "reinterpreted", "one bit", "one more", "one row less", "nothing"],
+)
+def test_of_anything_else_differs(other):
+    assert digest(other) != digest({"a": BASE})
+
+
+def test_values_count_whatever_the_layout_in_memory():
+    turned = BASE.T.contiguous().T
+    assert turned.stride() != BASE.stride()
+    assert digest({"a": turned}) == digest({"a": BASE})
+    assert digest({"a": BASE.expand(2, 3, 4)}) == digest({"a": BASE.repeat(2, 1, 1)})
+    assert digest({"a": BASE.to_sparse().to_dense()[:, ::2]}) == digest({"a": BASE[:, [0, 2]]})
+
+
+def test_borders_between_tensors_count():
+    first = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0, 3.0])}
+    second = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    assert digest(first) != digest(second)
+    assert digest({"ab": BASE, "c": BASE}) != digest({"a": BASE, "bc": BASE})
+
+
+def test_parameters_are_read_without_a_graph():
+    layer = nn.Linear(2, 2)
+    before = digest(dict(layer.named_parameters()))
+    with torch.no_grad():
+        layer.weight += 1
+    assert digest(dict(layer.named_parameters())) != before
+    assert layer.weight.grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.float16, torch.complex64])
+def test_bytes_of_every_kind(dtype):
+    value = torch.tensor([0, 1, 1], dtype=dtype)
+    assert bytes_of(value) == value.view(torch.uint8).numpy().tobytes()
+
+
+def test_bytes_of_special_tensors():
+    assert bytes_of(torch.empty(0, 3)) == b""
+    assert bytes_of(torch.tensor(7, dtype=torch.uint8)) == b"\x07"
+    value = torch.tensor([1 + 2j])
+    assert bytes_of(value.conj()) == bytes_of(torch.tensor([1 - 2j]))
+    assert bytes_of(torch.tensor([float("nan")])) == bytes_of(torch.tensor([float("nan")]))
+    assert bytes_of(torch.tensor([0.0])) != bytes_of(torch.tensor([-0.0]))
+
+
+def test_of_a_sharded_tensor_only_the_name_counts():
+    class Shard(torch.Tensor):
+        def full_tensor(self):
+            return self
+
+    first, second = (torch.full((2,), value).as_subclass(Shard) for value in (1.0, 2.0))
+    assert digest({"a": first}) == digest({"a": second}) != digest({"b": first})

@@ -1,0 +1,272 @@
+"""What every method promises, whatever it saves."""
+
+import copy
+import itertools
+import json
+import pickle
+from datetime import timedelta
+
+import lightning as L
+import pytest
+import torch
+from agreement import compare_ranks
+from lightning.pytorch.strategies import DDPStrategy
+from methods import METHODS, WITH_A_PROCESS
+from models import After, Classifier, ConvNet, equal, fit, images, left_behind
+from ranks import all_well, in_ranks
+from torch import nn
+
+from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.snapshots.digests import digest
+from lightning_egeria.training.callback import freezing_of
+
+EVAL_MODE = r"ignore:Found 1 module\(s\) in eval mode"
+each = pytest.mark.parametrize("name", METHODS)
+each_and_background = pytest.mark.parametrize("name", WITH_A_PROCESS)
+
+
+def classifier(dropout=0.2):
+    torch.manual_seed(0)
+    return Classifier(ConvNet(dropout=dropout))
+
+
+def events_of(trainer):
+    return [(event.step, event.depth) for event in freezing_of(trainer).events]
+
+
+def train(method, callbacks, folder, module=None, *others, **arguments):
+    module = module if module is not None else classifier()
+    return module, fit(module, *callbacks, *others, data=method.data(folder), **arguments)
+
+
+def modes(module):
+    return {path: part.training for path, part in module.named_modules()}
+
+
+@each_and_background
+def test_idle_it_changes_no_bit_of_training(name, tmp_path):
+    method = WITH_A_PROCESS[name]
+    plain = classifier()
+    fit(plain)
+    watched, trainer = train(method, method.idle(), tmp_path)
+    assert watched.losses == plain.losses
+    assert equal(watched, plain)
+    assert events_of(trainer) == []
+    freezing = freezing_of(trainer)
+    if isinstance(freezing, KnowledgeGuidedFreezing) and not isinstance(freezing.policy, ScriptedPolicy):
+        assert freezing.savings().evaluations_done > 5  # else this would show nothing
+
+
+@each
+def test_active_it_changes_training_and_is_repeatable(name, tmp_path):
+    method = METHODS[name]
+    plain = classifier()
+    fit(plain)
+    runs = [train(method, method.active(), tmp_path / str(number)) for number in range(2)]
+    (first, trainer), (second, _) = runs
+    assert len(events_of(trainer)) >= 1
+    assert not equal(first, plain)
+    assert first.losses == second.losses
+    assert equal(first, second)
+
+
+class Saves(L.Callback):
+    def __init__(self, path, epoch):
+        self.path, self.epoch = path, epoch
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+@each
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_resumed_run_is_the_uninterrupted_one(name, epoch, tmp_path):
+    method = METHODS[name]
+    # Lightning keeps no random state in checkpoints: without dropout nothing is drawn.
+    whole, uninterrupted = train(
+        method, method.active(), tmp_path / "first", classifier(0), Saves(tmp_path / "checkpoint", epoch)
+    )
+    resumed, trainer = train(
+        method, method.active(), tmp_path / "second", classifier(0), ckpt_path=tmp_path / "checkpoint"
+    )
+    assert trainer.global_step == uninterrupted.global_step == 15
+    assert resumed.losses == whole.losses[5 * (epoch + 1) :]
+    assert equal(resumed, whole)
+    assert freezing_of(trainer).events == freezing_of(uninterrupted).events
+    assert len(events_of(trainer)) >= 1
+
+
+def run_on_a_rank(name, folder):
+    method = METHODS[name]
+    module, callbacks = classifier(), method.active()
+    compare = After(lambda trainer, _: compare_ranks(freezing_of(trainer).freezer))
+    strategy = DDPStrategy(timeout=timedelta(seconds=60))
+    data = method.data(folder, images(80))
+    trainer = fit(module, *callbacks, compare, data=data, devices=2, strategy=strategy)
+    return digest(dict(module.named_parameters())), events_of(trainer), trainer.global_step
+
+
+@each
+def test_two_ranks_agree(name, tmp_path):
+    first, second = all_well(in_ranks(2, run_on_a_rank, name, tmp_path))
+    assert first == second
+    _, events, steps = first
+    assert steps == 15
+    assert len(events) >= 1
+
+
+class InjectedError(Exception):
+    pass
+
+
+class Fails(Classifier):
+    """Raises in its tenth step, when something is frozen."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 10:
+            raise InjectedError
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings(EVAL_MODE)
+@each_and_background
+def test_an_error_leaves_nothing_behind(name, tmp_path):
+    method = WITH_A_PROCESS[name]
+    module, callbacks = Fails(), method.active()
+    module.net.deep[1].eval()  # as the user left it
+    before = modes(module)
+    with pytest.raises(InjectedError):
+        train(method, callbacks, tmp_path, module)
+    assert left_behind(module) == []
+    assert modes(module) == before
+
+
+@pytest.mark.filterwarnings(EVAL_MODE)
+@each
+def test_its_end_leaves_nothing_behind(name, tmp_path):
+    method, module = METHODS[name], classifier()
+    module.net.deep[1].eval()
+    before = modes(module)
+    _, trainer = train(method, method.active(), tmp_path, module)
+    assert events_of(trainer)[-1][1] > 0
+    assert left_behind(module) == []
+    assert modes(module) == before
+
+
+def without_tensors(state):
+    """The state, with None in the place of each tensor."""
+    if isinstance(state, torch.Tensor):
+        return None
+    if isinstance(state, dict):
+        return {key: without_tensors(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(without_tensors, state))
+    return state
+
+
+def assert_plain(state):
+    kept = without_tensors(state)
+    assert json.loads(json.dumps(kept)) == json.loads(json.dumps(kept))
+    types = {type(leaf) for leaf in leaves(kept)}
+    assert types <= {int, float, str, bool, type(None)}, types
+
+
+def leaves(state):
+    if isinstance(state, dict):
+        assert all(type(key) is str for key in state), state.keys()
+        return list(itertools.chain.from_iterable(map(leaves, state.values())))
+    if isinstance(state, (list, tuple)):
+        return list(itertools.chain.from_iterable(map(leaves, state)))
+    return [state]
+
+
+@each
+def test_its_state_is_of_plain_types(name, tmp_path):
+    method, callbacks, states = METHODS[name], METHODS[name].active(), []
+    states.extend(callback.state_dict() for callback in callbacks)
+    look = After(lambda *_: states.extend(callback.state_dict() for callback in callbacks), 1, 7, 15)
+    _, trainer = train(method, callbacks, tmp_path / "cache", None, look)
+    states.extend(callback.state_dict() for callback in callbacks)
+    assert len(states) == 5 * len(callbacks)
+    for state in states:
+        assert_plain(state)
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    read = torch.load(tmp_path / "checkpoint", weights_only=True)
+    assert len(read["callbacks"]) >= len(callbacks)
+
+
+@each
+def test_a_second_fit_is_like_the_first(name, tmp_path):
+    method, callbacks = METHODS[name], METHODS[name].active()
+    first, trainer = train(method, callbacks, tmp_path / "first")
+    events = events_of(trainer)
+    second, trainer = train(method, callbacks, tmp_path / "second")
+    assert second.losses == first.losses
+    assert equal(second, first)
+    assert events_of(trainer) == events
+
+
+@each
+def test_a_second_fit_of_one_trainer_goes_on(name, tmp_path):
+    method, module = METHODS[name], classifier()
+    _, trainer = train(method, method.active(), tmp_path, module)
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, method.data(tmp_path / "second"))
+    assert trainer.global_step == 25
+    assert len(module.losses) == 25
+    assert left_behind(module) == []
+
+
+@each
+def test_a_pickled_callback_trains_alike(name, tmp_path):
+    method = METHODS[name]
+    first, _ = train(method, method.active(), tmp_path / "first")
+    second, trainer = train(method, pickle.loads(pickle.dumps(method.active())), tmp_path / "second")
+    assert equal(first, second)
+    assert len(events_of(trainer)) >= 1
+
+
+@each
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_used_callback_can_be_copied(name, copied, tmp_path):
+    method, callbacks = METHODS[name], METHODS[name].active()
+    first, trainer = train(method, callbacks, tmp_path / "first")
+    copies = copied(callbacks)
+    assert [callback.state_dict()["events"] for callback in copies] == [
+        callback.state_dict()["events"] for callback in callbacks
+    ]
+    second, again = train(method, copies, tmp_path / "second")
+    assert equal(first, second)
+    assert events_of(again) == events_of(trainer)
+
+
+@each
+def test_validating_and_predicting_leave_it_alone(name, tmp_path):
+    method = METHODS[name]
+
+    class Predicting(Classifier):
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+    torch.manual_seed(0)
+    module = Predicting()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=method.active(),
+    )
+    plain = method.data(tmp_path)
+    source = plain if not method.cached else torch.utils.data.DataLoader(images(), 8)
+    state = copy.deepcopy(module.state_dict())
+    trainer.validate(module, source, verbose=False)
+    predicted = trainer.predict(module, source)
+    assert sum(map(len, predicted)) == 40
+    assert events_of(trainer) == []
+    assert left_behind(module) == []
+    assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())

@@ -1,0 +1,29 @@
+"""The tests mirror the package: each module has its own test file."""
+
+import re
+
+import pytest
+from leftovers import REPOSITORY
+
+PACKAGE = REPOSITORY / "lightning_egeria"
+ROOMS = ("batches", "network", "profiling", "snapshots", "distributed", "training", "freezing")
+LONGEST_FILE, LONGEST_NAME = 500, 60  # lines, characters
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_module_has_a_test_file(room):
+    modules = [path.stem for path in (PACKAGE / room).glob("*.py") if path.stem != "__init__"]
+    assert modules
+    missing = [name for name in modules if not (REPOSITORY / "tests" / room / f"test_{name}.py").is_file()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("room", [*ROOMS, "faults", "."])
+def test_files_and_names_are_short(room):
+    paths = sorted((REPOSITORY / "tests" / room).glob("*.py"))
+    assert paths
+    for path in paths:
+        text = path.read_text()
+        assert len(text.splitlines()) <= LONGEST_FILE, path.name
+        names = re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)
+        assert [name for name in names if len(name) > LONGEST_NAME] == [], path.name

@@ -1,0 +1,115 @@
+"""Looking for the layer chain, until there is one."""
+
+import pytest
+import torch
+from networks import assert_same_attributes, attributes, deep_mlp
+from torch import nn
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import CheckpointError, TooFewLayersError
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.training.search import LayerSearch
+
+
+class Told:
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text, once=None):
+        self.warnings.append(text)
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+def search(told, layer_modules=None, freeze_until=None):
+    return LayerSearch(Ranks(), told, layer_modules, freeze_until)
+
+
+def found_in(searching, net):
+    searching.start(net)
+    loss = net(torch.rand(5, 4)).sum()
+    return searching.chain(net, loss, [torch.optim.SGD(net.parameters(), lr=0.1)])
+
+
+def test_the_chain_is_that_of_the_step(told):
+    net = deep_mlp()
+    expected = LayerChain.trace(net, lambda: net(torch.rand(5, 4)).sum())
+    searching = search(told)
+    assert not searching.is_looking
+    assert found_in(searching, net) == expected
+    assert not searching.is_looking
+    assert searching.gathered is None
+    assert told.warnings == []
+
+
+def test_arguments_of_the_user_count(told):
+    chain = found_in(search(told, ["0", "4", "7"], "0"), deep_mlp())
+    assert (chain.names, chain.max_depth) == (("0", "4", "7"), 1)
+
+
+def test_too_few_that_learn_are_told_and_may_be_more_later(told):
+    net = deep_mlp()
+    for part in net[:9]:
+        part.requires_grad_(False)
+    searching = search(told)
+    assert found_in(searching, net) is None
+    assert not searching.is_looking
+    (text,) = told.warnings
+    assert "'0.weight' and 9 more parameters are not training yet" in text
+    assert searching.trainable.new_in(net) == []
+    net.requires_grad_(True)
+    assert searching.trainable.new_in(net)[0] == "0.bias"
+    assert found_in(searching, net).names == ("0", "4", "7")
+
+
+def test_too_few_of_which_all_learn_are_an_error(told):
+    searching = search(told)
+    with pytest.raises(TooFewLayersError, match="expected at least 2"):
+        found_in(searching, nn.Sequential(nn.Linear(4, 2)))
+    assert not searching.is_looking
+
+
+def test_notes_of_the_chain_are_told(told):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = deep_mlp()
+
+        def forward(self, x):
+            return nn.functional.linear(self.net(x) @ self.net[9].weight, self.net[0].weight.T)
+
+    chain = found_in(search(told), Tied())
+    assert chain.notes
+    assert told.warnings == list(chain.notes)
+
+
+def test_a_step_that_breaks_off_leaves_the_modules(told):
+    net = deep_mlp()
+    before = attributes(net)
+    searching = search(told)
+    searching.start(net)
+    assert searching.is_looking
+    assert searching.stop()
+    assert not searching.stop()
+    assert not searching.is_looking
+    assert_same_attributes(before, net)
+
+
+class TestRestored:
+    @pytest.fixture
+    def chain(self, told):
+        return found_in(search(told), deep_mlp())
+
+    @pytest.mark.parametrize("asked", [None, ["0", "4", "7"], ["4", "7"]])
+    def test_what_was_asked_for_then_may_be_asked_for_again(self, told, chain, asked):
+        search(told, asked).check_restored(chain, asked)
+
+    def test_what_was_found_then_may_be_named_now(self, told, chain):
+        search(told, list(chain.names)).check_restored(chain, None)
+
+    def test_anything_else_is_refused(self, told, chain):
+        with pytest.raises(CheckpointError, match=r"this callback has layer_modules=\['0', '7'\]"):
+            search(told, ["0", "7"]).check_restored(chain, None)
