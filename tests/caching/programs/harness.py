@@ -28,7 +28,6 @@ SCHEDULE = {2: 2}
 SAMPLES, WIDTH, CLASSES, BATCH = 24, 8, 3, 6
 EPOCHS = 3
 _OF_THE_CACHE = re.compile(r"^(the )?cache\b")
-_SUMMARY = re.compile(r"samples came from the cache")
 
 
 class Net(nn.Module):
@@ -221,6 +220,7 @@ class Run:
         cached: whether the data go through a `FrozenPrefixCache`.
         folder: an empty folder for the program's own files.
         recorded: what the two runs of a program must have in common, in order.
+        warnings: all others.
         caches: every `FrozenPrefixCache` of the run.
         messages: what the caches told, as texts; warnings only.
     """
@@ -229,6 +229,7 @@ class Run:
         self.cached, self.folder, self.dropout = cached, folder, dropout
         self.cache_dir = folder / "cache"
         self.recorded, self.caches, self.messages, self.depths = [], [], [], []
+        self.warnings = set()
         self.batches, self.error = 0, None
         folder.mkdir()
 
@@ -332,9 +333,9 @@ def ran(program, cached, folder, seed=0, dropout=False):
                 run.error = error
     finally:
         logger.removeHandler(handler)
-    texts = {str(warning.message) for warning in caught}
-    run.messages = [text for text in [*(str(w.message) for w in caught), *handler.texts] if _OF_THE_CACHE.match(text)]
-    run.note(sorted(text for text in texts if not _OF_THE_CACHE.match(text)), "warnings")
+    texts = [*(str(warning.message) for warning in caught), *handler.texts]
+    run.messages = [text for text in texts if _OF_THE_CACHE.match(text)]
+    run.warnings = set(texts) - set(run.messages)
     return run
 
 
@@ -359,6 +360,7 @@ def compare(program, folder, served=True, dropout=False, freezes=True, raises=No
     assert raises is None or first.error is not None, f"the program does not raise {raises.__name__}"
     second = ran(program, True, folder / "cached", seed, dropout)
     assert_same(first, second)
+    assert second.warnings <= first.warnings, f"further warnings: {second.warnings - first.warnings}"
     if freezes:
         assert first.depths
         assert all(any(depths) for depths in first.depths), f"a fit did not freeze: {first.depths}"
