@@ -114,7 +114,7 @@ def loader(dataset=None, batch_size=BATCH, shuffle=True, **options):
         shuffle = None
     if "batch_sampler" in options:
         return DataLoader(dataset, **options)
-    return DataLoader(dataset, batch_size, shuffle=shuffle, **options)
+    return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, **options)
 
 
 class Samples(Dataset):
@@ -284,7 +284,7 @@ class Run:
         self.note([optimizer.state_dict() for optimizer in trainer.optimizers], "optimizers")
         self.note(dict(trainer.callback_metrics), "metrics")
         for logger in trainer.loggers:
-            self.note(getattr(logger, "logged", None), "logged")
+            self.note(logger.logged if isinstance(logger, _MemoryLogger) else None, "logged")
         self.record("draws at the end", draws())
 
 
