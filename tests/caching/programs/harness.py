@@ -261,7 +261,16 @@ class Run:
         return L.Trainer(**silent | options)
 
     def fit(
-        self, module, data=None, *callbacks, val=None, cache=None, ckpt_path=None, schedule=None, freezing=None, **options
+        self,
+        module,
+        data=None,
+        *callbacks,
+        val=None,
+        cache=None,
+        ckpt_path=None,
+        schedule=None,
+        freezing=None,
+        **options,
     ):
         """Train, and record how it ended. ``data``: a DataLoader or a data module; ``options``: of the Trainer."""
         trainer = self.trainer(*callbacks, schedule=schedule, freezing=freezing, **options)
@@ -323,6 +332,8 @@ def ran(program, cached, folder, seed=0, dropout=False):
     logger.addHandler(handler)
     never_judged = mock.patch("lightning_egeria.caching.stats.COMPARED_STEPS", sys.maxsize)
     L.seed_everything(seed, verbose=False)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else only the first run of a process warns
     try:
         with warnings.catch_warnings(record=True) as caught, never_judged:
             warnings.simplefilter("always")
@@ -333,6 +344,7 @@ def ran(program, cached, folder, seed=0, dropout=False):
                 run.error = error
     finally:
         logger.removeHandler(handler)
+        torch.set_warn_always(always)
     texts = [*(str(warning.message) for warning in caught), *handler.texts]
     run.messages = [text for text in texts if _OF_THE_CACHE.match(text)]
     run.warnings = set(texts) - set(run.messages)
@@ -397,4 +409,7 @@ def difference(one, other, path=""):
             if a != b:
                 label = a[0] if isinstance(a, tuple) and a and isinstance(a[0], str) and a[0] == b[0] else place
                 return difference(a, b, f"{path}/{label}")
-    return f"{path} {one!s:.300}\n  with    {path} {other!s:.300}"
+    one, other = str(one), str(other)
+    first = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    begin = max(0, first - 40)
+    return f"{path} [{begin}:] {one[begin : begin + 200]}\n  with    {path} [{begin}:] {other[begin : begin + 200]}"

@@ -213,7 +213,16 @@ def _unusable(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["a file", "below a file", "a link to nowhere", "no proc", "no room", "little room", "little memory", "nothing may stay free"],
+    [
+        "a file",
+        "below a file",
+        "a link to nowhere",
+        "no proc",
+        "no room",
+        "little room",
+        "little memory",
+        "nothing may stay free",
+    ],
 )
 def test_directory_that_cannot_be_used(compare, kind):
     compare(lambda run: run.fit(Validated(), val=loader(), cache=_unusable(kind)(run)), served=None)

@@ -152,7 +152,9 @@ def test_input_grows_over_time(compare):
 def test_scale_changes_by_epoch(compare):
     compare(
         lambda run: run.fit(
-            Stepping(lambda m, x, y: F.cross_entropy(m.net(x * (1 + m.current_epoch)), y)), schedule={2: 2}, max_epochs=4
+            Stepping(lambda m, x, y: F.cross_entropy(m.net(x * (1 + m.current_epoch)), y)),
+            schedule={2: 2},
+            max_epochs=4,
         ),
         served=None,
     )
@@ -220,7 +222,9 @@ class Unpacks(Classifier):
         return F.cross_entropy(self.net(x), y)
 
 
-@pytest.mark.parametrize("kind", [tuple, lambda batch: {"x": batch[0], "y": batch[1]}, lambda batch: [batch[0], batch[1] * 1]])
+@pytest.mark.parametrize(
+    "kind", [tuple, lambda batch: {"x": batch[0], "y": batch[1]}, lambda batch: [batch[0], batch[1] * 1]]
+)
 def test_batch_is_of_another_kind(compare, kind):
     compare(lambda run: run.fit(Unpacks(kind)))
 

@@ -298,7 +298,9 @@ def _two():
     return {"first": loader(), "second": loader(vectors(seed=2), batch_size=4)}
 
 
-@pytest.mark.parametrize("make", [_two, lambda: list(_two().values()), lambda: CombinedLoader(_two(), "max_size_cycle")])
+@pytest.mark.parametrize(
+    "make", [_two, lambda: list(_two().values()), lambda: CombinedLoader(_two(), "max_size_cycle")]
+)
 @pytest.mark.parametrize("together", [True, False])
 def test_several_loaders(compare, make, together):
     compare(lambda run: run.fit(Several(together), data_of(train_dataloader=make)), served=None)
@@ -350,7 +352,9 @@ def test_contexts_of_workers(compare, context, persistent):
     data = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": persistent}
 
     def program(run):
-        run.fit(Classifier(), loader(OpensInWorkers(), worker_init_fn=_open, **data), _reads(run), schedule={2: 2, 10: 0})
+        run.fit(
+            Classifier(), loader(OpensInWorkers(), worker_init_fn=_open, **data), _reads(run), schedule={2: 2, 10: 0}
+        )
 
     compare(program)
 
@@ -384,7 +388,9 @@ READERS = {
     "samples in a loop": lambda run, loader: run.note([x.sum() for x, _ in (loader.dataset[i] for i in range(3))]),
     "collated by hand": lambda run, loader: run.note(loader.collate_fn([loader.dataset[i] for i in (3, 1)])),
     "another loader": lambda run, loader: run.note([x.mean() for x, _ in DataLoader(loader.dataset, 5)]),
-    "sampler": lambda run, loader: run.note((type(loader.sampler).__name__, list(loader.sampler), list(loader.batch_sampler))),
+    "sampler": lambda run, loader: run.note(
+        (type(loader.sampler).__name__, list(loader.sampler), list(loader.batch_sampler))
+    ),
     "an iterator is kept": lambda run, loader: run.note(next(iter(loader))) or setattr(run, "kept", iter(loader)),
     "subset": lambda run, loader: run.note(torch.utils.data.Subset(loader.dataset, [4, 2])[1]),
     "isinstance": lambda run, loader: run.note(
@@ -436,9 +442,7 @@ def test_loader_is_made_for_each_epoch(compare, period):
             made.append(loader(batch_size=6 if len(made) < 2 else 4))
             return made[-1]
 
-        run.fit(
-            Classifier(), data_of(train_dataloader=make), reload_dataloaders_every_n_epochs=period, max_epochs=5
-        )
+        run.fit(Classifier(), data_of(train_dataloader=make), reload_dataloaders_every_n_epochs=period, max_epochs=5)
         run.note(len(made))
 
     compare(program)

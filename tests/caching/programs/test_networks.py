@@ -87,8 +87,12 @@ def _frozen_by_the_user():
 
 VECTOR_NETS = {
     "plain": Chain,
-    "tuple at the boundary": lambda: Chain(b=Returns(lambda x: (x, x.sum())), call=lambda n, x: n.head(n.c(n.b(n.a(x))[0]))),
-    "dict at the boundary": lambda: Chain(b=Returns(lambda x: {"x": x}), call=lambda n, x: n.head(n.c(n.b(n.a(x))["x"]))),
+    "tuple at the boundary": lambda: Chain(
+        b=Returns(lambda x: (x, x.sum())), call=lambda n, x: n.head(n.c(n.b(n.a(x))[0]))
+    ),
+    "dict at the boundary": lambda: Chain(
+        b=Returns(lambda x: {"x": x}), call=lambda n, x: n.head(n.c(n.b(n.a(x))["x"]))
+    ),
     "list at the boundary": lambda: Chain(b=Returns(lambda x: [x]), call=lambda n, x: n.head(n.c(n.b(n.a(x))[0]))),
     "two tensors": lambda: Chain(Twins(), Twins(), Twins(), call=lambda n, x: n.head(sum(n.c(n.b(n.a((x, -x))))))),
     "in place behind": lambda: Chain(b=_normed(), c=_block(nn.ReLU(inplace=True), nn.Linear(8, 8))),
@@ -99,14 +103,18 @@ VECTOR_NETS = {
     "residual in front": lambda: Chain(call=lambda n, x: n.head(n.c((h := n.a(x)) + n.b(h)))),
     "residual from the input": lambda: Chain(call=lambda n, x: n.head(n.c(x + n.b(n.a(x))))),
     "long residual": lambda: Chain(call=lambda n, x: n.head((h := n.a(x)) + n.c(n.b(h)))),
-    "boundary is detached": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x)).detach())) + n.b(n.a(x)).sum() * 0.0),
+    "boundary is detached": lambda: Chain(
+        call=lambda n, x: n.head(n.c(n.b(n.a(x)).detach())) + n.b(n.a(x)).sum() * 0.0
+    ),
     "shared layer": _shared_layers,
     "tied weights": _tied,
     "layer norm": lambda: Chain(a=_block(nn.Linear(8, 8), nn.LayerNorm(8)), b=_block(nn.Linear(8, 8), nn.RMSNorm(8))),
     "group norm": lambda: Chain(a=_block(nn.Linear(8, 8), nn.GroupNorm(2, 8))),
     "statistics of the batch": lambda: Chain(b=_block(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False))),
     "double inside": lambda: Chain(a=Returns(lambda x: x.double().sin().float())),
-    "half at the boundary": lambda: Chain(b=Returns(lambda x: x.half()), call=lambda n, x: n.head(n.c(n.b(n.a(x)).float()))),
+    "half at the boundary": lambda: Chain(
+        b=Returns(lambda x: x.half()), call=lambda n, x: n.head(n.c(n.b(n.a(x)).float()))
+    ),
     "bfloat16 at the boundary": lambda: Chain(
         b=Returns(lambda x: x.bfloat16()), call=lambda n, x: n.head(n.c(n.b(n.a(x)).float()))
     ),
@@ -118,14 +126,20 @@ VECTOR_NETS = {
     "in pieces": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(torch.cat([n.a(half) for half in x.chunk(2)]))))),
     "rows in a loop": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(torch.stack([n.a(row) for row in x]))))),
     "value decides": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x) if x.sum() > 0 else n.a(-x))))),
-    "width is folded": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x.view(-1, 8))).view(len(x), -1, 8)).mean(1))),
+    "width is folded": lambda: Chain(
+        call=lambda n, x: n.head(n.c(n.b(n.a(x.view(-1, 8))).view(len(x), -1, 8)).mean(1))
+    ),
     "noise in front": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x) + torch.randn_like(x))))),
     "noise behind": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x)) + torch.randn(len(x), 8)))),
-    "stochastic depth": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(h) if torch.rand(()) < 0.8 else h)) if (h := n.a(x)) is not None else 0),
+    "stochastic depth": lambda: Chain(
+        call=lambda n, x: n.head(n.c(n.b(h) if torch.rand(()) < 0.8 else h)) if (h := n.a(x)) is not None else 0
+    ),
     "counter in a buffer": lambda: _with_counter(),
     "permuted rows": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x)).flip(0)).flip(0))),
     "reads the mode": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x) * (2 if n.training else 1))))),
-    "reads grad mode": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x) * (2 if torch.is_grad_enabled() else 1))))),
+    "reads grad mode": lambda: Chain(
+        call=lambda n, x: n.head(n.c(n.b(n.a(x) * (2 if torch.is_grad_enabled() else 1))))
+    ),
     "Python state": lambda: _with_python_counter(),
 }
 
@@ -156,7 +170,14 @@ def _with_python_counter():
     return Chain(a=_block(nn.Linear(8, 8), _CountsInPython()))
 
 
-EITHER = {"shared layer", "tied weights", "statistics of the batch", "noise in front", "stochastic depth", "Python state"}
+EITHER = {
+    "shared layer",
+    "tied weights",
+    "statistics of the batch",
+    "noise in front",
+    "stochastic depth",
+    "Python state",
+}
 EITHER |= {"counter in a buffer", "residual from the input", "long residual", "input twice", "boundary is detached"}
 EITHER |= {"in pieces", "rows in a loop", "value decides", "two tensors", "bilinear"}
 
@@ -239,7 +260,9 @@ def test_vision_transformer_of_timm(compare, dropout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_050", "convnext_atto", "efficientnet_b0", "regnetx_002"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "mobilenetv3_small_050", "convnext_atto", "efficientnet_b0", "regnetx_002"]
+)
 def test_networks_of_timm(compare, name):
     def program(run):
         run.fit(Classifier(_timm(name)), loader(images(size=32)), max_epochs=4)
@@ -291,7 +314,9 @@ SEQUENCE_NETS = {
     "encoder, gelu": lambda: Encoder(activation="gelu"),
     "lstm": lambda: Recurrent(nn.LSTM),
     "gru": lambda: Recurrent(nn.GRU, layers=2),
-    "embedding bag": lambda: nn.Sequential(nn.EmbeddingBag(20, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)),
+    "embedding bag": lambda: nn.Sequential(
+        nn.EmbeddingBag(20, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)
+    ),
 }
 
 
@@ -339,7 +364,10 @@ def test_backbone_and_head(compare):
     class Parts(Classifier):
         def __init__(self):
             super().__init__(nn.Identity())
-            self.backbone, self.top = nn.Sequential(*list(Net().children())[:2]), nn.Sequential(*list(Net().children())[2:])
+            self.backbone, self.top = (
+                nn.Sequential(*list(Net().children())[:2]),
+                nn.Sequential(*list(Net().children())[2:]),
+            )
 
         def loss_of(self, x, y):
             features = self.backbone(x)
@@ -349,7 +377,9 @@ def test_backbone_and_head(compare):
     compare(lambda run: run.fit(Parts()))
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
 def test_front_in_a_context(compare, context):
     class Split(Net):
         def forward(self, x):
@@ -357,7 +387,9 @@ def test_front_in_a_context(compare, context):
                 features = self.b(self.a(x))
             return self.head(self.c(features.float()))
 
-    compare(lambda run: run.fit(Classifier(Split()), freezing=LAYERS), served=None, freezes=context is not torch.no_grad)
+    compare(
+        lambda run: run.fit(Classifier(Split()), freezing=LAYERS), served=None, freezes=context is not torch.no_grad
+    )
 
 
 def test_autoencoder_reads_its_input_as_target(compare):

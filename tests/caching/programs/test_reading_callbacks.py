@@ -186,7 +186,9 @@ def _hooks(module, read):
     }
 
 
-@pytest.mark.parametrize("kind", ["forward", "pre", "input and output", "replaces output", "replaces input", "with kwargs"])
+@pytest.mark.parametrize(
+    "kind", ["forward", "pre", "input and output", "replaces output", "replaces input", "with kwargs"]
+)
 @pytest.mark.parametrize("where", MODULES)
 @pytest.mark.parametrize("begins", ["before", "step 6"])
 def test_hook_on_a_module(compare, kind, where, begins):

@@ -59,7 +59,9 @@ OPTIONS = {
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_option_of_the_trainer(compare, options, workers):
     schedule = {1: 2} if "accumulate_grad_batches" in options else None
-    barebones = {"enable_progress_bar", "enable_model_summary", "enable_checkpointing"} if "barebones" in options else ()
+    barebones = (
+        {"enable_progress_bar", "enable_model_summary", "enable_checkpointing"} if "barebones" in options else ()
+    )
 
     def program(run):
         more = dict.fromkeys(barebones, None)
@@ -201,7 +203,9 @@ def test_optimizers(compare, optimizer):
     class Other(Classifier):
         def configure_optimizers(self):
             optimizer_ = optimizer(self.parameters(), lr=0.01, weight_decay=0.1)
-            return [optimizer_], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer_, 0.9), "interval": "step"}]
+            return [optimizer_], [
+                {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer_, 0.9), "interval": "step"}
+            ]
 
     compare(lambda run: run.fit(Other()))
 
@@ -365,7 +369,14 @@ def test_checkpoints_are_the_same(compare):
 
 def test_early_stopping_and_a_timer(compare):
     def program(run):
-        run.fit(Validated(), None, EarlyStopping("val", patience=1), Timer(interval="epoch"), val=loader(shuffle=False), max_epochs=8)
+        run.fit(
+            Validated(),
+            None,
+            EarlyStopping("val", patience=1),
+            Timer(interval="epoch"),
+            val=loader(shuffle=False),
+            max_epochs=8,
+        )
 
     compare(program)
 
@@ -381,7 +392,9 @@ class Full(Validated):
 
 def test_validate_test_and_predict_afterwards(compare):
     def program(run):
-        hooks = {name: lambda: loader(shuffle=False) for name in ("val_dataloader", "test_dataloader", "predict_dataloader")}
+        hooks = {
+            name: lambda: loader(shuffle=False) for name in ("val_dataloader", "test_dataloader", "predict_dataloader")
+        }
         wrapped = run.data(data_of(train_dataloader=loader, **hooks))
         trainer, module = run.trainer(), Full()
         run.note(trainer.validate(module, datamodule=wrapped, verbose=False))

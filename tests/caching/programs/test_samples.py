@@ -53,7 +53,10 @@ class Unpacking(Classifier):
 KINDS = {
     "list": (lambda d, i: [d.x[i], d.y[i]], lambda b: b),
     "dict": (lambda d, i: {"x": d.x[i], "y": d.y[i]}, lambda b: (b["x"], b["y"])),
-    "nested": (lambda d, i: {"in": [{"x": d.x[i]}, i], "y": (d.y[i],)}, lambda b: (b["in"][0]["x"], b["y"][0], b["in"][1])),
+    "nested": (
+        lambda d, i: {"in": [{"x": d.x[i]}, i], "y": (d.y[i],)},
+        lambda b: (b["in"][0]["x"], b["y"][0], b["in"][1]),
+    ),
     "namedtuple": (lambda d, i: Pair(d.x[i], d.y[i]), lambda b: (b.x, b.y, type(b).__name__)),
     "numpy": (lambda d, i: (d.x[i].numpy(), d.y[i].numpy()), lambda b: b),
     "numpy doubles": (lambda d, i: (d.x[i].double().numpy(), int(d.y[i])), lambda b: (b[0].float(), b[1])),
@@ -107,12 +110,18 @@ def _columns(samples):
 # Collate functions: of (x, y) samples.
 COLLATES = {
     "stack": _columns,
-    "stack with out": lambda s: (torch.stack([x for x, _ in s], out=torch.empty(len(s), 8)), torch.stack([y for _, y in s])),
+    "stack with out": lambda s: (
+        torch.stack([x for x, _ in s], out=torch.empty(len(s), 8)),
+        torch.stack([y for _, y in s]),
+    ),
     "cat": lambda s: (torch.cat([x[None] for x, _ in s]), torch.cat([y[None] for _, y in s])),
     "cat and view": lambda s: (torch.cat([x for x, _ in s]).view(len(s), -1), torch.tensor([int(y) for _, y in s])),
     "numpy": lambda s: (torch.from_numpy(np.stack([x.numpy() for x, _ in s])), torch.stack([y for _, y in s])),
     "lists": lambda s: (torch.tensor([x.tolist() for x, _ in s]), torch.tensor([int(y) for _, y in s])),
-    "new tensor": lambda s: (torch.zeros(len(s), 8).copy_(torch.stack([x for x, _ in s])), torch.stack([y for _, y in s])),
+    "new tensor": lambda s: (
+        torch.zeros(len(s), 8).copy_(torch.stack([x for x, _ in s])),
+        torch.stack([y for _, y in s]),
+    ),
     "filled": lambda s: (_filled([x for x, _ in s]), torch.stack([y for _, y in s])),
     "padded": lambda s: (pad_sequence([x for x, _ in s], batch_first=True), torch.stack([y for _, y in s])),
     "zip": lambda s: tuple(torch.stack(column) for column in zip(*s, strict=True)),
@@ -128,10 +137,14 @@ COLLATES = {
     "own class": Batch,
     "record": lambda s: Record(*default_collate(s), "made"),
     "mixed": lambda s: (lambda b: (torch.lerp(b[0], b[0].flip(0), 0.3), b[1]))(default_collate(s)),
-    "mixed by chance": lambda s: (lambda b: (torch.lerp(b[0], b[0].flip(0), float(torch.rand(()))), b[1]))(default_collate(s)),
+    "mixed by chance": lambda s: (lambda b: (torch.lerp(b[0], b[0].flip(0), float(torch.rand(()))), b[1]))(
+        default_collate(s)
+    ),
     "noise": lambda s: (lambda b: (b[0] + 0.1 * torch.randn_like(b[0]), b[1]))(default_collate(s)),
     "shuffled by python": lambda s: default_collate(random.sample(s, len(s))),
-    "mixed now and then": lambda s: (lambda b: (b[0].flip(0) if random.random() < 0.1 else b[0], b[1]))(default_collate(s)),
+    "mixed now and then": lambda s: (lambda b: (b[0].flip(0) if random.random() < 0.1 else b[0], b[1]))(
+        default_collate(s)
+    ),
     "in place": lambda s: (lambda b: (b[0].mul_(2), b[1]))(default_collate(s)),
     "several": lambda s: (lambda b: (b[0], b[1], b[0].clone(), len(s)))(default_collate(s)),
     "mask": lambda s: (lambda b: (b[0], b[1], b[0] > 0))(default_collate(s)),
@@ -164,12 +177,18 @@ def test_images_of_the_python_library(compare):
     compare(lambda run: run.fit(Classifier(), loader(Samples(_pil), collate_fn=_stack_images)))
 
 
-@pytest.mark.parametrize("extra", [None, {1, 2}, object, 10**40, -(10**40), "🙂", 1j, range(3), np.datetime64("2020-01-01")])
+@pytest.mark.parametrize(
+    "extra", [None, {1, 2}, object, 10**40, -(10**40), "🙂", 1j, range(3), np.datetime64("2020-01-01")]
+)
 def test_fields_that_are_no_tensors(compare, extra):
     def collate(samples):
         return *default_collate([pair[:2] for pair in samples]), [str(pair[2]) for pair in samples]
 
-    compare(lambda run: run.fit(Unpacking(list, run), loader(Samples(lambda d, i: (d.x[i], d.y[i], extra)), collate_fn=collate)))
+    compare(
+        lambda run: run.fit(
+            Unpacking(list, run), loader(Samples(lambda d, i: (d.x[i], d.y[i], extra)), collate_fn=collate)
+        )
+    )
 
 
 # Texts: token ids of several lengths.

@@ -135,9 +135,11 @@ EXTRA = {
     "per-sample gradients": lambda module, x: torch.func.vmap(
         torch.func.grad(lambda w, row: F.linear(row, w).sum()), (None, 0)
     )(module.net.head.weight, x).mean(),
-    "input gradient": lambda module, x: torch.autograd.grad(
-        module.net(z := x.clone().requires_grad_(True)).sum(), z, create_graph=True
-    )[0].square().mean(),
+    "input gradient": lambda module, x: (
+        torch.autograd.grad(module.net(z := x.clone().requires_grad_(True)).sum(), z, create_graph=True)[0]
+        .square()
+        .mean()
+    ),
     "doubled precision": lambda module, x: copy.deepcopy(module.net).double()(x.double()).float().mean(),
 }
 
@@ -315,7 +317,10 @@ def test_auxiliary_head_reads_each_layer(compare):
     def step(module, x, y):
         return sum(F.cross_entropy(logits, y) for logits in module.net(x))
 
-    compare(lambda run: run.fit(Stepping(step, Auxiliary()), freezing={"layer_modules": ["net.a", "net.b", "net.c"]}), served=None)
+    compare(
+        lambda run: run.fit(Stepping(step, Auxiliary()), freezing={"layer_modules": ["net.a", "net.b", "net.c"]}),
+        served=None,
+    )
 
 
 def test_validation_within_the_step(compare):

@@ -86,7 +86,10 @@ LOADERS = {
     "the training data": loader,
     "other batch size": lambda: loader(vectors(20, seed=2), batch_size=7, shuffle=False),
     "several": lambda: [loader(vectors(seed=2), shuffle=False), loader(vectors(10, seed=3), shuffle=False)],
-    "several of one data set": lambda: [loader(d := vectors(seed=2), shuffle=False), loader(d, batch_size=4, shuffle=False)],
+    "several of one data set": lambda: [
+        loader(d := vectors(seed=2), shuffle=False),
+        loader(d, batch_size=4, shuffle=False),
+    ],
     "none": list,
     "stream": lambda: loader(_Stream()),
     "random": lambda: loader(Samples(lambda d, i: (d.x[i] + torch.rand(()), d.y[i])), shuffle=False),
@@ -180,7 +183,9 @@ def test_hooks_of_validation(compare, hooks):
     compare(program)
 
 
-@pytest.mark.parametrize("schedule", [{2: 1, 6: 2}, {2: 2, 9: 0}, {2: 2, 9: 0, 13: 2}, {1: 1, 5: 2, 9: 1, 13: 2}], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [{2: 1, 6: 2}, {2: 2, 9: 0}, {2: 2, 9: 0, 13: 2}, {1: 1, 5: 2, 9: 1, 13: 2}], ids=str
+)
 @pytest.mark.parametrize("net", [Net, ConvNet])
 def test_validation_while_the_depth_changes(compare, schedule, net):
     def program(run):
