@@ -1,0 +1,415 @@
+"""Runs a program twice, with and without the cache, and compares everything that came of it.
+
+A program is a function of a `Run`. It builds its own data and modules, and trains with `Run.fit`. It may `note` whatever it
+reads on its way.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import pickle
+import random
+import re
+import sys
+import traceback
+import warnings
+from unittest import mock
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_egeria import Decision, FrozenPrefixCache, Observer, PrefixFreezing
+
+SCHEDULE = {2: 2}
+SAMPLES, WIDTH, CLASSES, BATCH = 24, 8, 3, 6
+EPOCHS = 3
+_OF_THE_CACHE = re.compile(r"^(the )?cache\b")
+
+
+class Net(nn.Module):
+    """Three layer modules and a head. The front has weights, running statistics and no dropout."""
+
+    def __init__(self, width=WIDTH, classes=CLASSES, dropout=0.0):
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(dropout))
+        self.b = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
+        self.c = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.2), nn.Tanh())
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.head(self.c(self.b(self.a(x))))
+
+
+class ConvNet(nn.Module):
+    """The same for images."""
+
+    def __init__(self, channels=1, width=4, classes=CLASSES):
+        super().__init__()
+        self.a = nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+        self.b = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.c = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.Dropout(0.2), nn.ReLU(inplace=True))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.head(self.c(self.b(self.a(x))).mean((2, 3)))
+
+
+class Classifier(L.LightningModule):
+    """Cross-entropy of ``net``. A subclass overrides `loss_of` or any hook."""
+
+    def __init__(self, net=None):
+        super().__init__()
+        self.net = Net() if net is None else net
+
+    def loss_of(self, x, y):
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = self.loss_of(x, y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+class Stepping(Classifier):
+    """Trains with ``step(module, x, y)``, which returns the loss."""
+
+    def __init__(self, step, net=None):
+        super().__init__(net)
+        self.step = step
+
+    def loss_of(self, x, y):
+        return self.step(self, x, y)
+
+
+class Validated(Classifier):
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val", nn.functional.cross_entropy(self.net(x), y))
+
+
+def vectors(samples=SAMPLES, width=WIDTH, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, width, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator))
+
+
+def images(samples=SAMPLES, channels=1, size=6, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, channels, size, size, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator))
+
+
+def loader(dataset=None, batch_size=BATCH, shuffle=True, **options):
+    """A DataLoader of ``dataset``, by default `vectors`."""
+    dataset = vectors() if dataset is None else dataset
+    if options.keys() & {"sampler", "batch_sampler"} or isinstance(dataset, torch.utils.data.IterableDataset):
+        shuffle = None
+    if "batch_sampler" in options:
+        return DataLoader(dataset, **options)
+    return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, **options)
+
+
+class Samples(Dataset):
+    """A map-style dataset from a function of the index; ``state`` becomes its attributes."""
+
+    def __init__(self, sample, samples=SAMPLES, **state):
+        self.sample, self.samples = sample, samples
+        self.x, self.y = vectors(samples).tensors
+        vars(self).update(state)
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return self.sample(self, index)
+
+
+def data_of(base=L.LightningDataModule, **hooks):
+    """A data module, or another ``base``, from functions by the names of its hooks: ``data_of(train_dataloader=loader)``."""
+    return type(base.__name__, (base,), {name: _hook(function) for name, function in hooks.items()})()
+
+
+def on(**hooks):
+    """A callback from functions: ``on(on_train_start=lambda trainer, module: ...)``."""
+    return data_of(L.Callback, **hooks)
+
+
+def _hook(function):
+    return lambda self, *args: function(*args)
+
+
+class FreezesAt(PrefixFreezing):
+    """Freezes to the depth ``schedule[step]`` after each such step."""
+
+    def __init__(self, schedule, **options):
+        super().__init__(**options)
+        self.schedule = dict(schedule)
+
+    def choose_depth(self, step):
+        depth = self.schedule.get(step)
+        return None if depth is None else Decision(depth, f"step {step}")
+
+
+def at(step, look):
+    """A callback that calls ``look(trainer, module)`` after the optimizer step ``step``, between two batches."""
+
+    def after(trainer, module, *_):
+        if trainer.global_step == step:
+            look(trainer, module)
+
+    return on(on_train_batch_end=after)
+
+
+class _FrontInEvaluation(Observer):
+    """Without a cache, keeps the frozen front in evaluation mode, as the cache does."""
+
+    def __init__(self, freezing):
+        self.freezing = freezing
+
+    def batch_start(self, batch, step):
+        if self.freezing.frozen_depth:
+            self.freezing.freezer.prefix.eval_all()
+
+
+class _MemoryLogger(Logger):
+    name, version = "memory", 0
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    def log_metrics(self, metrics, step=None):
+        self.logged.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.logged.append(("hyperparameters", dict(params)))
+
+
+def draws():
+    """A digest of the states of all random generators."""
+    states = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()))
+    return hashlib.sha1(states).hexdigest()
+
+
+class _Recorder(L.Callback):
+    """Notes the outputs of each training step, and the random states around it, without a look at the batch."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        self.run.record(f"draws before batch {self.run.batches}", draws())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, *_):
+        self.run.record(f"outputs of batch {self.run.batches}", plain(outputs))
+        self.run.batches += 1
+
+
+class Run:
+    """One run of a program, with or without the cache.
+
+    Attributes:
+        cached: whether the data go through a `FrozenPrefixCache`.
+        folder: an empty folder for the program's own files.
+        recorded: what the two runs of a program must have in common, in order.
+        warnings: all others.
+        caches: every `FrozenPrefixCache` of the run.
+        messages: what the caches told, as texts; warnings only.
+    """
+
+    def __init__(self, cached, folder, dropout=False):
+        self.cached, self.folder, self.dropout = cached, folder, dropout
+        self.cache_dir = folder / "cache"
+        self.recorded, self.caches, self.messages, self.depths = [], [], [], []
+        self.warnings = set()
+        self.batches, self.error = 0, None
+        folder.mkdir()
+
+    def record(self, name, value):
+        self.recorded.append((name, value))
+
+    def note(self, value, name="noted"):
+        """Keep what the program read, as plain values of this moment."""
+        self.record(name, plain(value))
+
+    def data(self, data, val=None, **cache):
+        """The data module to fit with: the user's own, or the cache around it."""
+        if self.cached:
+            options = {"cache_dir": self.cache_dir, "min_free_bytes": 0, **cache}
+            self.caches.append(FrozenPrefixCache(data, val_dataloaders=val, **options))
+            return self.caches[-1]
+        if isinstance(data, L.LightningDataModule):
+            return data
+        return data_of(train_dataloader=lambda: data, **({} if val is None else {"val_dataloader": lambda: val}))
+
+    def trainer(self, *callbacks, schedule=None, freezing=None, **options):
+        """A silent Trainer on the CPU that freezes by ``schedule``, with the recorder as its last callback."""
+        freezing = FreezesAt(SCHEDULE if schedule is None else schedule, **(freezing or {}))
+        if self.dropout and not self.cached:
+            freezing.observers.add(_FrontInEvaluation(freezing))
+        silent = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        silent |= {"accelerator": "cpu", "num_sanity_val_steps": 0, "log_every_n_steps": 1, "max_epochs": EPOCHS}
+        silent |= {"logger": _MemoryLogger(), "callbacks": [freezing, *callbacks, _Recorder(self)]}
+        return L.Trainer(**silent | options)
+
+    def fit(
+        self,
+        module,
+        data=None,
+        *callbacks,
+        val=None,
+        cache=None,
+        ckpt_path=None,
+        schedule=None,
+        freezing=None,
+        **options,
+    ):
+        """Train, and record how it ended. ``data``: a DataLoader or a data module; ``options``: of the Trainer."""
+        trainer = self.trainer(*callbacks, schedule=schedule, freezing=freezing, **options)
+        wrapped = self.data(loader() if data is None else data, val, **(cache or {}))
+        try:
+            trainer.fit(module, datamodule=wrapped, ckpt_path=ckpt_path)
+        finally:
+            self.ended(trainer, module)
+        return trainer
+
+    def ended(self, trainer, module):
+        """Record the state of a training that has ended."""
+        freezing = next(callback for callback in trainer.callbacks if isinstance(callback, FreezesAt))
+        self.depths.append([event.depth for event in freezing.events])
+        self.note([(event.step, event.depth) for event in freezing.events], "freezing")
+        self.note((trainer.global_step, trainer.current_epoch, trainer.state.status), "progress")
+        self.note(dict(module.state_dict()), "weights")
+        self.note({name: (p.requires_grad, p.grad is None) for name, p in module.named_parameters()}, "parameters")
+        self.note({path: (part.training, hooks_of(part)) for path, part in module.named_modules()}, "modules")
+        self.note([optimizer.state_dict() for optimizer in trainer.optimizers], "optimizers")
+        self.note(dict(trainer.callback_metrics), "metrics")
+        for logger in trainer.loggers:
+            self.note(logger.logged if isinstance(logger, _MemoryLogger) else None, "logged")
+        self.record("draws at the end", draws())
+
+
+def hooks_of(part):
+    """What observing a module may leave on it: replaced methods and hooks."""
+    return sorted(vars(part)), [len(value) for name, value in sorted(vars(part).items()) if name.endswith("_hooks")]
+
+
+def plain(value):
+    """Tensors and arrays as texts that tell every bit, containers as lists, for a comparison at any later time."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", str(value.dtype), tuple(value.shape), str(value.detach().flatten().tolist())
+    if isinstance(value, np.ndarray):
+        return "array", str(value.dtype), value.shape, str(value.tolist())
+    if isinstance(value, dict):
+        return [(str(key), plain(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [plain(item) for item in vars(value).values()]
+    return repr(value)
+
+
+class _Messages(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def ran(program, cached, folder, seed=0, dropout=False):
+    """Run a program; an exception of the program is part of its record."""
+    run, handler, logger = Run(cached, folder, dropout), _Messages(), logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler)
+    never_judged = mock.patch("lightning_egeria.caching.stats.COMPARED_STEPS", sys.maxsize)
+    L.seed_everything(seed, verbose=False)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else only the first run of a process warns
+    try:
+        with warnings.catch_warnings(record=True) as caught, never_judged:
+            warnings.simplefilter("always")
+            try:
+                program(run)
+            except (Exception, SystemExit) as error:
+                run.record("exception", f"{type(error).__name__}: {error}")
+                run.error = error
+    finally:
+        logger.removeHandler(handler)
+        torch.set_warn_always(always)
+    texts = [*(str(warning.message) for warning in caught), *handler.texts]
+    run.messages = [text for text in texts if _OF_THE_CACHE.match(text)]
+    run.warnings = set(texts) - set(run.messages)
+    return run
+
+
+def compare(program, folder, served=True, dropout=False, freezes=True, raises=None, seed=0):
+    """Run a program without and with the cache, and assert that the cache changed nothing.
+
+    Args:
+        program: a function of a `Run`.
+        folder: an empty folder.
+        served: True: training must use the cache. False: the cache must be off and say so once. None: either.
+        dropout: whether the frozen front has dropout, which the cache puts into evaluation mode.
+        freezes: whether every `fit` must have frozen something.
+        raises: the exception that ends the program in both runs.
+        seed: of both runs.
+
+    Returns:
+        The run with the cache.
+    """
+    first = ran(program, False, folder / "plain", seed, dropout)
+    if first.error is not None and (raises is None or not isinstance(first.error, raises)):
+        raise first.error
+    assert raises is None or first.error is not None, f"the program does not raise {raises.__name__}"
+    second = ran(program, True, folder / "cached", seed, dropout)
+    assert_same(first, second)
+    assert second.warnings <= first.warnings, f"further warnings: {second.warnings - first.warnings}"
+    if freezes:
+        assert first.depths
+        assert all(any(depths) for depths in first.depths), f"a fit did not freeze: {first.depths}"
+    statistics = [cached.stats for cached in second.caches]
+    told = "\n".join(second.messages)
+    if served:
+        assert sum(one.hits + one.advanced for one in statistics) > 0, f"nothing came from the cache: {told}"
+    if served is False:
+        assert statistics[-1].off is not None
+    if freezes and statistics[-1].off is not None and second.depths[-1][-1]:
+        assert second.messages, f"the cache is off without a message: {statistics[-1].off}"
+    assert len(set(second.messages)) == len(second.messages), f"a message comes twice: {told}"
+    assert len(second.messages) <= len(second.caches) + (served is None), f"too many messages: {told}"
+    return second
+
+
+def assert_same(first, second):
+    """Assert that two runs have the same record; name the first difference."""
+    for (name, one), (other_name, other) in zip(first.recorded, second.recorded, strict=False):
+        assert name == other_name, f"{name} without the cache, {other_name}: {other} with it" + _told(second)
+        assert one == other, f"{name} differs:\n  without {difference(one, other)}" + _told(second)
+    assert len(first.recorded) == len(second.recorded), _told(second)
+
+
+def _told(run):
+    where = "".join(traceback.format_exception(run.error)[-8:]) if run.error is not None else ""
+    return f"\nmessages: {run.messages}\nstatistics: {[cached.stats for cached in run.caches]}\n{where}"
+
+
+def difference(one, other, path=""):
+    """The first place where two plain values differ, with both values."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for place, (a, b) in enumerate(zip(one, other, strict=True)):
+            if a != b:
+                label = a[0] if isinstance(a, tuple) and a and isinstance(a[0], str) and a[0] == b[0] else place
+                return difference(a, b, f"{path}/{label}")
+    one, other = str(one), str(other)
+    first = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    begin = max(0, first - 40)
+    return f"{path} [{begin}:] {one[begin : begin + 200]}\n  with    {path} [{begin}:] {other[begin : begin + 200]}"
