@@ -86,7 +86,6 @@ class FrontUnit:
     Attributes:
         number: place among the units of the front.
         path: path of the module.
-        original: its ``forward``.
         front: the front that it belongs to.
         depth: number of layer modules that end with it; 0 if none does.
         output_leaf: number of the boundary tensor among those of its output.
@@ -95,7 +94,6 @@ class FrontUnit:
     def __init__(self, front: Front, number: int, path: str, module: nn.Module, depth: int, output_leaf: int) -> None:
         self.front, self.number, self.path = front, number, path
         self.depth, self.output_leaf = depth, output_leaf
-        self.original: Callable[..., Any] = module.forward
         self._hooks = [
             hooks
             for part in module.modules()
@@ -106,6 +104,14 @@ class FrontUnit:
         self._before = vars(module).get("forward")
         self._forms: dict[Any, tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]] | None] = {}
         vars(module)["forward"] = self
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The module's own ``forward``, even if its class has changed meanwhile."""
+        if self._before is not None:
+            return self._before
+        own: Callable[..., Any] = type(self._module).forward.__get__(self._module)
+        return own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, or run the module."""

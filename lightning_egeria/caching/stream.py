@@ -424,7 +424,7 @@ class Stream:
             self._no_trial("samples differ in their structure")
             return
         if not front.state.is_unchanged() and not front.state.is_same():
-            self.stop("the frozen layers change their own buffers or attributes")
+            self._no_trial("the frozen layers change their own buffers or attributes")
             return
         with front.state.preserved():
             problem, self._exact = try_boundary(node, value)

@@ -116,7 +116,8 @@ class Call:
         for place in self.written:
             flat[place] = flat[place].clone()
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
-        with torch.no_grad() if not isinstance(self.run, Unit) else contextlib.nullcontext():
+        run: object = self.run
+        with contextlib.nullcontext() if isinstance(run, Unit) else torch.no_grad():
             leaves = pytree.tree_leaves(self.run(*args, **kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [flat[place] for place in self.written]
 
