@@ -108,10 +108,10 @@ class FrontUnit:
     @property
     def original(self) -> Callable[..., Any]:
         """The module's own ``forward``, even if its class has changed meanwhile."""
-        if self._before is not None:
-            return self._before
-        own: Callable[..., Any] = type(self._module).forward.__get__(self._module)
-        return own
+        before: Callable[..., Any] | None = self._before
+        if before is not None:
+            return before
+        return functools.partial(type(self._module).forward, self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, or run the module."""
@@ -120,6 +120,7 @@ class FrontUnit:
         tape, batch = self._tape_of(flat)
         if tape is None or batch is None or any(self._hooks) or any(_GLOBAL_HOOKS):
             return self._untracked(flat, spec)
+        flat = [plain(leaf) if isinstance(leaf, LazyTensor) and leaf.node.key == UNKNOWN else leaf for leaf in flat]
         context = Context.current(self.front.devices)
         leaves = [node_of(tape, leaf) for leaf in flat]
         try:

@@ -416,6 +416,8 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
                 if len(places) == tape.size:
                     raise
                 return None  # a shape is written into the program
+            if len(results) != len(one.siblings):
+                return None
             values.update(zip(one.siblings, results, strict=True))
         for argument in one.arguments():
             waiting[argument] -= 1

@@ -206,10 +206,8 @@ class FrozenPrefix:
             parameter.requires_grad_(True)
         self.end_batch()
         for module, training in self._training_before:
-            held = vars(module).get("train")
-            if isinstance(held, _StayInEvaluation):
+            if isinstance(vars(module).get("train"), _StayInEvaluation):
                 del vars(module)["train"]
-                training = held.wanted if held.wanted is not None else training
             module.training = training
         self._frozen_parameters, self._members, self._training_before, self._settling = [], [], [], {}
 
@@ -241,18 +239,12 @@ def follows_slowly(module: _BatchNorm) -> bool:
 
 
 class _StayInEvaluation:
-    """Replaces ``train`` of a frozen module. A copy or pickle of the module has the ``train`` of its class again.
-
-    Attributes:
-        wanted: the mode that other code asked for last, for the time after the freeze; None if it did not.
-    """
+    """Replaces ``train`` of a frozen module. A copy or pickle of the module has the ``train`` of its class again."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.wanted: bool | None = None
         self._module = module
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        self.wanted = mode
         self._module.training = False
         for child in self._module.children():  # some may not be frozen
             child.train(mode)

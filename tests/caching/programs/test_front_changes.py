@@ -93,7 +93,7 @@ def test_front_is_changed_once(compare, change, place):
         changes = {"batch end": at(7, lambda _, m: change(m.net)), "batch start": on(on_train_batch_start=start)}
         run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=4)
 
-    compare(program)
+    compare(program, dropout=True)  # a copy of the front has its modes, and the cache holds it in evaluation mode
 
 
 # In each step: a front that is never the same again. The cache has nothing to give.
