@@ -1,9 +1,10 @@
-"""A level with a store of its own."""
+"""Levels with stores, and leaves as texts."""
 
 import numpy as np
 import torch
 
 from lightning_egeria.caching.levels import STAMP_BYTES, Level, MemoryTier, Pieces, RowForm
+from lightning_egeria.caching.samples import bytes_of
 from lightning_egeria.caching.store import ActivationStore, Manifest
 
 CPU = torch.device("cpu")
@@ -30,3 +31,12 @@ def write(level, numbers, batch, fields=b"sample"):
     """Write the rows of a batch."""
     rows = Pieces(RowForm.of(batch).to_memory(batch).contiguous(), None)
     return level.write(np.array(numbers), rows, tuple(whole_fields(fields) for _ in numbers))
+
+
+def bits(leaf):
+    """The leaf as text: equal texts, equal values, types and bits."""
+    if isinstance(leaf, torch.Tensor):
+        return f"tensor {leaf.dtype} {tuple(leaf.shape)} {bytes_of(leaf).hex()}"
+    if isinstance(leaf, np.ndarray | np.generic):
+        return f"{type(leaf).__name__} {leaf.dtype} {leaf.shape} {leaf.tobytes().hex()}"
+    return repr(leaf)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stored import bits
 
 from lightning_egeria.caching.samples import (
     Absent,
     Opaque,
-    bytes_of,
     decode,
     encode,
     leaves_of,
@@ -46,15 +46,6 @@ LEAVES = [
 ]
 
 
-def bits(leaf):
-    """The leaf as text: equal texts, equal values, types and bits."""
-    if isinstance(leaf, torch.Tensor):
-        return f"tensor {leaf.dtype} {tuple(leaf.shape)} {bytes_of(leaf).hex()}"
-    if isinstance(leaf, np.ndarray | np.generic):
-        return f"{type(leaf).__name__} {leaf.dtype} {leaf.shape} {leaf.tobytes().hex()}"
-    return repr(leaf)
-
-
 def test_every_leaf_comes_back():
     for leaf, back in zip(LEAVES, decode(encode(LEAVES)), strict=True):
         assert bits(leaf) == bits(back)
@@ -71,7 +62,9 @@ def test_number_that_is_too_large_is_refused():
         encode([10**5000])
 
 
-@pytest.mark.parametrize("tensor", [torch.randn(3, 2), torch.randn(3, 2).t(), torch.arange(4), torch.tensor(1.0).half()])
+@pytest.mark.parametrize(
+    "tensor", [torch.randn(3, 2), torch.randn(3, 2).t(), torch.arange(4), torch.tensor(1.0).half()]
+)
 def test_absent_tensor_is_described(tensor):
     absent = Absent.of(tensor)
     assert decode(encode([absent])) == [absent]
