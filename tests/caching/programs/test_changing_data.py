@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from programs.harness import CLASSES, SAMPLES, Classifier, Samples, at, data_of, loader, on, vectors
+from programs.parts import CLASSES, SAMPLES, WORKERS, Classifier, Samples, at, data_of, grid, loader, on, vectors
 from torch.utils.data import Dataset, TensorDataset
 
-WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 EPOCHS = 5
 
 
@@ -74,8 +73,7 @@ ACCESS = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("access", ACCESS.values(), ids=ACCESS)
+@pytest.mark.parametrize(("change", "access"), grid(CHANGES, ACCESS, every=5))
 @WORKERS
 def test_data_change_between_epochs(compare, change, access, workers):
     """The change comes after epochs 1 and 3, when the cache has served a whole epoch."""
@@ -94,8 +92,12 @@ def test_data_change_between_epochs(compare, change, access, workers):
     compare(program)
 
 
-@pytest.mark.parametrize("name", ["targets in place", "inputs in place", "setting", "set_epoch", "transform"])
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_end", "on_validation_end"])
+LATE = ["targets in place", "inputs in place", "setting", "set_epoch", "transform"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"), grid(LATE, ["on_train_epoch_start", "on_train_batch_end", "on_validation_end"], every=4)
+)
 def test_data_change_in_each_epoch(compare, name, hook):
     def program(run):
         dataset = Labelled()
@@ -238,7 +240,7 @@ class Random(Dataset):
 
 DRAWS = {
     "torch": lambda x, i, d: x + torch.randn(8),
-    "numpy": lambda x, i, d: x + np.random.rand(),
+    "numpy": lambda x, i, d: x + np.random.rand(),  # noqa: NPY002
     "python": lambda x, i, d: x + random.random(),
     "own generator": lambda x, i, d: x + torch.randn(8, generator=d.generator),
     "own numpy generator": lambda x, i, d: x + d.numpy.random(),
@@ -255,7 +257,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("draw", grid(DRAWS, every=2))
 @WORKERS
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_random_augmentation(compare, draw, workers, seed):

@@ -10,7 +10,7 @@ import textwrap
 import lightning as L
 import pytest
 import torch
-from programs.harness import SAMPLES, Classifier, Stepping, Validated, at, loader, on, vectors
+from programs.parts import SAMPLES, Classifier, Stepping, Validated, at, grid, loader, on, vectors
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
@@ -58,9 +58,7 @@ def _note_batches(run):
     return on(on_train_batch_end=lambda *args: run.note(args[-2][1]))
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("host_bytes", [0, 10**9])
+@pytest.mark.parametrize(("other", "reads", "host_bytes"), grid(OTHERS, [False, True], [0, 10**9], every=5))
 def test_second_run_in_one_directory(compare, other, reads, host_bytes):
     """One run after another, with the same front: the second must not train on what the first one saw."""
 
@@ -73,7 +71,7 @@ def test_second_run_in_one_directory(compare, other, reads, host_bytes):
     compare(program)
 
 
-@pytest.mark.parametrize("other", ["labels", "most labels", "one input", "nothing"])
+@pytest.mark.parametrize("other", grid(["labels", "most labels", "one input", "nothing"], every=2))
 def test_another_run_writes_meanwhile(compare, other):
     """A second run begins, in one directory, in the middle of the first one."""
 
@@ -167,8 +165,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize("moment", ["in mid-run", "between runs"])
+@pytest.mark.parametrize(("damage", "moment"), grid(DAMAGE, ["in mid-run", "between runs"], every=3))
 def test_damaged_directory(compare, damage, moment):
     cache = {"host_bytes": 0}
 

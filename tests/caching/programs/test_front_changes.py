@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from programs.harness import Classifier, ConvNet, Net, Stepping, Validated, at, images, loader, on
+from programs.parts import WORKERS, Classifier, ConvNet, Net, Stepping, Validated, at, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune, weight_norm
@@ -77,8 +77,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("place", ["batch end", "batch start", "in the step"])
+@pytest.mark.parametrize(("change", "place"), grid(CHANGES, ["batch end", "batch start", "in the step"], every=7))
 def test_front_is_changed_once(compare, change, place):
     def program(run):
         def step(module, x, y):
@@ -107,8 +106,10 @@ MOVING = {
 }
 
 
-@pytest.mark.parametrize("change", MOVING.values(), ids=MOVING)
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"])
+HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"]
+
+
+@pytest.mark.parametrize(("change", "hook"), grid(MOVING, HOOKS, every=4))
 def test_front_is_changed_in_each_step(compare, change, hook):
     def program(run):
         def moves(trainer, module, *_):
@@ -224,9 +225,8 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("net", [Net, ConvNet])
+@pytest.mark.parametrize(("schedule", "net"), grid(SCHEDULES, [Net, ConvNet], every=3))
+@WORKERS
 def test_depth_changes(compare, schedule, workers, net):
     def program(run):
         data = loader(images() if net is ConvNet else None, num_workers=workers)

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from programs.harness import (
+from programs.parts import (
     Classifier,
     ConvNet,
     Net,
     Samples,
     Validated,
     data_of,
+    grid,
     images,
     loader,
     on,
@@ -75,8 +76,9 @@ def _with_other_weights(module, x):
     return value
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"inference_mode": False}], ids=str)
+@pytest.mark.parametrize(
+    ("step", "options"), grid(STEPS, [{}, {"val_check_interval": 2}, {"inference_mode": False}], every=4)
+)
 def test_validation_step(compare, step, options):
     compare(lambda run: run.fit(Validates(step), val=loader(vectors(seed=2), shuffle=False), max_epochs=5, **options))
 
@@ -132,8 +134,7 @@ class _Keyed(Samples):
         super().__init__(lambda d, key: (d.x[ord(key) - 97], d.y[ord(key) - 97]))
 
 
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-@pytest.mark.parametrize("kind", ["loader", "data module"])
+@pytest.mark.parametrize(("make", "kind"), grid(LOADERS, ["loader", "data module"], every=3))
 def test_validation_loader(compare, make, kind):
     def next_epoch(trainer, module):
         for one in trainer.val_dataloaders if isinstance(trainer.val_dataloaders, list) else [trainer.val_dataloaders]:
@@ -173,7 +174,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("hooks", grid(HOOKS, every=2))
 def test_hooks_of_validation(compare, hooks):
     def program(run):
         run.kept = []
