@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
-from lightning_egeria.caching.hooks import BatchHooks, uses_argument
-from lightning_egeria.caching.loading import PlannedDataset, is_own
-from lightning_egeria.caching.planned import PlannedLoader, gives_samples_once, why_not
+from lightning_egeria.caching.loader import Line, why_not
+from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.caching.stream import Stream
 from lightning_egeria.errors import ArgumentError, CacheError
-from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.training.callback import PrefixFreezing, freezing_of
-from lightning_egeria.training.observers import Observer
+from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
 
-# A child of Lightning's logger: its lines appear where Lightning's do, whatever the user has set up.
-_log = logging.getLogger("lightning.pytorch.lightning_egeria")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_STEP_HOOKS = {"on_train_batch_start": 0, "on_train_batch_end": 1}  # and the place of the batch, of the module's
-FIELDS_SHARE = 8  # of host_bytes is for the fields of samples
 _LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
 
 
@@ -105,24 +97,31 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self.augmentation_views = augmentation_views
         self.seed = seed
         self.prepare_data_per_node = datamodule.prepare_data_per_node
-        self._listener = _Listener()
-        self._owner: PrefixFreezing | None = None
+        self._notices = Notices("cache")
+        self._cache: PrefixCache | None = None
+        self._directory: CacheDirectory | None = None
         self._bar_entry: BarEntry | None = None
-        self._epochs: int | None = None
         self._stats = CacheStats(off="fit has not begun")
+        self._validation_stats = CacheStats(off="fit has not begun")
         for name in (*_BATCH_HOOKS, *_LOADERS):
             # Lightning asks whether a hook is overridden, so there must be none where the user has none.
             if is_overridden(name, datamodule):
-                setattr(self, name, getattr(datamodule, name))
+                own = self._val_dataloader if name == "val_dataloader" else getattr(datamodule, name)
+                setattr(self, name, own)
         _give_back_hyperparameters(datamodule)
         self.datamodule: pl.LightningDataModule = datamodule  # last, see `is_own`
 
     @property
     def stats(self) -> CacheStats:
-        """What the cache has done in the last fit, so far."""
-        if self._listener.cache is not None:
-            self._listener.cache.measure_disk()
+        """What the cache has done in training, in the last fit so far."""
+        if self._cache is not None:
+            self._cache.measure_disk()
         return self._stats
+
+    @property
+    def validation_stats(self) -> CacheStats:
+        """What the cache has done in validation, in the last fit so far; of the last loader, if there are several."""
+        return self._validation_stats
 
     @property
     def hparams(self) -> Any:
@@ -151,44 +150,88 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self.datamodule.prepare_data()
 
     def setup(self, stage: str) -> None:
-        """As the user's; finds what freezes."""
+        """Set up the user's data module, and find the callback that freezes."""
         self.datamodule.setup(stage)
         if stage == "fit":
             self._close()
-            self._listener = _Listener()
-            self._owner = freezing_of(self.trainer)
-            if self._owner is not None:
-                self._listener.owner = self._owner
-                self._owner.observers.add(self._listener)
+            owner = freezing_of(self.trainer)
+            reason = self._reason_against(owner)
+            if reason is None:
+                try:
+                    self._directory = CacheDirectory(self.cache_dir)
+                except CacheError as error:
+                    reason = str(error)
+            if reason is not None:
+                self._turn_off(reason)
+            elif owner is not None:
+                self._cache = PrefixCache(owner, self._notices)
+                owner.observers.add(self._cache)
 
     def train_dataloader(self) -> Any:
-        """The user's, with a plan behind each batch if it can have one."""
+        """Return the user's DataLoader, with a plan behind each batch if it can have one."""
         loader = self.datamodule.train_dataloader()
-        self._close_cache()
-        reason = self._reason_against() or why_not(loader)
-        if reason is None:
-            loader = self._divided(loader)
-        directory = None
-        try:
-            directory = CacheDirectory(self.cache_dir) if reason is None else None
-        except CacheError as error:
-            reason = str(error)
-        if directory is None or self._owner is None:
-            self._stats = CacheStats(off=reason)
-            if not getattr(self.trainer, "fast_dev_run", False):
-                rank_zero_warn(f"the cache of the frozen layers is off: {reason}")
+        return self._line("training", loader) if self._cache is not None else loader
+
+    def _val_dataloader(self) -> Any:
+        """Return the user's validation loaders, with plans behind their batches."""
+        loaders = self.datamodule.val_dataloader()
+        if self._cache is None or not _is_fitting(self.trainer):
+            return loaders
+        if isinstance(loaders, (list, tuple)):
+            return [self._line(f"validation {at}", loader) for at, loader in enumerate(loaders)]
+        return self._line("validation", loaders)
+
+    def _line(self, name: str, loader: Any) -> Any:
+        cache, directory, training = self._cache, self._directory, name == "training"
+        reason = why_not(loader)
+        if cache is None or directory is None or reason is not None:
+            if training:
+                self._turn_off(str(reason))
             return loader
+        connector = getattr(self.trainer, "_data_connector", None)
+        if connector is not None:  # with several processes, the loader of this one
+            stage = RunningStage.TRAINING if training else RunningStage.VALIDATING
+            loader = connector._prepare_dataloader(loader, training, stage)
+        owner = cache.owner
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
-        limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes)
-        dataset = PlannedDataset(loader.dataset, loader.collate_fn, self.host_bytes // FIELDS_SHARE)
-        views = self.augmentation_views
-        cache = PrefixCache(dataset, directory, limits, views, self.seed, self._owner.will_compare, self._hooks())
-        self._stats = cache.stats
-        self._listener.follow(cache)
-        self._bar_entry = BarEntry(self.trainer, "cached", cache.progress)
+        limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes if training else 0)
+        views, observes = (self.augmentation_views, owner.will_compare) if training else (0, _never)
+
+        def make_stream(dataset: PlannedDataset, elsewhere: Any) -> Stream:
+            return Stream(name, dataset, directory, limits, views, self.seed, observes, elsewhere, self._notices)
+
+        arrived = cache.arrived_for_training if training else cache.arrived_for_validation
+        line = Line(loader, make_stream, self._epochs if training else _forever, arrived)
+        cache.add(name, line)
+        if training:
+            self._stats = line.stream.stats
+            if self._bar_entry is not None:
+                self._bar_entry.remove()
+            self._bar_entry = BarEntry(self.trainer, "cached", line.stream.progress_text)
+        else:
+            self._validation_stats = line.stream.stats
+        return line.loader
+
+    def _epochs(self, once: bool) -> tuple[int, int | None]:
         epochs = getattr(self.trainer, "max_epochs", None) or -1
-        self._epochs = epochs if epochs > 0 and gives_samples_once(loader) else None
-        return PlannedLoader(loader, dataset, cache.plan, cache.receive, self._begin_epoch, cache.is_on)
+        return self.trainer.current_epoch if self.trainer is not None else 0, epochs if epochs > 0 and once else None
+
+    def _turn_off(self, reason: str) -> None:
+        self._stats = CacheStats(off=reason)
+        if not getattr(self.trainer, "fast_dev_run", False):
+            self._notices.warn(f"the cache of the frozen layers is off: {reason}", once=reason)
+
+    def invalidate(self, ids: Iterable[int] | None = None) -> None:
+        """Compare samples with their entries before these are used again, because the data changed.
+
+        Changes of the dataset's own attributes are seen at the start of an epoch. Call this after a change that cannot
+        be seen there, such as a file that was rewritten.
+
+        Args:
+            ids: indices of the samples; None for all.
+        """
+        if self._cache is not None:
+            self._cache.forget_verified(ids)
 
     def teardown(self, stage: str) -> None:
         """As the user's; what was cached stays on disk."""
@@ -210,17 +253,8 @@ class FrozenPrefixCache(pl.LightningDataModule):
         """That of the user's own."""
         self.datamodule.load_state_dict(dict(state_dict["datamodule"]))
 
-    def _begin_epoch(self) -> None:
-        if self._listener.cache is not None and self.trainer is not None:
-            self._listener.cache.begin_epoch(self.trainer.current_epoch, self._epochs)
-
-    def _divided(self, loader: Any) -> Any:
-        """With several processes, the loader of this one, as Lightning would make it of the user's."""
-        connector = getattr(self.trainer, "_data_connector", None)
-        return loader if connector is None else connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
-
-    def _reason_against(self) -> str | None:
-        if self._owner is None:
+    def _reason_against(self, owner: PrefixFreezing | None) -> str | None:
+        if owner is None:
             others = ", ".join(type(c).__name__ for c in self._callbacks() if "inetuning" in type(c).__name__)
             return "there is no KnowledgeGuidedFreezing among the callbacks, so nothing tells what is frozen" + (
                 f" ({others} is not asked)" if others else ""
@@ -237,116 +271,44 @@ class FrozenPrefixCache(pl.LightningDataModule):
             return "fast_dev_run"
         return None
 
-    def _hooks(self) -> BatchHooks:
-        """What hooks of the user may do with a batch."""
-        module = getattr(self.trainer, "lightning_module", None)
-        for name in _BATCH_HOOKS:
-            for owner in (self.datamodule, module):
-                if owner is not None and is_overridden(name, owner):
-                    return BatchHooks(True, f"{type(owner).__name__}.{name} may change them")
-        for name, place in _STEP_HOOKS.items():
-            for owner in (module, *self._callbacks()):
-                if uses_argument(owner, name, place if owner is module else place + 2):  # the trainer and the module
-                    # In front of the step, it may change them too.
-                    return BatchHooks(name == "on_train_batch_start", f"{type(owner).__name__}.{name} uses them")
-        return BatchHooks()
-
     def _callbacks(self) -> list[Any]:
         return list(getattr(self.trainer, "callbacks", []))
 
     def _tell_the_end(self) -> None:
         stats = self._stats
         total = stats.hits + stats.advanced + stats.misses
-        if total and not _rank():
-            _log.info(
-                f"cache: {stats.hits + stats.advanced} of {total} samples came from the cache since the first freeze, "
+        if total:
+            self._notices.inform(
+                f"{stats.hits + stats.advanced} of {total} samples came from the cache since the first freeze, "
                 f"{stats.not_loaded} were not even loaded; about {stats.seconds_saved:.1f} s saved; "
                 f"{stats.bytes_on_disk / 1e9:.2f} GB in {self.cache_dir}"
             )
 
     def _close(self) -> None:
-        self._close_cache()
-        if self._owner is not None:
-            self._owner.observers.remove(self._listener)
-
-    def _close_cache(self) -> None:
         if self._bar_entry is not None:
             self._bar_entry.remove()
-        if self._listener.cache is not None:
-            self._listener.cache.close()
-            self._listener.cache = None
+        if self._cache is not None:
+            self._cache.owner.observers.remove(self._cache)
+            self._cache.close()
+        self._cache = None
 
 
-class _Listener(Observer):
-    """What the callback tells goes to the cache of the current DataLoader; what that has to say goes to the user."""
-
-    def __init__(self) -> None:
-        self.cache: PrefixCache | None = None
-        self.owner: PrefixFreezing | None = None
-        self._seen: tuple[FrozenPrefix | None, int] = (None, 0)
-
-    def follow(self, cache: PrefixCache) -> None:
-        """There is a new DataLoader."""
-        self.cache = cache
-        prefix = self._prefix()
-        if prefix is not None and prefix.depth:
-            cache.prefix_changed(prefix)
-
-    def batch_start(self, batch: Any, step: int) -> None:
-        """A batch is there for the next training step."""
-        if self.cache is not None:
-            self.cache.batch_begins(batch)
-        self._look()
-        if self.cache is not None:
-            self.cache.step_begins()
-
-    def forward_end(self, loss: Tensor) -> None:
-        """Its forward is over."""
-        if self.cache is not None:
-            self.cache.forward_ended()
-
-    def batch_end(self) -> None:
-        """The batch is done."""
-        if self.cache is None:
-            return
-        self.cache.step_ended()
-        self._tell(self.cache)
-
-    def abort(self) -> None:
-        """The batch has no end."""
-        if self.cache is not None:
-            self.cache.forward_ended()
-
-    def optimizer_step(self, step: int) -> None:
-        """Something may have frozen."""
-        self._look()
-
-    def _prefix(self) -> FrozenPrefix | None:
-        freezer = self.owner.freezer if self.owner is not None else None
-        return freezer.prefix if freezer is not None else None
-
-    def _look(self) -> None:
-        prefix = self._prefix() or self._seen[0]  # which is unfrozen, if the layer chain is to be found anew
-        seen = (prefix, prefix.version if prefix is not None else 0)
-        if seen != self._seen and self.cache is not None and prefix is not None and seen[1]:
-            self.cache.prefix_changed(prefix)
-        self._seen = seen
-
-    def _tell(self, cache: PrefixCache) -> None:
-        while cache.messages:
-            level, text = cache.messages.pop(0)
-            if rank := _rank():  # which may be alone with what its cache meets
-                if level >= logging.WARNING:
-                    _log.warning(f"cache of rank {rank}: {text}")
-            elif level >= logging.WARNING:
-                rank_zero_warn(f"cache: {text}")
-            else:
-                _log.info(f"cache: {text}")
+def _never(batches_ahead: int) -> bool:
+    return False
 
 
-def _rank() -> int:
-    """Of this process among all of the job, as Lightning has it set."""
-    return getattr(rank_zero_only, "rank", 0)
+def _forever(once: bool) -> tuple[int, int | None]:
+    """Nobody knows how often validation will run."""
+    return 0, None
+
+
+def _is_fitting(trainer: Any) -> bool:
+    return getattr(getattr(trainer, "state", None), "fn", None) == TrainerFn.FITTING
+
+
+def is_own(wrapper: Any, name: str, wrapped: str) -> bool:
+    """Whether an attribute is set on the wrapper itself; all that is set before ``wrapped`` is its own."""
+    return wrapped not in vars(wrapper) or name in vars(wrapper) or hasattr(type(wrapper), name)
 
 
 def _give_back_hyperparameters(datamodule: pl.LightningDataModule) -> None:

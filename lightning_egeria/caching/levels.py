@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
-from lightning_egeria.caching.made import DIGEST_BYTES, UNKNOWN, Digests, MadeArguments
 from lightning_egeria.caching.store import ActivationStore
 
 Rows = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+STAMP_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +79,10 @@ class Pieces:
     Attributes:
         data: in memory order, ``[pieces, ...]``.
         lengths: pieces of each row, ``[rows]``; None: one each.
-        digests: of what each row was computed of, ``[rows]``; None: that is not known by digests.
     """
 
     data: Tensor
     lengths: Rows | None
-    digests: Digests | None = None
 
     def rows(self) -> list[Tensor]:
         """Each row in memory order."""
@@ -95,11 +94,10 @@ class Pieces:
         """Some of the rows, not copied if it is all of them."""
         if kept.all():
             return self
-        digests = self.digests[kept] if self.digests is not None else None
         if self.lengths is None:
-            return Pieces(_chosen(self.data, np.flatnonzero(kept)), None, digests)
+            return Pieces(_chosen(self.data, np.flatnonzero(kept)), None)
         places = np.flatnonzero(np.repeat(kept, self.lengths))
-        return Pieces(_chosen(self.data, places), self.lengths[kept], digests)
+        return Pieces(_chosen(self.data, places), self.lengths[kept])
 
     def batch(self, form: RowForm, length: int | None, device: torch.device) -> Tensor:
         """As the network gives it, ``[rows, ...]``: with zeros behind the end of each sample, up to ``length``."""
@@ -143,18 +141,14 @@ class MemoryTier:
         form: of the rows.
         entries: how many entries the store has.
         device: where to keep them.
-        with_digests: whether rows have digests, which are kept with them.
     """
 
-    def __init__(
-        self, capacity_bytes: int, form: RowForm, entries: int, device: torch.device, with_digests: bool = False
-    ) -> None:
+    def __init__(self, capacity_bytes: int, form: RowForm, entries: int, device: torch.device) -> None:
         pieces = capacity_bytes // max(1, form.piece_bytes)
         self._capacity = min(pieces, 2**31 - 1) if form.ragged else min(pieces, entries)
         kept = entries if self._capacity else 0
         self._place = np.full(kept, -1, np.int32)
         self._length = np.zeros(kept, np.int32) if form.ragged else None
-        self._digest = np.full(kept, UNKNOWN, np.uint64) if with_digests else None
         # Memory of the host is taken page by page as it is written.
         self._pieces = torch.empty((self._capacity, *form.piece), dtype=form.dtype, device=device)
         self._used = 0
@@ -167,11 +161,10 @@ class MemoryTier:
     def take(self, entries: Rows) -> Pieces:
         """Rows that are here."""
         starts = self._place[entries].astype(np.int64)
-        digests = self._digest[entries] if self._digest is not None else None
         if self._length is None:
-            return Pieces(_chosen(self._pieces, starts), None, digests)
+            return Pieces(_chosen(self._pieces, starts), None)
         lengths = self._length[entries].astype(np.int64)
-        return Pieces(_chosen(self._pieces, ranges(starts, lengths)), lengths, digests)
+        return Pieces(_chosen(self._pieces, ranges(starts, lengths)), lengths)
 
     def put(self, entries: Rows, rows: Pieces) -> None:
         """Keep as many rows as still fit."""
@@ -192,8 +185,6 @@ class MemoryTier:
                 _as_bytes(self._pieces)[place] = _as_bytes(kept.data)
             if self._length is not None:
                 self._length[entries[new]] = lengths[new]
-            if self._digest is not None and rows.digests is not None:
-                self._digest[entries[new]] = rows.digests[new]
             # Last: whoever finds a place finds its row.
             self._place[entries[new]] = self._used + np.cumsum(lengths[new]) - lengths[new]
             self._used += count
@@ -211,67 +202,46 @@ class MemoryTier:
     @property
     def index_bytes(self) -> int:
         """Memory for knowing where the rows are."""
-        others = sum(array.nbytes for array in (self._length, self._digest) if array is not None)
-        return self._place.nbytes + others
+        return self._place.nbytes + (self._length.nbytes if self._length is not None else 0)
 
 
 @dataclasses.dataclass
 class Level:
-    """One boundary that is cached.
+    """One cached boundary.
 
     Attributes:
-        cut: depth of the boundary.
-        form: of its activations.
-        store: on disk.
-        host: in the memory of the host.
-        device: in the memory of the device that trains, if that is another.
-        doubtful: the index as it was when the store was opened: what an earlier run has left is compared with its
-            sample before it is used. Zero for what was, and for what is of this run; None: there was nothing.
-        made: arguments of the network whose rows the entries hold digests of.
-        is_found: an earlier run, or another process, has left entries in the store.
+        depth: depth of the boundary.
+        key: number of the computation whose results the entries are.
+        form: form of the rows.
+        store: entries on disk.
+        host: entries in the memory of the host.
+        device: entries in the memory of the device that trains, if that is another.
+        stamps: digests of what each entry was computed from, ``[entries, 2]``: of the sample, and of what the program
+            made. Known once an entry was written or read.
+        verified: whether this run has compared or written the entry, ``[entries]``.
     """
 
-    cut: int
+    depth: int
+    key: int
     form: RowForm
     store: ActivationStore
     host: MemoryTier
     device: MemoryTier
-    doubtful: npt.NDArray[np.uint32] | None = None
-    made: MadeArguments = dataclasses.field(default_factory=MadeArguments)
-    is_found: bool = False
+    stamps: npt.NDArray[np.uint64]
+    verified: Flags
 
     def present(self, entries: Rows) -> Flags:
         """Which entries are there, as far as the index says."""
         found: Flags = self.store.index[entries] != 0
         return found
 
-    def is_doubtful(self, entries: Rows) -> Flags:
-        """Which entries are to be compared with their samples."""
-        return self.doubtful[entries] != 0 if self.doubtful is not None else np.zeros(len(entries), bool)
-
-    def holds_fields(self, number: int, fields: bytes | None) -> bool:
-        """Whether an entry of an earlier run is of the sample that has these fields now; if not, it is no entry."""
-        if self.doubtful is None:
-            return True
-        found, self.doubtful[number] = self.doubtful[number], 0
-        same = fields is not None and self.store.read_fields(number) == fields
-        unchanged = self.store.index[number] == found
-        if same and unchanged:
-            return True
-        if unchanged:  # and not written anew by another process
+    def forget(self, entries: Rows) -> None:
+        """Make misses of entries."""
+        for number in entries.tolist():
             self.store.forget(number)
-        return False
-
-    def _forget(self, number: int) -> None:
-        """An entry cannot be read: what is written in its place is of this run."""
-        self.store.forget(number)
-        if self.doubtful is not None:
-            self.doubtful[number] = 0
-
-    def drop_row(self, number: int) -> None:
-        """Nothing of an entry is kept in memory any longer."""
-        self.host.drop(number)
-        self.device.drop(number)
+            self.host.drop(number)
+            self.device.drop(number)
+        self.verified[entries] = False
 
     def release_memory(self) -> None:
         """Keep rows on disk only."""
@@ -289,35 +259,27 @@ class Level:
         if held.all() and not pin:
             return host.take(entries), sound
         data = torch.empty((len(entries), *self.form.piece), dtype=self.form.dtype, pin_memory=pin)
-        digests = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None
         raw = _as_bytes(data)
         if held.any():
-            taken = host.take(entries[held])
-            raw[held] = _as_bytes(taken.data)
-            if digests is not None and taken.digests is not None:
-                digests[held] = taken.digests
+            raw[held] = _as_bytes(host.take(entries[held]).data)
         for place in np.flatnonzero(~held):
             number = int(entries[place])
-            shape, digest = self._read_one(number, raw[place])
-            if shape != self.form.piece:
+            if self._read_one(number, raw[place]) != self.form.piece:
                 sound[place] = False
-                self._forget(number)
-            elif digests is not None:
-                digests[place] = digest
-        rows = Pieces(data, None, digests)
+                self.forget(entries[place : place + 1])
+        rows = Pieces(data, None)
         new = ~held & sound
         if new.any():
             host.put(entries[new], rows.select(new))
         return rows.select(sound), sound
 
-    def _read_one(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[tuple[int, ...] | None, int]:
-        """The shape of an entry, and the digest that it has; None: it cannot be read."""
-        if not self.made.numbers:
-            return self.store.read(number, into), UNKNOWN
+    def _read_one(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[int, ...] | None:
+        """Read the activation and the stamps of an entry; return the shape, None if it is not sound."""
         shape, fields = self.store.read_both(number, into) or (None, None)
-        if fields is None or len(fields) != DIGEST_BYTES:
-            return None, UNKNOWN
-        return shape, int.from_bytes(fields, "little")
+        if shape is None or fields is None or len(fields) < STAMP_BYTES:
+            return None
+        self.stamps[number] = stamps_of(fields)
+        return shape
 
     def _read_ragged(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
         host = self.host  # which may be released meanwhile
@@ -326,21 +288,16 @@ class Level:
         held = host.holds(entries)
         taken = host.take(entries[held]) if held.any() else None
         known = iter(taken.rows() if taken is not None else ())
-        digests = np.full(len(entries), UNKNOWN, np.uint64) if self.made.numbers else None
-        if taken is not None and digests is not None and taken.digests is not None:
-            digests[held] = taken.digests
         buffer = self.store.buffer()
         for place, number in enumerate(entries.tolist()):
             if held[place]:
                 parts.append(next(known))
                 continue
-            shape, digest = self._read_one(number, buffer)
+            shape = self._read_one(number, buffer)
             if shape is None or shape[1:] != self.form.piece:
                 sound[place] = False
-                self._forget(number)
+                self.forget(entries[place : place + 1])
                 continue
-            if digests is not None:
-                digests[place] = digest
             row = torch.empty(shape, dtype=self.form.dtype)
             _as_bytes(row.unsqueeze(0))[0] = buffer[: shape[0] * self.form.piece_bytes]
             parts.append(row)
@@ -348,7 +305,7 @@ class Level:
         if data.numel():
             np.concatenate([_as_bytes(part) for part in parts if len(part)], out=_as_bytes(data))
         lengths = np.array([len(part) for part in parts], np.int64)
-        rows = Pieces(data, lengths, digests[sound] if digests is not None else None)
+        rows = Pieces(data, lengths)
         new = ~held & sound
         if new.any():
             host.put(entries[new], rows.select(new[sound]))
@@ -365,9 +322,20 @@ class Level:
             if self.store.index[entries[place]]:
                 continue
             raw = _as_bytes(row.unsqueeze(0))[0]
+            self.stamps[entries[place]] = stamps_of(fields[place])
+            self.verified[entries[place]] = True
             done[place] = self.store.write(int(entries[place]), raw, tuple(row.shape), fields[place]) > 0
         self.host.put(entries[done], rows.select(done))
         return int(done.sum())
+
+
+def stamps_of(fields: bytes) -> tuple[int, int]:
+    """Return the stamps of an entry: digests of the sample's fields, and of what the program made of its own.
+
+    Args:
+        fields: as in the store: 8 bytes of the second stamp, then the fields of the sample.
+    """
+    return xxhash.xxh3_64_intdigest(fields[STAMP_BYTES:]), int.from_bytes(fields[:STAMP_BYTES], "little")
 
 
 def _chosen(rows: Tensor, places: Rows) -> Tensor:

@@ -1,168 +1,102 @@
-"""Loading one batch as planned: samples that are on disk already come without what only the frozen prefix reads.
-
-This side runs where the user's DataLoader runs it: in its worker processes, or in the training process.
-"""
+"""Loading a batch as planned, where the user's DataLoader loads it: in its worker processes or in this one."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable
+import itertools
+import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
+import xxhash
 from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lightning_egeria.batches.tree import tensor_leaves
-from lightning_egeria.caching.findings import (
-    Findings,
-    InputField,
-    Inspector,
-    empty,
-    encoded_fields,
-    has_positions,
-    kept_random_state,
-    leaf_of_each,
-    length_of,
-    seed_all,
-    structure_of,
-)
-from lightning_egeria.caching.samples import copy_of, decode, leaves_of, with_leaves
+from lightning_egeria.batches.tree import change_leaves
+from lightning_egeria.caching.data_state import changed, moving_of
+from lightning_egeria.caching.lazy import Keys, LazyTensor, Meta, Node, Tape, plain
+from lightning_egeria.caching.levels import STAMP_BYTES
+from lightning_egeria.caching.plan import Loaded, Mode, Plan, Sent, operation
+from lightning_egeria.caching.samples import Absent, decode, encode, leaves_of, with_leaves
 from lightning_egeria.caching.store import ActivationStore, StoreError
+from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
-KEPT_FIELDS_OVERHEAD = 500  # bytes of a sample's fields in memory, beside the fields themselves
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to load for one batch.
-
-    Attributes:
-        number: of the batch, counted over the whole fit.
-        ids: sample ids, in the order of the batch.
-        version: of the prefix that it was planned for.
-        entries: number of each sample's entry.
-        stores: folders of stores.
-        stored: for each sample, number of the store that holds its fields; -1: load it.
-        seeds: of each sample's randomness; None leaves it as it comes.
-        input_field: the field that only the prefix reads.
-        structure: of a sample.
-        length_leaf: number of the leaf, among those of a sample, that tells its length; None: all are alike.
-        keep: encode the fields of the samples, for writing them.
-        examine: look at the samples themselves.
-    """
-
-    number: int
-    ids: tuple[int, ...]
-    version: int = 0
-    entries: tuple[int, ...] = ()
-    stores: tuple[Path, ...] = ()
-    stored: tuple[int, ...] = ()
-    seeds: tuple[int, ...] | None = None
-    input_field: InputField | None = None
-    structure: Any = None
-    length_leaf: int | None = None
-    keep: bool = False
-    examine: bool = False
+MAX_STEPS = 20_000  # operations in a collate function that are sent to the training process
 
 
-class Loaded(NamedTuple):
-    """A batch, and what its plan came to.
-
-    Attributes:
-        batch: as the user's collate function made it; without the input if no sample of it was loaded.
-        number: of its plan.
-        loaded: whether each sample was loaded, with its input.
-        fields: encoded fields of each sample, if the plan wants them; None where they cannot be.
-        lengths: of the samples, if the plan asks for them.
-        input_shape: shape of the input that is missing from ``batch``; None if it is there.
-        findings: if the plan wants them.
-        odd: a sample is None, say because its file cannot be read, or of another structure than that of the plan: what
-            the collate function makes of the whole batch is its own affair, and every sample was loaded.
-    """
-
-    batch: Any
-    number: int
-    loaded: tuple[bool, ...]
-    fields: tuple[bytes | None, ...] | None
-    lengths: tuple[int, ...] | None
-    input_shape: tuple[int, ...] | None
-    findings: Findings | None
-    odd: bool = False
+def _stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+    return torch.stack(batch, 0)
 
 
-def is_own(wrapper: Any, name: str, wrapped: str) -> bool:
-    """Whether an attribute is to be set on the wrapper itself; all that is set before ``wrapped`` is its own."""
-    return wrapped not in vars(wrapper) or name in vars(wrapper) or hasattr(type(wrapper), name)
+default_collate_fn_map[LazyTensor] = _stack  # else it takes shared memory for values that are not there
 
 
 class PlannedDataset:
-    """The user's dataset and collate function behind plans. Reads and writes of other attributes go to the dataset.
+    """The user's dataset and collate function, asked for planned batches.
 
     Args:
-        dataset: map-style, of the user.
-        collate: of the user's DataLoader.
-        memory_bytes: how much of the fields of samples may be kept in memory. Only of use in the training process.
-
-    Attributes:
-        changes: how often an attribute of the dataset was set to something else.
+        dataset: the user's map-style dataset.
+        collate: collate function of the user's DataLoader.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], memory_bytes: int = 0) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset = dataset
         self.collate = collate
-        self.changes = 0
-        self._memory_bytes = memory_bytes
-        self._known: dict[tuple[Path, int], tuple[bytes, list[Any]]] = {}
-        self._known_bytes = 0
         self._stores: dict[Path, ActivationStore | None] = {}
-        self.dataset = dataset  # last, see `is_own`
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "__setstate__"):  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if is_own(self, name, "dataset"):
-            super().__setattr__(name, value)
-        else:
-            self.changes += getattr(self.dataset, name, self) is not value
-            setattr(self.dataset, name, value)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stores": {}, "_known": {}, "_memory_bytes": 0}
+        return {**vars(self), "_stores": {}}
 
     def __getitems__(self, plan: Plan) -> Loaded:
-        samples, stored = self._samples(plan)
-        loaded = tuple(place not in stored for place in range(len(samples)))
-        if _are_odd([sample for sample, new in zip(samples, loaded, strict=True) if new], plan):
-            if not all(loaded):
-                samples = self._fetch(list(plan.ids), list(plan.seeds) if plan.seeds is not None else None)
-            every = (True,) * len(samples)
-            return Loaded(self.collate(samples), plan.number, every, None, None, None, None, odd=True)
-        findings = lengths = None
-        if plan.examine:
-            inspector = Inspector(self.dataset, self._fetch, self.collate)
-            findings = inspector.examine(plan.ids, plan.seeds, samples)
-        if plan.length_leaf is not None:
-            lengths = tuple(map(length_of, leaf_of_each(samples, plan.length_leaf)))
-        field, input_shape = plan.input_field, None
-        left_out = field.sample_leaf if field is not None else None
-        fields = None
-        if plan.keep:  # before the user's function, which may change the samples
-            fields = tuple(stored.get(place) or encoded_fields(one, left_out) for place, one in enumerate(samples))
-        if field is None or any(loaded):
-            batch = self.collate(samples)
-        elif field.batch_shape is None:
-            batch, input_shape = _without_leaf(self.collate(samples), field.batch_leaf)
-        else:
-            batch, input_shape = self.collate(samples), (len(samples), *field.batch_shape)
-        return Loaded(batch, plan.number, loaded, fields, lengths, input_shape, findings)
+        """Load a batch."""
+        if plan.mode is Mode.PLAIN:
+            return Loaded(self.collate(self.fetch(plan.ids, plan.seeds)), plan)
+        stored = self._stored(plan) if plan.mode is Mode.LAZY else None
+        if stored is not None:
+            tape = Tape(Keys(), len(plan.ids), lambda places: self.tensors(plan, places), lambda: None)
+            samples = [
+                with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
+                for position, leaves in enumerate(stored)
+            ]
+            return Loaded(_send(self.collate(samples)), plan, structure=plan.structure)
+        return self._load(dataclasses.replace(plan, mode=Mode.LOADED) if plan.mode is Mode.LAZY else plan)
+
+    def tensors(self, plan: Plan, places: list[tuple[int, int]]) -> list[Tensor]:
+        """Load samples of a planned batch; no random number of the process moves.
+
+        Args:
+            plan: plan of the batch.
+            places: position in the batch and number of the tensor, of each tensor that is wanted.
+        """
+        with preserved_random_state():
+            positions = sorted({position for position, _ in places})
+            seeds = tuple(plan.seeds[position] for position in positions) if plan.seeds is not None else None
+            samples = self.fetch([plan.ids[position] for position in positions], seeds)
+        leaves = dict(zip(positions, map(_tensors, samples), strict=True))
+        return [leaves[position][number] for position, number in places]
+
+    def fetch(self, ids: Iterable[Any], seeds: tuple[int, ...] | None) -> list[Any]:
+        """Load samples as a DataLoader does."""
+        if seeds is not None:
+            samples = []
+            with preserved_random_state():
+                for sample_id, seed in zip(ids, seeds, strict=True):
+                    random.seed(seed)
+                    np.random.seed(seed % 2**32)  # noqa: NPY002  # the generator that user code draws from
+                    torch.manual_seed(seed)
+                    samples.append(self.dataset[sample_id])
+            return samples
+        several = getattr(self.dataset, "__getitems__", None)
+        if several is not None:
+            return list(several(list(ids)))
+        return [self.dataset[sample_id] for sample_id in ids]
 
     def close(self) -> None:
         """Close the stores that were read. Safe to call twice."""
@@ -170,107 +104,212 @@ class PlannedDataset:
             if store is not None:
                 store.close()
         self._stores = {}
-        self._known.clear()
-        self._known_bytes = 0
 
-    def _samples(self, plan: Plan) -> tuple[list[Any], dict[int, bytes]]:
-        """The samples, and the encoded fields of those that were not loaded, by place."""
-        stored, leaves = self._stored(plan)
-        samples: dict[int, Any] = {}
-        field = plan.input_field
-        if field is not None:
-            # Nothing of the absent input is needed if it is absent from the whole batch.
-            all_stored = field.batch_shape is not None and len(leaves) == len(plan.ids)
-            for place, values in leaves.items():
-                if all_stored:
-                    values[field.sample_leaf] = empty(values[field.sample_leaf])
-                samples[place] = with_leaves(plan.structure, iter(values))
-        missing = [place for place in range(len(plan.ids)) if place not in samples]
-        seeds = [plan.seeds[place] for place in missing] if plan.seeds is not None else None
-        samples.update(zip(missing, self._fetch([plan.ids[place] for place in missing], seeds), strict=True))
-        return [samples[place] for place in range(len(plan.ids))], stored
+    def _load(self, plan: Plan) -> Loaded:
+        moving, state = moving_of(self.dataset), RandomState.current()
+        samples = self.fetch(plan.ids, plan.seeds)
+        drew = None
+        if plan.seeds is None and RandomState.current() != state:
+            drew = "a global random generator"
+        elif (path := changed(moving, moving_of(self.dataset))) is not None:
+            drew = f"the dataset's attribute {path!r}"
+        structures = [with_leaves(sample, itertools.repeat(None)) for sample in samples]
+        structure = structures[0] if all(repr(one) == repr(structures[0]) for one in structures) else None
+        if structure is None:
+            return Loaded(self.collate(samples), dataclasses.replace(plan, mode=Mode.PLAIN), drew=drew)
+        every = plan.mode is Mode.TRIAL
+        inputs = range(len(_tensors(samples[0]))) if every else plan.inputs
+        fields = tuple(_fields_of(sample, () if every else inputs) for sample in samples)
+        tape = Tape(Keys(), len(samples), lambda places: [], lambda: None)
+        tracked = []
+        for position, sample in enumerate(samples):
+            count = itertools.count()
+            rows = [
+                tape.show(tape.row(position, number, Meta.of(leaf), leaf))
+                if type(leaf) is Tensor and (number := next(count)) in inputs
+                else leaf
+                for leaf in leaves_of(sample)
+            ]
+            tracked.append(with_leaves(sample, iter(rows)))
+        batch = self.collate(tracked)
+        return Loaded(_send(batch, keep_rows=every), plan, fields, structure, drew)
 
-    def _stored(self, plan: Plan) -> tuple[dict[int, bytes], dict[int, list[Any]]]:
-        """Encoded fields and leaves of the samples that need not be loaded, by place."""
-        stored: dict[int, bytes] = {}
-        leaves: dict[int, list[Any]] = {}
-        count = len(list(leaves_of(plan.structure)))
-        if self._stores.keys() - set(plan.stores):  # dropped since
+    def _stored(self, plan: Plan) -> list[list[Any]] | None:
+        """Leaves of all samples as their entries hold them, without the inputs; None if one cannot be read."""
+        if plan.store is None:
+            return None
+        if plan.store not in self._stores:
             self.close()
-        for place, number in enumerate(plan.stored) if plan.input_field is not None else ():
-            if number < 0:
-                continue
-            key = (plan.stores[number], plan.entries[place])
-            if key in self._known:
-                stored[place], values = self._known[key]
-                leaves[place] = [copy_of(leaf) for leaf in values]  # the user's function may change them
-                continue
-            fields = self._fields(*key)
-            if fields is not None:
-                with contextlib.suppress(ValueError):  # damaged: loaded like any other
-                    *values, _ = decode(fields)  # without the digest of what is not there
-                    if len(values) == count:
-                        stored[place], leaves[place] = fields, values
-                        self._keep(key, fields)
-        return stored, leaves
-
-    def _keep(self, key: tuple[Path, int], fields: bytes) -> None:
-        self._known_bytes += len(fields) + KEPT_FIELDS_OVERHEAD
-        if self._known_bytes <= self._memory_bytes:
-            self._known[key] = fields, decode(fields)[:-1]
-
-    def _fetch(self, ids: list[int], seeds: list[int] | None) -> list[Any]:
-        if not ids:
-            return []
-        if seeds is not None:
-            samples = []
-            with kept_random_state():
-                for sample_id, seed in zip(ids, seeds, strict=True):
-                    seed_all(seed)
-                    samples.append(self.dataset[sample_id])
-            return samples
-        several = getattr(self.dataset, "__getitems__", None)
-        if several is not None:
-            return list(several(ids))
-        return [self.dataset[sample_id] for sample_id in ids]
-
-    def _fields(self, folder: Path, entry: int) -> bytes | None:
-        if folder not in self._stores:
             try:
-                self._stores[folder] = ActivationStore(folder)
+                self._stores[plan.store] = ActivationStore(plan.store)
             except StoreError:  # removed since; the samples are loaded
-                self._stores[folder] = None
-        store = self._stores[folder]
-        return store.read_fields(entry) if store is not None else None
+                self._stores[plan.store] = None
+        store = self._stores[plan.store]
+        count = len(list(leaves_of(plan.structure)))
+        found = []
+        for entry in plan.entries:
+            fields = store.read_fields(entry) if store is not None else None
+            if fields is None:
+                return None
+            try:
+                leaves = decode(fields[STAMP_BYTES:])
+            except ValueError:  # damaged
+                return None
+            absent = [number for number, leaf in enumerate(_tensor_like(leaves)) if isinstance(leaf, Absent)]
+            if len(leaves) != count or absent != list(plan.inputs):
+                return None
+            found.append(leaves)
+        return found
 
 
-def _are_odd(samples: list[Any], plan: Plan) -> bool:
-    """Whether one of some samples that were loaded is not what the plan takes it for."""
-    if any(sample is None for sample in samples):
-        return True
-    leaves = [plan.input_field.sample_leaf] if plan.input_field is not None else []
-    leaves += [plan.length_leaf] if plan.length_leaf is not None else []
-    if not leaves:
-        return False
-    wanted = repr(plan.structure)
-    return any(repr(structure_of(sample)) != wanted for sample in samples) or not all(
-        has_positions(leaf) for number in leaves for leaf in leaf_of_each(samples, number)
-    )
-
-
-def as_it_is(loaded: Loaded) -> Loaded:
-    """The collate function of a planned DataLoader: `PlannedDataset` has called the user's already."""
+def as_it_is(loaded: Any) -> Any:
+    """Collate function of a planned DataLoader: `PlannedDataset` has called the user's already."""
     return loaded
 
 
-def replace_leaf(batch: Any, number: int, new: Tensor) -> Any:
-    """The batch with another tensor in the place of tensor ``number``."""
-    count = iter(range(10**9))
-    return apply_to_collection(batch, Tensor, lambda leaf: new if next(count) == number else leaf, allow_frozen=True)
+class WorkerInit:
+    """Shows the user's dataset to the user's ``worker_init_fn``, and to whoever asks `get_worker_info`."""
+
+    def __init__(self, function: Callable[[int], None] | None) -> None:
+        self._function = function
+
+    def __call__(self, worker: int) -> None:
+        """Run at the start of a worker process."""
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, (PlannedDataset, Rows)):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._function is not None:
+            self._function(worker)
 
 
-def _without_leaf(batch: Any, number: int) -> tuple[Any, tuple[int, ...]]:
-    """A stand-in takes no memory until it is sent to another process."""
-    shape = tuple(list(tensor_leaves(batch))[number].shape)
-    dtype = list(tensor_leaves(batch))[number].dtype
-    return replace_leaf(batch, number, torch.empty(0, dtype=dtype)), shape
+class Rows:
+    """Loads tensors of samples on request, for a worker process."""
+
+    def __init__(self, planned: PlannedDataset) -> None:
+        self._planned = planned
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self._planned.dataset
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitems__(self, request: tuple[Plan, list[tuple[int, int]]]) -> list[Tensor]:
+        return self._planned.tensors(*request)
+
+
+def load_in_worker(
+    loader: DataLoader[Any], planned: PlannedDataset, plan: Plan, places: list[tuple[int, int]]
+) -> list[Tensor]:
+    """Load tensors of samples in a new worker process, set up as those of a DataLoader."""
+    with preserved_random_state():
+        rows: Any = DataLoader(
+            Rows(planned),  # type: ignore[arg-type]  # it is asked for requests instead of indices
+            batch_sampler=[(plan, places)],  # type: ignore[list-item]
+            collate_fn=as_it_is,
+            num_workers=1,
+            worker_init_fn=WorkerInit(loader.worker_init_fn),
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator(),
+        )
+        (found,) = rows
+    return list(found)
+
+
+def stamp_of(fields: bytes) -> int:
+    """Return the digest of a sample's encoded fields."""
+    return xxhash.xxh3_64_intdigest(fields)
+
+
+def _tensors(sample: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(sample) if type(leaf) is Tensor]
+
+
+def _tensor_like(leaves: list[Any]) -> list[Any]:
+    return [leaf for leaf in leaves if type(leaf) in (Tensor, Absent)]
+
+
+def _fields_of(sample: Any, inputs: Iterable[int]) -> bytes | None:
+    """The encoded leaves of a sample, with digests in the place of its inputs; None if one cannot be encoded."""
+    left_out, count = set(inputs), itertools.count()
+    leaves = []
+    try:
+        for leaf in leaves_of(sample):
+            absent = type(leaf) is Tensor and next(count) in left_out
+            leaves.append(Absent.of(leaf) if absent else leaf)
+        return encode(leaves)
+    except (TypeError, RuntimeError):  # of a type that is not kept on disk, or a layout without strides
+        return None
+
+
+def _with_rows(tape: Tape, leaves: list[Any], position: int) -> list[Any]:
+    """The leaves of a sample, with lazy tensors for those that are absent."""
+    found, number = [], 0
+    for leaf in leaves:
+        if isinstance(leaf, Absent):
+            meta = Meta(leaf.shape, leaf.stride, leaf.torch_dtype, torch.device("cpu"))
+            leaf = tape.show(tape.row(position, number, meta))
+            number += 1
+        elif type(leaf) is Tensor:
+            number += 1
+        found.append(leaf)
+    return found
+
+
+def _send(batch: Any, keep_rows: bool = False) -> Any:
+    """The batch with its lazy tensors as plain descriptions; a tensor without a name is sent as it is."""
+
+    def send(lazy: LazyTensor) -> Any:
+        order = lazy.node.before(lambda _: False)
+        if lazy.node.key < 0 or len(order) > MAX_STEPS or any(len(node.siblings) > 1 for node in order):
+            return plain(lazy)
+        loaded = all(node.value is not None for node in order if node.row is not None)
+        places = {node: at for at, node in enumerate(order)}
+        steps: list[tuple[Any, ...]] = []
+        for node in order:
+            if node.row is not None:
+                steps.append((node.row, node.meta, node.value if keep_rows else None))
+            elif node.call is not None:
+                flat = tuple(_Step(places[leaf]) if isinstance(leaf, Node) else leaf for leaf in node.call.flat)
+                steps.append((str(node.call.run), flat, node.call.spec, node.meta))
+            else:
+                steps.append((node.value,))
+        return Sent(tuple(steps), plain(lazy) if loaded else None)
+
+    return change_leaves(batch, LazyTensor, send)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """An earlier step, among the arguments of an operation."""
+
+    number: int
+
+
+def receive(batch: Any, tape: Tape) -> Any:
+    """Return the batch with lazy tensors on ``tape`` for what `PlannedDataset` has described."""
+    rows: dict[tuple[int, int], Node] = {}
+
+    def arrive(sent: Sent) -> Tensor:
+        nodes: list[Node] = []
+        for step in sent.steps:
+            if len(step) == 3:
+                row, meta, value = step
+                if row not in rows:
+                    rows[row] = tape.row(row[0], row[1], meta, value)
+                nodes.append(rows[row])
+            elif len(step) == 1:
+                nodes.append(tape.outside(step[0]))
+            else:
+                name, flat, spec, meta = step
+                arguments = [nodes[leaf.number] if isinstance(leaf, _Step) else leaf for leaf in flat]
+                made = tape.record(name, operation(name), arguments, spec, [meta])
+                if made is None:
+                    raise TypeError(f"an argument of {name} has no name")
+                nodes.append(made[0])
+        nodes[-1].value = sent.value
+        return tape.show(nodes[-1])
+
+    return change_leaves(batch, Sent, arrive)

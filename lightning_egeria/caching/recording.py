@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from lightning_egeria.caching.background import WriteBehind
-from lightning_egeria.caching.levels import Level, Pieces, RowForm, Rows, pieces_of
+from lightning_egeria.caching.levels import STAMP_BYTES, Level, Pieces, RowForm, Rows, pieces_of
 from lightning_egeria.caching.stats import CacheStats
-from lightning_egeria.caching.steps import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +28,15 @@ class Limits:
 
 
 class Recording:
-    """Writes what steps have computed, in the background; ends where there is no room, or no disk, for more.
+    """Writes entries in the background; ends where there is no room, or no disk, for more.
 
     Args:
-        limits: of room.
-        stats: where written entries are counted.
-        warn: tells the user; called with a text and what it is about.
+        limits: limits of room.
+        stats: counts written entries.
+        warn: called with a text for the user and the name of its cause.
 
     Attributes:
-        active: whether anything is still written.
+        active: whether entries are still written.
     """
 
     def __init__(self, limits: Limits, stats: CacheStats, warn: Callable[[str, str], None]) -> None:
@@ -48,59 +49,76 @@ class Recording:
         self._others = 0
 
     def restart(self, others: int) -> None:
-        """A new level is there, and stores of others take ``others`` bytes beside this run's."""
+        """A new level is there, and stores of other runs take ``others`` bytes."""
         self.active, self._error, self._others = True, None, others
 
-    def write(self, step: Step, levels: Sequence[Level], fields: Sequence[bytes | None] | None) -> None:
-        """Have the new rows of a step written.
+    def write(
+        self,
+        levels: Sequence[Level],
+        entries: Rows,
+        activation: Tensor,
+        fields: Sequence[bytes | None] | None,
+        made: npt.NDArray[np.uint64],
+    ) -> None:
+        """Write the rows of a batch that have no entry in the newest level.
 
         Args:
-            step: that computed the activation of the newest level.
-            levels: that are cached, the newest last.
-            fields: what the entry of each sample holds besides; None for those that are not written, or for all.
+            levels: the levels, the newest last.
+            entries: numbers of the entries, ``[samples]``.
+            activation: at the newest level's boundary, ``[samples, ...]``.
+            fields: encoded fields of each sample, None for one that is not written; None takes those of the entries of
+                an older level.
+            made: digest of what the program made of each sample, ``[samples]``.
         """
         level = levels[-1]
         if self._error is not None:
             self._end("the disk", self._error, level)
-        activation, lengths = step.computed, step.loaded.lengths
-        if not self.active or activation is None or fields is None:
+        if not self.active or RowForm.of(activation) != level.form:
             return
-        if level.form.ragged and (lengths is None or activation.ndim < 2 or activation.shape[1] != step.length):
-            return
-        if RowForm.of(activation, level.form.ragged) != level.form:
-            return  # of another size: never a hit
-        entries = step.entries
-        new = ~level.present(entries) & np.array([field is not None for field in fields])
-        if lengths is not None and step.length is not None:  # the collate function has cut longer ones off
-            new &= np.asarray(lengths) <= step.length
+        new = ~level.present(entries)
+        if fields is not None:
+            new &= np.array([one is not None for one in fields])
         if not new.any():
             return
         places = np.flatnonzero(new).tolist()
-        chosen = tuple(fields[place] or b"" for place in places)
-        own = [lengths[place] for place in places] if lengths is not None else None
-        rows = pieces_of(level.form, activation[torch.from_numpy(new).to(activation.device)], own)
-        if level.made.numbers:
-            rows = dataclasses.replace(rows, digests=np.frombuffer(b"".join(chosen), "<u8").astype(np.uint64))
+        rows = pieces_of(level.form, activation[torch.from_numpy(new).to(activation.device)], None)
         if level.device.capacity:
             level.device.put(entries[new], rows)
-        size = rows.data.nbytes + sum(map(len, chosen))
+        chosen = [fields[place] or b"" for place in places] if fields is not None else None
+        size = rows.data.nbytes + sum(map(len, chosen or ()))
         if self._has_room(levels, size):
             self._stats.to_write += len(places)
             host = dataclasses.replace(rows, data=rows.data.cpu())
-            self._writer.submit(lambda: self._write(level, entries[new], host, chosen), size)
+            older = tuple(reversed(levels[:-1]))
+            self._writer.submit(lambda: self._write(level, older, entries[new], host, chosen, made[new]), size)
 
     def finish(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         self._writer.finish()
 
     def close(self) -> None:
-        """Write what is waiting, and nothing any more. Safe to call twice."""
+        """Write what is waiting, and nothing after it. Safe to call twice."""
         self.active = False
         self._writer.close()
 
-    def _write(self, level: Level, entries: Rows, rows: Pieces, fields: tuple[bytes, ...]) -> None:
+    def _write(
+        self,
+        level: Level,
+        older: Sequence[Level],
+        entries: Rows,
+        rows: Pieces,
+        fields: list[bytes] | None,
+        made: npt.NDArray[np.uint64],
+    ) -> None:
+        if fields is None:
+            found = [_fields_in(older, number) for number in entries.tolist()]
+            kept = np.array([one is not None for one in found])
+            fields = [one for one in found if one is not None]
+            entries, rows, made = entries[kept], rows.select(kept), made[kept]
+        heads = [int(one).to_bytes(STAMP_BYTES, "little") for one in made]
         try:
-            self._stats.written += level.write(entries, rows, fields)
+            whole = tuple(head + one for head, one in zip(heads, fields, strict=True))
+            self._stats.written += level.write(entries, rows, whole)
         except OSError as error:
             self._error = f"writing to {level.store.folder} failed: {error.strerror or error}"
 
@@ -125,13 +143,22 @@ class Recording:
             count = int(np.count_nonzero(level.store.index))
             self._warn(
                 f"no more outputs of frozen layers are written: {reason}. {count} of {len(level.store.index)} entries "
-                "are there and stay in use; all other samples run the frozen layers",
+                "stay in use; all other samples run the frozen layers",
                 cause,
             )
 
 
+def _fields_in(levels: Sequence[Level], number: int) -> bytes | None:
+    """Encoded fields of a sample from the entry of a level."""
+    for level in levels:
+        fields = level.store.read_fields(number)
+        if fields is not None:
+            return fields[STAMP_BYTES:]
+    return None
+
+
 def bytes_on_disk(levels: Sequence[Level]) -> int:
-    """What the stores take at this moment."""
+    """Return the bytes that the stores take now."""
     with contextlib.suppress(OSError):
         return sum(level.store.disk_bytes for level in levels)
     return 0

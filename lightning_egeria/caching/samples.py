@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-_TENSOR, _ARRAY, _BYTES, _PLAIN, _STAND_IN = "tensor", "array", "bytes", "plain", "stand-in"
-MAX_NUMBERS = 2**20  # in a list that is left out: its stand-in takes memory
+_TENSOR, _ARRAY, _BYTES, _PLAIN, _ABSENT = "tensor", "array", "bytes", "plain", "absent"
 _MAX_DIMENSIONS = 64  # of numpy
 _CACHED_HEAD_BYTES = 1024
 # Of tensors: what can be filled, compared and made of bytes. Quantised ones end the process when they are printed.
@@ -32,38 +32,24 @@ _TORCH_DTYPES = {
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,4}", re.ASCII)
 
 
-class StandIn(NamedTuple):
-    """Stands for a tensor, an array or a list of numbers that was not loaded: NaN, or zeros where there is no NaN."""
+class Absent(NamedTuple):
+    """Stands for a tensor of a sample that is not kept: what it looks like, and the digest of its values."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: str
-    kind: str
+    digest: str
 
     @classmethod
-    def of(cls, leaf: Tensor | np.ndarray | list[Any]) -> StandIn:
-        """The stand-in of ``leaf``."""
-        if isinstance(leaf, list):
-            return cls((len(leaf),), "", _PLAIN)
-        if isinstance(leaf, np.ndarray):
-            return cls(leaf.shape, leaf.dtype.str, _ARRAY)
-        return cls(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."), _TENSOR)
+    def of(cls, tensor: Tensor) -> Absent:
+        """Describe a tensor."""
+        name = str(tensor.dtype).removeprefix("torch.")
+        return cls(tuple(tensor.shape), tensor.stride(), name, xxhash.xxh3_128_hexdigest(bytes_of(tensor)))
 
-    def leaf(self) -> Tensor | np.ndarray | list[Any]:
-        """What stands there; tensors and arrays take no memory."""
-        if self.kind == _PLAIN:
-            return [0] * self.shape[0]
-        if self.kind == _ARRAY:
-            dtype = np.dtype(self.dtype)
-            return np.broadcast_to(np.array(np.nan if dtype.kind in "fc" else 0, dtype), self.shape)
-        return stand_in_tensor(self.shape, _torch_dtype(self.dtype))
-
-
-def stand_in_tensor(
-    shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Tensor:
-    """A tensor of one element, seen in ``shape``: NaN, or zeros in a dtype that has no NaN."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return _torch_dtype(self.dtype)
 
 
 def leaves_of(sample: Any) -> Iterator[Any]:
@@ -101,40 +87,18 @@ def with_leaves(sample: Any, leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
-def same_leaf(first: Any, second: Any) -> bool:
-    """Whether two leaves are of one type and, bit for bit, of one value.
-
-    Raises:
-        TypeError: their type cannot be compared.
-    """
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, Tensor) and first.layout is torch.strided and not first.is_quantized:
-        return bool(first.dtype == second.dtype and torch.equal(bits_of(first), bits_of(second)))
-    if isinstance(first, np.ndarray) and first.dtype != object:
-        return first.dtype == second.dtype and first.shape == second.shape and bool(first.tobytes() == second.tobytes())
-    if isinstance(first, list):  # as a whole, one with NaN in it is not equal to itself
-        return len(first) == len(second) and all(map(same_leaf, first, second))
-    try:
-        return bool(first == second) or (first != first and second != second)
-    except Exception as error:  # whatever the user's own type raises
-        raise TypeError(f"two values of type {type(first).__name__} cannot be compared") from error
-
-
 def encode(leaves: list[Any]) -> bytes:
     """The leaves as bytes; `decode` is the inverse.
 
     Raises:
-        TypeError: a leaf is neither a tensor, an array, a number, a list of numbers, a text, bytes, None nor a
-            `StandIn`, or too large to be described.
+        TypeError: a leaf is neither a tensor, an array, a number, a list of numbers, a text, bytes, None nor
+            `Absent`, or too large to be described.
     """
     described: list[list[Any]] = []
     blobs: list[bytes] = []
     for leaf in leaves:
-        if isinstance(leaf, StandIn):
-            if not _is_left_out(leaf):
-                raise TypeError(f"a field of dtype {leaf.dtype!r} and shape {leaf.shape} cannot be left out")
-            described.append([_STAND_IN, list(leaf.shape), leaf.dtype, leaf.kind])
+        if isinstance(leaf, Absent):
+            described.append([_ABSENT, list(leaf.shape), [list(leaf.stride), leaf.dtype], leaf.digest])
         elif type(leaf) is Tensor and leaf.layout is torch.strided and leaf.dtype in _TORCH_DTYPES.values():
             blobs.append(bytes_of(leaf))
             described.append([_TENSOR, list(leaf.shape), str(leaf.dtype).removeprefix("torch.")])
@@ -179,13 +143,19 @@ def decode(data: bytes) -> list[Any]:
         elif part.kind == _ARRAY:
             array = np.frombuffer(bytearray(raw), part.dtype).reshape(part.shape)
             leaves.append(_checked(array)[()] if part.value else _checked(array))
-        elif isinstance(part.value, StandIn):  # of a list
-            leaves.append(part.value.leaf())
         else:
             leaves.append(list(part.value) if isinstance(part.value, list) else part.value)
     if end != len(data):
         raise ValueError("not the fields of a sample: the length is wrong")
     return leaves
+
+
+def without_inputs(fields: bytes, inputs: Collection[int]) -> bytes:
+    """Return encoded leaves with digests in the place of some tensors, which are counted among the tensors."""
+    count = itertools.count()
+    return encode(
+        [Absent.of(leaf) if type(leaf) is Tensor and next(count) in inputs else leaf for leaf in decode(fields)]
+    )
 
 
 class _Part(NamedTuple):
@@ -203,8 +173,6 @@ def _parts_of(head: bytes) -> tuple[_Part, ...]:
         parts = tuple(_part_of(*described) for described in json.loads(head))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not the fields of a sample: {error}") from error
-    if sum(part.kind == _STAND_IN for part in parts) > 1:
-        raise ValueError("not the fields of a sample: more than one of them is left out")
     return parts
 
 
@@ -218,8 +186,10 @@ def _part_of(kind: str, first: Any, dtype: Any = "", last: Any = False) -> _Part
         return _Part(kind, 0, value=first)
     if kind == _BYTES and type(first) is int and first >= 0:
         return _Part(kind, first)
-    if kind == _STAND_IN and _is_left_out(leaf := StandIn(_shape(first), dtype, last)):
-        return _Part(kind, 0, value=leaf if last == _PLAIN else leaf.leaf())
+    if kind == _ABSENT and type(last) is str and len(dtype) == 2:
+        shape, stride = _shape(first), _shape(dtype[0])
+        if len(shape) == len(stride) and dtype[1] in _TORCH_DTYPES:
+            return _Part(kind, 0, value=Absent(shape, stride, dtype[1], last))
     if kind == _TENSOR:
         shape, known = _shape(first), _torch_dtype(dtype)
         return _Part(kind, math.prod(shape) * known.itemsize, known, shape)
@@ -239,15 +209,6 @@ def _shape(described: Any) -> tuple[int, ...]:
     return shape
 
 
-def _is_left_out(leaf: StandIn) -> bool:
-    """Whether it can be made without taking much memory."""
-    if leaf.kind == _PLAIN:
-        return leaf.dtype == "" and len(leaf.shape) == 1 and leaf.shape[0] <= MAX_NUMBERS
-    if leaf.kind == _ARRAY:
-        return bool(_ARRAY_DTYPE.fullmatch(leaf.dtype))
-    return leaf.kind == _TENSOR and leaf.dtype in _TORCH_DTYPES
-
-
 def _checked(array: np.ndarray) -> np.ndarray:
     """The array, unless it has values that numpy never makes: reading one of them raises, or worse.
 
@@ -261,39 +222,9 @@ def _checked(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def digest_of(leaf: Tensor | np.ndarray | list[Any]) -> bytes:
-    """Eight bytes that tell one value of a leaf from others.
-
-    >>> digest_of([1, 2]) == digest_of([1, 2]), digest_of([1, 2]) == digest_of([1, 3])
-    (True, False)
-    """
-    if isinstance(leaf, list):
-        data = json.dumps(leaf).encode()
-    else:
-        data = bytes_of(leaf) if isinstance(leaf, Tensor) else leaf.tobytes()
-    return xxhash.xxh3_64_digest(data)
-
-
-def copy_of(leaf: Any) -> Any:
-    """The leaf itself, or a copy of what could be changed in place; a stand-in cannot."""
-    if isinstance(leaf, Tensor):
-        return leaf if leaf.ndim and not any(leaf.stride()) else leaf.clone()
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy() if leaf.flags.writeable else leaf
-    return list(leaf) if isinstance(leaf, list) else leaf
-
-
 def is_numbers(value: Any) -> bool:
     """Whether it is a list of numbers: the tokens of a text, say."""
     return type(value) is list and all(type(item) in (bool, int, float) for item in value)
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """The same memory as integers: NaN equals NaN, and 0.0 differs from -0.0. A copy if it is not contiguous."""
-    if not tensor.dtype.is_floating_point:
-        return tensor.detach()
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().contiguous().view(integers[tensor.element_size()])
 
 
 def bytes_of(tensor: Tensor) -> bytes:

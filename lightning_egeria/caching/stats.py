@@ -8,8 +8,8 @@ from collections import deque
 
 import torch
 
-from lightning_egeria.caching.levels import Level
-from lightning_egeria.caching.steps import Step
+from lightning_egeria.caching.batch import CachedBatch
+from lightning_egeria.caching.plan import Mode
 from lightning_egeria.profiling.clock import seconds_between
 
 COMPARED_STEPS = 12  # of each kind, before it is decided whether the cache pays
@@ -17,19 +17,20 @@ COMPARED_STEPS = 12  # of each kind, before it is decided whether the cache pays
 
 @dataclasses.dataclass
 class CacheStats:
-    """What the cache has done.
+    """What the cache has done in training, or in validation.
 
     Attributes:
-        hits: samples whose frozen layers were left out.
+        hits: samples whose frozen layers did not run.
         advanced: samples that came from a shallower boundary and ran only the layers that froze since.
-        misses: samples that ran all of the frozen layers since the cache is on.
-        not_loaded: samples that were not even loaded.
-        to_write: entries that were handed on to be written, in the background.
+        misses: samples that ran all frozen layers.
+        not_loaded: samples that were not loaded.
+        loaded_after_all: samples that the program read although the cache had not loaded them.
+        to_write: entries that were handed to the writing thread.
         written: entries written.
-        wrong: entries that were found to be damaged or outdated.
-        bytes_on_disk: of the stores of this run.
-        seconds_saved: estimate: hits times what a sample's miss took longer than its hit; negative where it lost.
-        cut: depth of the boundary that is cached; 0: none.
+        wrong: entries that were damaged or outdated.
+        bytes_on_disk: size of the stores of this run.
+        seconds_saved: estimate: hits times the seconds by which a sample's miss took longer than its hit.
+        depth: depth of the cached boundary; 0 if there is none.
         off: why the cache is off; None while it is on.
     """
 
@@ -37,58 +38,65 @@ class CacheStats:
     advanced: int = 0
     misses: int = 0
     not_loaded: int = 0
+    loaded_after_all: int = 0
     to_write: int = 0
     written: int = 0
     wrong: int = 0
     bytes_on_disk: int = 0
     seconds_saved: float = 0.0
-    cut: int = 0
+    depth: int = 0
     off: str | None = "nothing is frozen"
 
 
 class Accounts:
-    """Counts samples, and compares the time of steps from the cache with that of steps that had nothing from it.
+    """Counts samples, and compares the time of cached batches with the time of others.
 
-    The time of a step is what training waits for its batch, and from the call of the network to the boundary.
+    The time of a batch is the wait for it, and the time from the call of the network to the boundary.
     """
 
     def __init__(self, stats: CacheStats) -> None:
         self._stats = stats
         self._hit_seconds: deque[float] = deque(maxlen=50)
         self._miss_seconds: deque[float] = deque(maxlen=50)
-        self._told = False
+        self._judged = False
 
     def restart(self) -> None:
         """Another boundary is cached."""
         self._hit_seconds.clear()
         self._miss_seconds.clear()
-        self._told = False
+        self._judged = False
 
-    def count(self, step: Step, newest: Level | None) -> None:
-        """Add a step that is over."""
-        used = [] if step.full else step.rows
-        hits = sum(len(read.places) for read, _ in used if read.level is newest)
-        advanced = sum(len(read.places) for read, _ in used) - hits
-        self._stats.hits += hits
-        self._stats.advanced += advanced
-        self._stats.misses += step.samples - hits - advanced
-        if step.began is None or step.ended is None:
+    def count(self, batch: CachedBatch) -> None:
+        """Add a batch that is over."""
+        stats, samples = self._stats, batch.samples
+        depth = batch.front.depth if batch.front is not None else 0
+        hit = depth in batch.served and not batch.has_computed
+        if hit:
+            stats.hits += samples
+        elif batch.served:
+            stats.advanced += samples
+        else:
+            stats.misses += samples
+        if batch.plan.mode is Mode.LAZY:
+            stats.not_loaded += 0 if batch.was_touched else samples
+            stats.loaded_after_all += samples if batch.was_touched else 0
+        if batch.began is None or batch.ended is None:
             return
-        if isinstance(step.ended, torch.cuda.Event):
-            step.ended.synchronize()
-        seconds = (step.waited + seconds_between(step.began, step.ended)) / step.samples
-        if hits == step.samples:
+        if isinstance(batch.ended, torch.cuda.Event):
+            batch.ended.synchronize()
+        seconds = (batch.waited + seconds_between(batch.began, batch.ended)) / samples
+        if hit:
             self._hit_seconds.append(seconds)
-        elif hits + advanced == 0 and step.all_loaded:
-            self._miss_seconds.append(seconds - step.digest_seconds / step.samples)  # which it takes for the cache only
-        if self._hit_seconds and self._miss_seconds and hits:
-            self._stats.seconds_saved += hits * (self._miss() - self._hit())
+        elif not batch.served and not batch.eager:
+            self._miss_seconds.append(seconds)
+        if hit and self._hit_seconds and self._miss_seconds:
+            stats.seconds_saved += samples * (self._miss() - self._hit())
 
     def judgement(self) -> tuple[bool, str] | None:
-        """Whether it pays, and the numbers in words; once, as soon as there are enough."""
-        if self._told or min(len(self._hit_seconds), len(self._miss_seconds)) < COMPARED_STEPS:
+        """Return whether it pays, and the numbers in words; once, as soon as there are enough."""
+        if self._judged or min(len(self._hit_seconds), len(self._miss_seconds)) < COMPARED_STEPS:
             return None
-        self._told = True
+        self._judged = True
         hit, miss = self._hit(), self._miss()
         return hit < miss, f"a sample takes {hit * 1e3:.3f} ms from the cache and {miss * 1e3:.3f} ms without"
 

@@ -1,0 +1,256 @@
+"""The frozen front of a network: its layer modules are recorded on tapes, and left out where their output is known."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _hooks
+from torch.utils import _pytree as pytree
+
+from lightning_egeria.caching.lazy import UNKNOWN, LazyTensor, Meta, Node, Tape, Unit, plain, version_of
+from lightning_egeria.caching.weights import FrontState
+from lightning_egeria.network.prefix import FrozenPrefix
+
+_GLOBAL_HOOKS = (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks)
+_ONE = pytree.tree_flatten(((0,), {}))[1]  # structure of a call with one positional argument
+
+
+class Batch(Protocol):
+    """What the front asks of the batch that it runs on."""
+
+    tape: Tape
+    front: Front | None
+    eager: bool  # run layer modules at once, in the order of the program
+
+    def takes_outside(self, unit: str) -> bool:
+        """Whether the layer module may begin with tensors that the program made."""
+
+    def enter(self) -> None:
+        """The front is called."""
+
+    def boundary(self, depth: int, node: Node) -> Tensor | None:
+        """The cached output at the boundary of ``depth``; None if it has to be computed."""
+
+    def reached(self, node: Node) -> None:
+        """The output at the deepest boundary was computed."""
+
+    def finish(self) -> None:
+        """The batch is over."""
+
+
+class Context(NamedTuple):
+    """Modes of torch that a layer module runs in."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def current(cls, devices: tuple[str, ...]) -> Context:
+        """Return the modes that are on."""
+        casts = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts)
+
+
+class _UnitCall(Unit):
+    """One call of a unit, which can be run later in the modes of the call."""
+
+    def __init__(self, unit: FrontUnit, context: Context) -> None:
+        self._unit, self._context = unit, context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit, context = self._unit, self._context
+        unit.front.ran.add(unit.number)
+        if Context.current(unit.front.devices) == context:
+            return unit.original(*args, **kwargs)
+        with torch.set_grad_enabled(context.grad):
+            run = functools.partial(unit.original, *args, **kwargs)
+            for device, enabled, dtype in context.autocast:
+                run = functools.partial(_cast, device, enabled, dtype, run)
+            return run()
+
+
+def _cast(device: str, enabled: bool, dtype: torch.dtype, run: Callable[[], Any]) -> Any:
+    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
+        return run()
+
+
+class FrontUnit:
+    """Stands in for the ``forward`` of one module of the front. A copy or pickle of the module has its own again.
+
+    Attributes:
+        number: place among the units of the front.
+        path: path of the module.
+        original: its ``forward``.
+        front: the front that it belongs to.
+        depth: number of layer modules that end with it; 0 if none does.
+        output_leaf: number of the boundary tensor among those of its output.
+    """
+
+    def __init__(self, front: Front, number: int, path: str, module: nn.Module, depth: int, output_leaf: int) -> None:
+        self.front, self.number, self.path = front, number, path
+        self.depth, self.output_leaf = depth, output_leaf
+        self.original: Callable[..., Any] = module.forward
+        self._hooks = [
+            hooks
+            for part in module.modules()
+            if part is not module
+            for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        ]
+        self._module = module
+        self._before = vars(module).get("forward")
+        self._forms: dict[Any, tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]] | None] = {}
+        vars(module)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the call, or run the module."""
+        one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        flat, spec = (list(args), _ONE) if one else pytree.tree_flatten((args, kwargs))
+        tape, batch = self._tape_of(flat)
+        if tape is None or batch is None or any(self._hooks) or any(_GLOBAL_HOOKS):
+            args, kwargs = pytree.tree_unflatten([plain(x) if isinstance(x, Tensor) else x for x in flat], spec)
+            return self.original(*args, **kwargs)
+        context = Context.current(self.front.devices)
+        leaves = [tape.node_of(leaf) for leaf in flat]
+        try:
+            known = (spec, context.inference, *(leaf.meta if isinstance(leaf, Node) else leaf for leaf in leaves))
+            form = self._forms.get(known)
+        except TypeError:  # an argument cannot be hashed, so the call has no name
+            args, kwargs = pytree.tree_unflatten([plain(x) if isinstance(x, Tensor) else x for x in flat], spec)
+            return self.original(*args, **kwargs)
+        if form is None or batch.eager:
+            output, nodes, form = self._run(tape, flat, leaves, spec, context)
+            self._forms[known] = form
+            if form is None or nodes is None:
+                return output
+        else:
+            nodes = tape.record(self._name(context), _UnitCall(self, context), leaves, spec, *form[::2])
+            if nodes is None:
+                return self.original(*map(plain, args), **kwargs)
+        return self._hand_on(batch, flat, nodes, form)
+
+    def _run(
+        self, tape: Tape, flat: list[Any], leaves: list[Any], spec: pytree.TreeSpec, context: Context
+    ) -> tuple[Any, tuple[Node, ...] | None, tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]] | None]:
+        """Run the module now, and record the call with its results."""
+        values = [plain(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        versions = [version_of(value) if isinstance(value, Tensor) else 0 for value in values]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        self.front.ran.add(self.number)
+        output = self.original(*args, **kwargs)
+        results, form = pytree.tree_flatten(output)
+        if not results or not all(type(leaf) is Tensor and not leaf.requires_grad for leaf in results):
+            return output, None, None
+        written = tuple(
+            place
+            for place, (value, version) in enumerate(zip(values, versions, strict=True))
+            if isinstance(value, Tensor) and version_of(value) != version
+        )
+        if any(not isinstance(flat[place], LazyTensor) for place in written):
+            return output, None, None
+        results += [values[place] for place in written]
+        metas = tuple(Meta.of(result) for result in results)
+        for place in written:
+            leaves[place].value = None  # it is no longer what it was
+        nodes = tape.record(self._name(context), _UnitCall(self, context), leaves, spec, metas, written)
+        for node, result in zip(nodes or (), results, strict=True):
+            node.value = result
+        return output, nodes, (metas, form, written)
+
+    def _hand_on(
+        self,
+        batch: Batch,
+        flat: list[Any],
+        nodes: tuple[Node, ...],
+        form: tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]],
+    ) -> Any:
+        """Return lazy results; at a boundary, the cached or computed output."""
+        _, structure, written = form
+        tape = batch.tape
+        shown: list[Tensor] = [tape.show(node) for node in nodes[: len(nodes) - len(written)]]
+        for place, node in zip(written, nodes[len(nodes) - len(written) :], strict=True):
+            lazy = flat[place]
+            lazy.node, node.shown = node, lazy.node.shown
+        if self.depth and self.output_leaf < len(shown):
+            node = nodes[self.output_leaf]
+            served = batch.boundary(self.depth, node)
+            if self.depth == self.front.depth:
+                if served is None:
+                    served = node.compute()
+                    batch.reached(node)
+                    node.value = None  # the program may change it in place
+                shown[self.output_leaf] = served
+            elif served is not None:
+                node.value = served
+        return pytree.tree_unflatten(shown, structure)
+
+    def _tape_of(self, flat: list[Any]) -> tuple[Tape | None, Batch | None]:
+        """The tape to record on, and its batch; None if the module has to run."""
+        tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        lazies = [leaf for leaf in tensors if isinstance(leaf, LazyTensor) and leaf.node.key != UNKNOWN]
+        if any(tensor.requires_grad for tensor in tensors):
+            return None, None
+        batch = lazies[0].node.tape.owner if lazies else self.front.batch
+        if batch is None or batch.front is not self.front or any(x.node.tape is not batch.tape for x in lazies):
+            return None, None
+        if not lazies and not (tensors and batch.takes_outside(self.path)):
+            return None, None
+        if not self.number:
+            batch.enter()
+        return batch.tape, batch
+
+    def _name(self, context: Context) -> str:
+        return f"{self.path} {self._module.training} {context}"
+
+    def restore(self) -> None:
+        """Give the module its own ``forward`` back, unless other code has replaced it since."""
+        if vars(self._module).get("forward") is self:
+            if self._before is None:
+                del vars(self._module)["forward"]
+            else:
+                vars(self._module)["forward"] = self._before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(self._module).forward, self._module)
+
+
+class Front:
+    """The first ``depth`` layer modules of a frozen prefix, with other boundaries inside.
+
+    Args:
+        prefix: the frozen prefix.
+        depth: number of layer modules to leave out.
+
+    Attributes:
+        depth: number of layer modules to leave out.
+        batch: the batch in training or validation; None between batches.
+        state: weights, buffers and modes of the layer modules.
+        ran: numbers of the units that ran, for the owner of the batch to read and clear.
+        devices: device types whose autocast modes matter.
+    """
+
+    def __init__(self, prefix: FrozenPrefix, depth: int) -> None:
+        self.depth = depth
+        self.prefix = prefix
+        self.batch: Batch | None = None
+        self.device = next((p.device for p in prefix.module.parameters()), torch.device("cpu"))
+        self.devices = ("cpu",) if self.device.type == "cpu" else ("cpu", self.device.type)
+        modules = dict(prefix.module.named_modules())
+        layers = prefix.chain.layer_modules[:depth]
+        ends = {layer.units[-1]: (at + 1, layer.output_leaf) for at, layer in enumerate(layers)}
+        paths = list(dict.fromkeys(path for layer in layers for path in layer.units))
+        self.state = FrontState([(path, modules[path]) for path in paths])
+        self.ran: set[int] = set()
+        self.units = [
+            FrontUnit(self, number, path, modules[path], *ends.get(path, (0, 0))) for number, path in enumerate(paths)
+        ]
+
+    def close(self) -> None:
+        """Restore the modules. Safe to call twice."""
+        for unit in reversed(self.units):
+            unit.restore()
+        self.batch = None

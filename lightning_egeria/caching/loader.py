@@ -1,0 +1,205 @@
+"""The user's DataLoader, with a plan behind each batch that the training loop asks for."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_egeria.caching.batch import CachedBatch
+from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker
+from lightning_egeria.caching.plan import Plan
+from lightning_egeria.caching.stream import Stream
+
+# These draw random numbers before the first batch and behind the last, so reading them ahead in between moves no draw.
+_KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+LOOK_AHEAD_BATCHES = 3
+_FRAMES = 16  # from the loop of Lightning to the iterator of a loader
+
+
+def why_not(loader: Any) -> str | None:
+    """Return why the batches of a loader cannot be planned; None if they can."""
+    if not isinstance(loader, DataLoader):
+        return f"the data come from a {type(loader).__name__}, expected one torch DataLoader"
+    if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:
+        return f"{type(loader).__name__} has its own way of going through the data"
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset has no sample ids"
+    if loader.batch_sampler is None:
+        return "the DataLoader makes no batches (batch_size=None), so samples have no ids"
+    if not hasattr(loader.dataset, "__len__"):
+        return f"the dataset {type(loader.dataset).__name__} has no length"
+    try:
+        len(loader)
+    except TypeError:
+        return "the DataLoader has no length"
+    return None
+
+
+def has_samples_once(loader: DataLoader[Any]) -> bool:
+    """Whether no sample comes twice in an epoch, as far as the sampler is known."""
+    sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler:
+        return False
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    if type(sampler) is SubsetRandomSampler:
+        return len(set(sampler.indices)) == len(sampler.indices)
+    return type(sampler) in (SequentialSampler, DistributedSampler)
+
+
+class Line:
+    """The way of a loader's batches through a `Stream`.
+
+    Args:
+        loader: the user's DataLoader; `why_not` returns None for it.
+        make_stream: makes the stream; gets the dataset, and a function that loads samples in a worker process, or None.
+        epochs: returns the number of the epoch, and of all epochs or None.
+        arrived: called with each batch that is handed on, or None for one without the cache; and at the end.
+
+    Attributes:
+        stream: plans, serves and records.
+        loader: what to give to Lightning: a copy of the user's loader.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        make_stream: Callable[[PlannedDataset, Any], Stream],
+        epochs: Callable[[bool], tuple[int, int | None]],
+        arrived: Callable[[CachedBatch | None], None],
+    ) -> None:
+        self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
+        self.loader: Any = copy.copy(loader)
+        elsewhere = functools.partial(load_in_worker, self.loader, self._dataset) if loader.num_workers else None
+        self.stream = make_stream(self._dataset, elsewhere)
+        self._epochs, self._arrived = epochs, arrived
+        self._inner: tuple[Any, DataLoader[Any]] | None = None
+        kind = type(loader)
+
+        def batches(loader: Any) -> Iterator[Any]:
+            """A loop of Lightning gets planned batches; all others get ordinary ones."""
+            return self.iterate() if _is_asked_by_loop() else kind.__iter__(loader)
+
+        members = {"__iter__": batches, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        object.__setattr__(self.loader, "__class__", type(kind.__name__, (kind,), members))
+
+    def iterate(self) -> Iterator[Any]:
+        """Begin a pass over the data for a loop of Lightning."""
+        loader = self.loader
+        self._dataset.dataset, self._dataset.collate = loader.dataset, loader.collate_fn
+        epoch, epochs = self._epochs(has_samples_once(loader))
+        self.stream.begin_epoch(epoch, epochs)
+        # At once, as the user's does: it draws a random number and starts the workers.
+        return self._batches(iter(self._planned(loader)))
+
+    def close(self) -> None:
+        """Stop the workers and the stream. Safe to call twice."""
+        if self._inner is not None:
+            iterator = vars(self._inner[1]).get("_iterator")
+            if iterator is not None:
+                iterator._shutdown_workers()
+        self._inner = None
+        self.stream.close()
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        try:
+            while True:
+                started = time.perf_counter()
+                try:
+                    loaded = next(iterator)
+                except StopIteration:
+                    return
+                batch, cached = self.stream.receive(loaded, time.perf_counter() - started)
+                del loaded
+                self._arrived(cached)
+                yield batch
+                del batch, cached
+        finally:
+            self._arrived(None)
+
+    def _planned(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """A DataLoader that is asked for plans; kept for the next epoch if its workers are."""
+        settings = (loader.batch_sampler, loader.num_workers, loader.worker_init_fn, loader.generator)
+        if self._inner is not None and self._inner[0] == settings:
+            return self._inner[1]
+        known = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in _KNOWN_SAMPLERS
+        ahead = LOOK_AHEAD_BATCHES if known and loader.num_workers == 0 else 0
+        options: dict[str, Any] = {"in_order": loader.in_order} if hasattr(loader, "in_order") else {}
+        inner: DataLoader[Any] = DataLoader(
+            self._dataset,  # type: ignore[arg-type]  # it is asked for plans instead of indices
+            batch_sampler=_Plans(loader.batch_sampler, self.stream, ahead),  # type: ignore[arg-type]
+            collate_fn=as_it_is,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=WorkerInit(loader.worker_init_fn) if loader.num_workers else None,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            **options,
+        )
+        if loader.persistent_workers:
+            self.close_workers()
+            self._inner = (settings, inner)
+        return inner
+
+    def close_workers(self) -> None:
+        """Stop workers that were kept for the next epoch."""
+        if self._inner is not None and (iterator := vars(self._inner[1]).get("_iterator")) is not None:
+            iterator._shutdown_workers()
+        self._inner = None
+
+
+def _is_asked_by_loop() -> bool:
+    """Whether a loop of Lightning asks for the iterator, and not a callback or the user's code."""
+    frame: Any = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if isinstance(frame.f_locals.get("self"), _DataFetcher):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Plans:
+    """A batch sampler that yields plans instead of lists of ids."""
+
+    def __init__(self, batch_sampler: Any, stream: Stream, ahead: int) -> None:
+        self._batch_sampler, self._stream, self._ahead = batch_sampler, stream, ahead
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
+
+    def __iter__(self) -> Iterator[Plan]:
+        waiting: deque[Plan] = deque()
+        batches = iter(self._batch_sampler)
+        asked = 0
+        while True:
+            ahead = self._ahead if self._stream.front is not None else 0
+            # The batch that is wanted now, and further ones, but not the end of a sampler, which may draw there.
+            while not waiting or (len(waiting) <= ahead and asked < len(self) - 1):
+                ids = next(batches, None)
+                if ids is None:
+                    yield from waiting
+                    return
+                asked += 1
+                waiting.append(self._stream.plan(list(ids)))
+            yield waiting.popleft()

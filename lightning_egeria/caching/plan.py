@@ -1,0 +1,105 @@
+"""What is loaded of a batch, and what comes back from the loading side."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_egeria.batches.tree import change_leaves
+from lightning_egeria.caching.lazy import LazyTensor
+
+
+class Mode(enum.Enum):
+    """How a batch is loaded."""
+
+    PLAIN = "plain"  # as without the cache
+    TRIAL = "trial"  # whole, and each tensor of a sample is followed
+    LOADED = "loaded"  # whole, and the inputs of the front are followed
+    LAZY = "lazy"  # without the inputs of the front
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to load for one batch.
+
+    Attributes:
+        number: number of the batch, counted over the whole fit.
+        ids: sample ids, in the order of the batch.
+        mode: how to load it.
+        entries: number of the entry of each sample.
+        seeds: seed of the randomness of each sample; None leaves it as it comes.
+        inputs: numbers of the tensors of a sample that only the front reads.
+        structure: structure of a sample.
+        store: folder with the fields of the samples, for a lazy batch.
+        front: number of the front that it was planned for.
+        checks: whether entries are compared with what the front computes.
+    """
+
+    number: int
+    ids: tuple[Any, ...]
+    mode: Mode = Mode.PLAIN
+    entries: tuple[int, ...] = ()
+    seeds: tuple[int, ...] | None = None
+    inputs: tuple[int, ...] = ()
+    structure: Any = None
+    store: Path | None = None
+    front: int = 0
+    checks: bool = False
+
+
+@dataclasses.dataclass
+class Loaded:
+    """A batch, and what is known of its samples.
+
+    Attributes:
+        batch: the batch that the user's collate function made.
+        plan: its plan, with the mode that it was really loaded in.
+        fields: encoded fields of each sample; None for one that cannot be encoded.
+        structure: structure of the samples; None if they differ.
+        drew: what loading the samples drew from or changed: a global random generator, or an attribute of the dataset.
+    """
+
+    batch: Any
+    plan: Plan
+    fields: tuple[bytes | None, ...] = ()
+    structure: Any = None
+    drew: str | None = None
+
+    def pin_memory(self, device: Any = None) -> Loaded:
+        """Pin all tensors that are there, as the DataLoader asks."""
+        self.batch = change_leaves(self.batch, Tensor, _pinned)
+        return self
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, LazyTensor):
+        return tensor.pin_memory()
+    if tensor.node.value is not None:
+        tensor.node.value = tensor.node.value.pin_memory()
+    return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A lazy tensor on its way from a worker process: operations in order, the last one is the tensor itself.
+
+    Attributes:
+        steps: for each node, its row or its operation, as plain values.
+        value: the tensor, if it is there.
+    """
+
+    steps: tuple[Any, ...]
+    value: Tensor | None
+
+
+def operation(name: str) -> Any:
+    """Return an operation of torch by its full name, such as ``aten.stack.default``."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
