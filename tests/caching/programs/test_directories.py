@@ -170,11 +170,11 @@ def test_damaged_directory(compare, damage, moment):
     cache = {"host_bytes": 0}
 
     def program(run):
-        spoil = at(7, lambda *_: damage(run))
-        run.fit(SameFront(), loader(), *([spoil] if moment == "in mid-run" else []), cache=cache, max_epochs=4)
+        spoil = at(10, lambda *_: damage(run))
+        run.fit(SameFront(), loader(), *([spoil] if moment == "in mid-run" else []), cache=cache, max_epochs=5)
         damage(run)
         L.seed_everything(0, verbose=False)
-        run.fit(SameFront(), loader(), cache=cache, max_epochs=4)
+        run.fit(SameFront(), loader(), cache=cache, max_epochs=5)
 
     compare(program, served=None)
 
@@ -235,7 +235,7 @@ def test_no_directory_is_given(compare, tmp_path, monkeypatch):
 def test_directory_stays_usable_after_an_error(compare):
     def program(run):
         def step(module, x, y):
-            if run.batches == 7:
+            if run.batches == 10:
                 raise ValueError("in the middle")
             return F.cross_entropy(module.net(x), y)
 
@@ -253,6 +253,6 @@ def test_two_caches_in_one_process(compare):
         def nested(trainer, module):
             run.fit(Classifier(), loader(vectors(seed=3)), cache={"cache_dir": run.folder / "inner"})
 
-        run.fit(Classifier(), None, at(7, nested), max_epochs=4)
+        run.fit(Classifier(), None, at(10, nested), max_epochs=4)
 
     compare(program)

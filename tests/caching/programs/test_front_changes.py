@@ -77,22 +77,28 @@ CHANGES = {
 }
 
 
+def _hits(run):
+    return sum(cached.stats.hits for cached in run.caches)
+
+
 @pytest.mark.parametrize(("change", "place"), grid(CHANGES, ["batch end", "batch start", "in the step"], every=7))
 def test_front_is_changed_once(compare, change, place):
     def program(run):
-        def step(module, x, y):
-            if place == "in the step" and run.batches == 7:
+        def now(trainer, module, *_):
+            if run.batches == 10:
+                run.hits_before = _hits(run)
                 change(module.net)
+
+        def step(module, x, y):
+            if place == "in the step":
+                now(None, module)
             return F.cross_entropy(module.net(x), y)
 
-        def start(trainer, module, *_):
-            if run.batches == 7:
-                change(module.net)
+        changes = {"batch end": on(on_train_batch_end=now), "batch start": on(on_train_batch_start=now)}
+        run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=6)
 
-        changes = {"batch end": at(7, lambda _, m: change(m.net)), "batch start": on(on_train_batch_start=start)}
-        run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=4)
-
-    compare(program)
+    run = compare(program)
+    assert _hits(run) > run.hits_before + 12 or run.messages, "the cache is of no use any longer, and does not say so"
 
 
 # In each step: a front that is never the same again. The cache has nothing to give.
@@ -265,7 +271,7 @@ def test_dropout_in_the_front(compare, dropout):
 
 def test_dropout_in_the_front_changes(compare):
     def program(run):
-        run.fit(Classifier(Net(dropout=0.1)), None, at(7, lambda _, m: setattr(m.net.a[3], "p", 0.5)))
+        run.fit(Classifier(Net(dropout=0.1)), None, at(10, lambda _, m: setattr(m.net.a[3], "p", 0.5)))
 
     compare(program, dropout=True)
 
@@ -287,7 +293,7 @@ def test_user_sets_the_mode_of_the_front(compare):
 
     def program(run):
         def step(module, x, y):
-            if run.batches == 8:
+            if run.batches == 10:
                 module.net.a[1].training = True
             return F.cross_entropy(module.net(x), y)
 

@@ -65,7 +65,7 @@ AFTER = ["another Trainer", "new module", "no"]
 
 @pytest.mark.parametrize(("place", "again", "error"), grid(PLACES, AFTER, [StopError, KeyboardInterrupt], every=5))
 def test_training_ends_in_the_middle(compare, place, again, error):
-    batch = 8 if place in ("validation", "epoch end") else 6
+    batch = 12 if place in ("validation", "epoch end") else 10
 
     def program(run):
         module, data, callbacks = _failing(run, place, error(), batch)
@@ -84,11 +84,12 @@ def test_training_ends_in_the_middle(compare, place, again, error):
 
 def test_same_trainer_after_an_error(compare):
     def program(run):
-        module, data, callbacks = _failing(run, "in the step", StopError(), 6)
-        trainer = run.trainer(*callbacks, schedule={2: 2, 8: 2})
+        module, data, callbacks = _failing(run, "in the step", StopError(), 10)
+        trainer = run.trainer(*callbacks, schedule={2: 2, 12: 2})
         wrapped = run.data(data, loader(shuffle=False))
         with contextlib.suppress(StopError):
             trainer.fit(module, datamodule=wrapped)
+        trainer.fit_loop.max_epochs = 6
         trainer.fit(module, datamodule=wrapped)
         run.ended(trainer, module)
 

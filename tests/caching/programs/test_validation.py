@@ -165,8 +165,8 @@ HOOKS = {
         "on_validation_end": lambda t, m: m.net.a[0].weight.data.div_(2),
     },
     "moves statistics": lambda run: {
-        "on_validation_start": lambda t, m: m.net.a[1].running_mean.add_(1),
-        "on_validation_end": lambda t, m: m.net.a[1].running_mean.sub_(1),
+        "on_validation_start": lambda t, m: m.net.a[1].running_mean.mul_(2),
+        "on_validation_end": lambda t, m: m.net.a[1].running_mean.div_(2),
     },
     "runs the network": lambda run: {
         "on_validation_epoch_end": lambda t, m: run.note(m.net(torch.ones(2, 8)).detach().clone())
@@ -184,15 +184,13 @@ def test_hooks_of_validation(compare, hooks):
     compare(program)
 
 
-@pytest.mark.parametrize(
-    "schedule", [{2: 1, 6: 2}, {2: 2, 9: 0}, {2: 2, 9: 0, 13: 2}, {1: 1, 5: 2, 9: 1, 13: 2}], ids=str
-)
+@pytest.mark.parametrize("schedule", [{2: 1, 6: 2}, {2: 2, 9: 0}, {2: 2, 9: 0, 13: 2}, {1: 1, 5: 2, 17: 1}], ids=str)
 @pytest.mark.parametrize("net", [Net, ConvNet])
 def test_validation_while_the_depth_changes(compare, schedule, net):
     def program(run):
         make = images if net is ConvNet else vectors
         val = loader(make(seed=2), shuffle=False)
-        run.fit(Validated(net()), loader(make()), val=val, schedule=schedule, max_epochs=5, val_check_interval=2)
+        run.fit(Validated(net()), loader(make()), val=val, schedule=schedule, max_epochs=6, val_check_interval=2)
 
     compare(program)
 
@@ -230,6 +228,6 @@ def test_another_network_reads_validation(compare):
 
 
 def test_validation_is_served(compare):
-    """The statistics show validation: more samples than training has came from the cache."""
+    """The statistics show what validation saved."""
     run = compare(lambda run: run.fit(Validated(), val=loader(vectors(48, seed=2), shuffle=False), max_epochs=6))
-    assert run.caches[0].stats.hits > 6 * 24
+    assert run.caches[0].validation_stats.hits >= 2 * 48
