@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +14,22 @@ import xxhash
 from torch import Tensor
 
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.lazy import Keys, Node, Tape, version_of
 from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
 from lightning_egeria.caching.loading import receive, stamp_of
 from lightning_egeria.caching.plan import Loaded, Mode
+from lightning_egeria.caching.tape import Keys, Node, Tape, replay, version_of
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.snapshots.digests import bytes_of
 
-Read = Future[tuple[Pieces, Flags]]
+
+class Read(NamedTuple):
+    """Rows of a level that are being read."""
+
+    level: Level
+    places: Rows
+    future: Future[tuple[Pieces, Flags]]
+
+
 _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
@@ -34,8 +42,11 @@ class Owner(Protocol):
     def level_at(self, depth: int) -> Level | None:
         """The level of a boundary."""
 
-    def is_proven(self, level: Level, size: int) -> bool:
-        """Whether batches of this size have the same rows as those that entries were computed in."""
+    def is_proven(self, size: int) -> bool:
+        """Whether rows in batches of this size have the same bits as in those that entries were computed in."""
+
+    def size_for(self, count: int, size: int) -> int:
+        """A size to compute some rows in, with the same bits as in a whole batch."""
 
     def load(self, batch: CachedBatch, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load tensors of samples."""
@@ -43,8 +54,8 @@ class Owner(Protocol):
     def front_is_unchanged(self) -> bool:
         """Whether the front is the one that entries were computed by."""
 
-    def computed(self, batch: CachedBatch, node: Node) -> None:
-        """The front computed the output at the deepest boundary."""
+    def computed(self, batch: CachedBatch, node: Node, value: Tensor) -> None:
+        """The output at the deepest boundary was computed, for all samples or for those without an entry."""
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
@@ -57,33 +68,32 @@ class CachedBatch:
         owner: the stream that it belongs to.
         front: the front that it was planned for; None if that is gone.
         loaded: what was loaded.
-        reads: its rows, by level, while they are being read.
+        reads: its rows, while they are being read.
         waited: seconds that the program waited for it.
 
     Attributes:
         batch: the user's batch, with lazy tensors for the inputs of the front.
         tape: its recorded operations.
         eager: whether layer modules run at once; so in a trial.
-        served: depths of the boundaries that had a cached output, for each call of the front.
+        calls: number of calls of the front that reached its boundary.
+        hits: samples of the first such call whose output came from the deepest boundary.
+        advanced: samples of it whose output came from a shallower one.
         was_touched: file and line of the program that first needed an input that was not loaded; None if nothing did.
-        has_computed: whether the front computed the output at its boundary.
         made_differs: what the program made of a sample is not what the entry was computed from.
         began: the front was called.
         ended: its boundary was reached.
     """
 
-    def __init__(
-        self, owner: Owner, front: Front | None, loaded: Loaded, reads: dict[int, Read], waited: float
-    ) -> None:
+    def __init__(self, owner: Owner, front: Front | None, loaded: Loaded, reads: list[Read], waited: float) -> None:
         self.plan = loaded.plan
         self.loaded = loaded
         self.front = front
         self.waited = waited
         self.eager = self.plan.mode is Mode.TRIAL
         self.entries: Rows = np.asarray(self.plan.entries, np.int64)
-        self.served: list[int] = []
+        self.calls = self.hits = self.advanced = 0
         self.was_touched: str | None = None
-        self.has_computed = False
+        self._older: dict[int, Node] = {}
         self.made_differs = False
         self.began: float | torch.cuda.Event | None = None
         self.ended: float | torch.cuda.Event | None = None
@@ -108,38 +118,88 @@ class CachedBatch:
             self.began = mark(self.front.device)
 
     def boundary(self, depth: int, node: Node) -> Tensor | None:
-        """Return the cached output at a boundary; None if it has to be computed."""
-        level = self._owner.level_at(depth)
-        front = self.front
-        if level is None or front is None or self.eager or self.plan.checks or front is not self._owner.front:
+        """Return the output at the deepest boundary with the help of entries; None if it has to be computed."""
+        front, level = self.front, self._owner.level_at(depth)
+        if front is None or front is not self._owner.front:
             return None
-        if node.key != level.key or not self._owner.is_proven(level, self.samples):
+        if depth < front.depth:
+            self._older[depth] = node
             return None
-        rows = self.rows(level)
-        if rows is None or not self._is_of(level, node) or not self._owner.front_is_unchanged():
+        self.calls += 1
+        if level is None or self.eager or self.plan.checks or node.key != level.key:
             return None
-        output = rows.batch(level.form, None, front.device)
-        if self.served and output.data_ptr() == rows.data.data_ptr():
-            output = output.clone()  # an earlier call of the front has it already
-        self.served.append(depth)
-        if depth == front.depth:
-            self.ended = self.ended or mark(front.device)
+        if not self._owner.is_proven(self.samples) or not self._owner.front_is_unchanged():
+            return None
+        output = self._assembled(level, node, front)
+        self.ended = self.ended or mark(front.device)
         return output
 
-    def reached(self, node: Node) -> None:
-        """The output at the deepest boundary was computed."""
-        if self.front is not None and self.front is self._owner.front:
-            self.ended = self.ended or mark(self.front.device)
-            self.has_computed = True
-            self._owner.computed(self, node)
-
-    def rows(self, level: Level) -> Pieces | None:
-        """Return the rows of all samples from a level; None if one is missing."""
-        read = self.reads.get(level.depth)
-        if read is None:
+    def _assembled(self, level: Level, node: Node, front: Front) -> Tensor | None:
+        made = self.stamps(node)
+        missing = np.ones(self.samples, bool)
+        parts: list[tuple[Rows, Tensor]] = []
+        computed = False
+        for read in self.reads:
+            start = node if read.level is level else self._older.get(read.level.depth)
+            if start is None or start.key != read.level.key or made is None:
+                continue
+            pieces, sound = read.future.result()
+            sound = sound & self._is_of(read, made)
+            if not sound.any():
+                continue
+            kept = sound[sound] if sound.all() else sound[read.future.result()[1]]
+            rows = pieces.select(kept).batch(read.level.form, None, front.device)
+            places = read.places[sound]
+            if start is not node:
+                found = self._replayed(node, places, start, rows)
+                if found is None:
+                    continue
+                rows, computed = found, True
+                self.advanced += len(places) * (self.calls == 1)
+            else:
+                self.hits += len(places) * (self.calls == 1)
+            missing[places] = False
+            parts.append((places, rows))
+        if missing.all():
             return None
-        pieces, sound = read.result()
-        return pieces if sound.all() and level.present(self.entries).all() else None
+        if missing.any():
+            found = self._replayed(node, np.flatnonzero(missing), None, None)
+            if found is None:
+                return None
+            parts.append((np.flatnonzero(missing), found))
+            computed = True
+        whole = parts[0][1]
+        if len(parts) > 1 or self.calls > 1:
+            whole = level.form.empty(self.samples, front.device)
+            for places, rows in parts:
+                whole[torch.from_numpy(places).to(front.device)] = rows
+        if computed:
+            self._owner.computed(self, node, whole)
+        return whole
+
+    def _replayed(self, node: Node, places: Rows, start: Node | None, rows: Tensor | None) -> Tensor | None:
+        """Compute the output of some samples, from their rows at an earlier boundary if they are given."""
+        size = self._owner.size_for(len(places), self.samples)
+        padded = np.resize(places, size).tolist()
+        given = {}
+        if start is not None and rows is not None:
+            given[start] = rows[torch.from_numpy(np.resize(np.arange(len(places)), size)).to(rows.device)]
+        found = replay(node, padded, given)
+        return found[: len(places)] if found is not None else None
+
+    def reached(self, node: Node) -> None:
+        """The output at the deepest boundary was computed for the whole batch."""
+        if self.front is not None and self.front is self._owner.front and node.value is not None:
+            self.ended = self.ended or mark(self.front.device)
+            self._owner.computed(self, node, node.value)
+
+    def rows(self, level: Level) -> Tensor | None:
+        """Return the rows of all samples from a level; None if one is missing."""
+        for read in self.reads:
+            if read.level is level and len(read.places) == self.samples:
+                pieces, sound = read.future.result()
+                return pieces.batch(level.form, None, torch.device("cpu")) if sound.all() else None
+        return None
 
     def stamps(self, node: Node) -> npt.NDArray[np.uint64] | None:
         """Return a digest of what the program made of each sample, ``[samples]``; None if it cannot be known."""
@@ -165,27 +225,29 @@ class CachedBatch:
     def finish(self) -> None:
         """The batch is over: compute what the program still holds of the front."""
         self.tape.settle(computed_only=True)
-        for read in self.reads.values():
-            read.cancel()
+        for read in self.reads:
+            read.future.cancel()
         self._owner.finish(self)
 
-    def _is_of(self, level: Level, node: Node) -> bool:
-        """Whether the entries were computed from these samples, and from what the program made of them."""
-        known = level.stamps[self.entries]
-        if self.plan.mode is not Mode.LAZY:
-            now = np.array([stamp_of(one) if one is not None else 0 for one in self.loaded.fields], np.uint64)
-            if not self.loaded.fields or (now != known[:, 0]).any():
-                if self.loaded.fields:
-                    level.forget(self.entries[now != known[:, 0]])
-                return False
-            level.verified[self.entries] = True
-        made = self.stamps(node)
-        same = made is not None and bool((made == known[:, 1]).all())
-        self.made_differs = self.made_differs or not same
+    def _is_of(self, read: Read, made: npt.NDArray[np.uint64]) -> Flags:
+        """Which entries were computed from these samples, and from what the program made of them; ``[places]``."""
+        level, entries = read.level, self.entries[read.places]
+        known = level.stamps[entries]
+        same: Flags = made[read.places] == known[:, 1]
+        self.made_differs = self.made_differs or not same.all()
+        for at, place in enumerate(read.places.tolist()):
+            if self.loaded.lazy[place]:
+                continue
+            fields = self.loaded.fields[place]
+            if fields is None or stamp_of(fields) != known[at, 0]:
+                same[at] = False
+                level.forget(entries[at : at + 1])  # the sample has changed
+            else:
+                level.verified[entries[at]] = True
         return same
 
     def _touched(self) -> None:
-        if self.was_touched is None and self.plan.mode is Mode.LAZY:
+        if self.was_touched is None and any(self.loaded.lazy):
             frame: Any = sys._getframe(1)
             while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
                 frame = frame.f_back

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.caching.lazy import UNKNOWN, LazyTensor, Meta, Node, Tape, Unit, plain, version_of
+from lightning_egeria.caching.lazy import LazyTensor, node_of, plain, show
+from lightning_egeria.caching.tape import UNKNOWN, Meta, Node, Tape, Unit, version_of
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.network.prefix import FrozenPrefix
 
@@ -112,16 +113,14 @@ class FrontUnit:
         flat, spec = (list(args), _ONE) if one else pytree.tree_flatten((args, kwargs))
         tape, batch = self._tape_of(flat)
         if tape is None or batch is None or any(self._hooks) or any(_GLOBAL_HOOKS):
-            args, kwargs = pytree.tree_unflatten([plain(x) if isinstance(x, Tensor) else x for x in flat], spec)
-            return self.original(*args, **kwargs)
+            return self._untracked(flat, spec)
         context = Context.current(self.front.devices)
-        leaves = [tape.node_of(leaf) for leaf in flat]
+        leaves = [node_of(tape, leaf) for leaf in flat]
         try:
             known = (spec, context.inference, *(leaf.meta if isinstance(leaf, Node) else leaf for leaf in leaves))
             form = self._forms.get(known)
         except TypeError:  # an argument cannot be hashed, so the call has no name
-            args, kwargs = pytree.tree_unflatten([plain(x) if isinstance(x, Tensor) else x for x in flat], spec)
-            return self.original(*args, **kwargs)
+            return self._untracked(flat, spec)
         if form is None or batch.eager:
             output, nodes, form = self._run(tape, flat, leaves, spec, context)
             self._forms[known] = form
@@ -130,8 +129,14 @@ class FrontUnit:
         else:
             nodes = tape.record(self._name(context), _UnitCall(self, context), leaves, spec, *form[::2])
             if nodes is None:
-                return self.original(*map(plain, args), **kwargs)
+                return self._untracked(flat, spec)
         return self._hand_on(batch, flat, nodes, form)
+
+    def _untracked(self, flat: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Run the module, as without the cache."""
+        values = [plain(x) if isinstance(x, LazyTensor) and not x.requires_grad else x for x in flat]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return self.original(*args, **kwargs)
 
     def _run(
         self, tape: Tape, flat: list[Any], leaves: list[Any], spec: pytree.TreeSpec, context: Context
@@ -170,8 +175,7 @@ class FrontUnit:
     ) -> Any:
         """Return lazy results; at a boundary, the cached or computed output."""
         _, structure, written = form
-        tape = batch.tape
-        shown: list[Tensor] = [tape.show(node) for node in nodes[: len(nodes) - len(written)]]
+        shown: list[Tensor] = [show(node) for node in nodes[: len(nodes) - len(written)]]
         for place, node in zip(written, nodes[len(nodes) - len(written) :], strict=True):
             lazy = flat[place]
             lazy.node, node.shown = node, lazy.node.shown
@@ -184,8 +188,6 @@ class FrontUnit:
                     batch.reached(node)
                     node.value = None  # the program may change it in place
                 shown[self.output_leaf] = served
-            elif served is not None:
-                node.value = served
         return pytree.tree_unflatten(shown, structure)
 
     def _tape_of(self, flat: list[Any]) -> tuple[Tape | None, Batch | None]:

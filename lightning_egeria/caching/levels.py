@@ -66,6 +66,10 @@ class RowForm:
         """A view of ``batch`` with the dimensions in the order of memory; `from_memory` is the inverse."""
         return batch.permute(self.order)
 
+    def empty(self, samples: int, device: torch.device) -> Tensor:
+        """Return a batch of any values, with rows of fixed size."""
+        return self.from_memory(torch.empty((samples, *self.piece), dtype=self.dtype, device=device))
+
     def from_memory(self, rows: Tensor) -> Tensor:
         """A batch with the strides of the original."""
         inverse = sorted(range(len(self.order)), key=lambda dim: self.order[dim])

@@ -18,11 +18,12 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_egeria.batches.tree import change_leaves
 from lightning_egeria.caching.data_state import changed, moving_of
-from lightning_egeria.caching.lazy import Keys, LazyTensor, Meta, Node, Tape, plain
+from lightning_egeria.caching.lazy import LazyTensor, plain, show
 from lightning_egeria.caching.levels import STAMP_BYTES
 from lightning_egeria.caching.plan import Loaded, Mode, Plan, Sent, operation
 from lightning_egeria.caching.samples import Absent, decode, encode, leaves_of, with_leaves
 from lightning_egeria.caching.store import ActivationStore, StoreError
+from lightning_egeria.caching.tape import Keys, Meta, Node, Tape
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
 MAX_STEPS = 20_000  # operations in a collate function that are sent to the training process
@@ -58,15 +59,34 @@ class PlannedDataset:
         """Load a batch."""
         if plan.mode is Mode.PLAIN:
             return Loaded(self.collate(self.fetch(plan.ids, plan.seeds)), plan)
-        stored = self._stored(plan) if plan.mode is Mode.LAZY else None
-        if stored is not None:
-            tape = Tape(Keys(), len(plan.ids), lambda places: self.tensors(plan, places), lambda: None)
-            samples = [
-                with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
-                for position, leaves in enumerate(stored)
-            ]
-            return Loaded(_send(self.collate(samples)), plan, structure=plan.structure)
-        return self._load(dataclasses.replace(plan, mode=Mode.LOADED) if plan.mode is Mode.LAZY else plan)
+        size, trial = len(plan.ids), plan.mode is Mode.TRIAL
+        stored = self._stored(plan)
+        missing = [position for position in range(size) if position not in stored]
+        loaded, drew = self._watched(plan, missing) if missing else ([], None)
+        structures = [plan.structure] * bool(stored) + [with_leaves(one, itertools.repeat(None)) for one in loaded]
+        if any(repr(one) != repr(structures[0]) for one in structures):
+            rest = iter(self.fetch([plan.ids[position] for position in stored], _some(plan.seeds, stored)))
+            new = iter(loaded)
+            samples = [next(rest) if position in stored else next(new) for position in range(size)]
+            return Loaded(self.collate(samples), dataclasses.replace(plan, mode=Mode.PLAIN), drew=drew)
+        inputs = range(len(_tensors(loaded[0]))) if trial else plan.inputs
+        tape = Tape(Keys(), size, lambda places: self.tensors(plan, places), lambda: None)
+        found: dict[int, Any] = dict(zip(missing, loaded, strict=True))
+        fields: dict[int, bytes | None] = {}
+        for position, sample in found.items():
+            fields[position] = _fields_of(sample, () if trial else inputs)  # before collate, which may change it
+            found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs)))
+        for position, leaves in stored.items():
+            found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
+        batch = self.collate([found[position] for position in range(size)])
+        return Loaded(
+            _send(batch, keep_rows=trial or bool(stored)),
+            plan,
+            tuple(position in stored for position in range(size)),
+            tuple(fields.get(position) for position in range(size)),
+            structures[0],
+            drew,
+        )
 
     def tensors(self, plan: Plan, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load samples of a planned batch; no random number of the process moves.
@@ -77,8 +97,7 @@ class PlannedDataset:
         """
         with preserved_random_state():
             positions = sorted({position for position, _ in places})
-            seeds = tuple(plan.seeds[position] for position in positions) if plan.seeds is not None else None
-            samples = self.fetch([plan.ids[position] for position in positions], seeds)
+            samples = self.fetch([plan.ids[position] for position in positions], _some(plan.seeds, positions))
         leaves = dict(zip(positions, map(_tensors, samples), strict=True))
         return [leaves[position][number] for position, number in places]
 
@@ -105,61 +124,55 @@ class PlannedDataset:
                 store.close()
         self._stores = {}
 
-    def _load(self, plan: Plan) -> Loaded:
+    def _watched(self, plan: Plan, positions: list[int]) -> tuple[list[Any], str | None]:
+        """Load samples; return them, and what that drew from or changed."""
         moving, state = moving_of(self.dataset), RandomState.current()
-        samples = self.fetch(plan.ids, plan.seeds)
-        drew = None
+        samples = self.fetch([plan.ids[position] for position in positions], _some(plan.seeds, positions))
         if plan.seeds is None and RandomState.current() != state:
-            drew = "a global random generator"
-        elif (path := changed(moving, moving_of(self.dataset))) is not None:
-            drew = f"the dataset's attribute {path!r}"
-        structures = [with_leaves(sample, itertools.repeat(None)) for sample in samples]
-        structure = structures[0] if all(repr(one) == repr(structures[0]) for one in structures) else None
-        if structure is None:
-            return Loaded(self.collate(samples), dataclasses.replace(plan, mode=Mode.PLAIN), drew=drew)
-        every = plan.mode is Mode.TRIAL
-        inputs = range(len(_tensors(samples[0]))) if every else plan.inputs
-        fields = tuple(_fields_of(sample, () if every else inputs) for sample in samples)
-        tape = Tape(Keys(), len(samples), lambda places: [], lambda: None)
-        tracked = []
-        for position, sample in enumerate(samples):
-            count = itertools.count()
-            rows = [
-                tape.show(tape.row(position, number, Meta.of(leaf), leaf))
-                if type(leaf) is Tensor and (number := next(count)) in inputs
-                else leaf
-                for leaf in leaves_of(sample)
-            ]
-            tracked.append(with_leaves(sample, iter(rows)))
-        batch = self.collate(tracked)
-        return Loaded(_send(batch, keep_rows=every), plan, fields, structure, drew)
+            return samples, "a global random generator"
+        path = changed(moving, moving_of(self.dataset))
+        return samples, None if path is None else f"the dataset's attribute {path!r}"
 
-    def _stored(self, plan: Plan) -> list[list[Any]] | None:
-        """Leaves of all samples as their entries hold them, without the inputs; None if one cannot be read."""
-        if plan.store is None:
-            return None
-        if plan.store not in self._stores:
+    def _stored(self, plan: Plan) -> dict[int, list[Any]]:
+        """Leaves of samples as their entries hold them, without the inputs, by position."""
+        if set(self._stores) - set(plan.stores):
             self.close()
-            try:
-                self._stores[plan.store] = ActivationStore(plan.store)
-            except StoreError:  # removed since; the samples are loaded
-                self._stores[plan.store] = None
-        store = self._stores[plan.store]
         count = len(list(leaves_of(plan.structure)))
-        found = []
-        for entry in plan.entries:
+        found = {}
+        for position, (number, entry) in enumerate(zip(plan.stored, plan.entries, strict=False)):
+            store = self._open(plan.stores[number]) if number >= 0 else None
             fields = store.read_fields(entry) if store is not None else None
-            if fields is None:
-                return None
             try:
-                leaves = decode(fields[STAMP_BYTES:])
+                leaves = decode(fields[STAMP_BYTES:]) if fields is not None else []
             except ValueError:  # damaged
-                return None
+                continue
             absent = [number for number, leaf in enumerate(_tensor_like(leaves)) if isinstance(leaf, Absent)]
-            if len(leaves) != count or absent != list(plan.inputs):
-                return None
-            found.append(leaves)
+            if len(leaves) == count and absent == list(plan.inputs):
+                found[position] = leaves
         return found
+
+    def _open(self, folder: Path) -> ActivationStore | None:
+        if folder not in self._stores:
+            try:
+                self._stores[folder] = ActivationStore(folder)
+            except StoreError:  # removed since; the samples are loaded
+                self._stores[folder] = None
+        return self._stores[folder]
+
+
+def _some(seeds: tuple[int, ...] | None, positions: Iterable[int]) -> tuple[int, ...] | None:
+    return tuple(seeds[position] for position in positions) if seeds is not None else None
+
+
+def _followed(tape: Tape, sample: Any, position: int, inputs: Iterable[int]) -> list[Any]:
+    """The leaves of a loaded sample, with lazy tensors that have values for its inputs."""
+    followed, count = set(inputs), itertools.count()
+    return [
+        show(tape.row(position, number, Meta.of(leaf), leaf))
+        if type(leaf) is Tensor and (number := next(count)) in followed
+        else leaf
+        for leaf in leaves_of(sample)
+    ]
 
 
 def as_it_is(loaded: Any) -> Any:
@@ -250,7 +263,7 @@ def _with_rows(tape: Tape, leaves: list[Any], position: int) -> list[Any]:
     for leaf in leaves:
         if isinstance(leaf, Absent):
             meta = Meta(leaf.shape, leaf.stride, leaf.torch_dtype, torch.device("cpu"))
-            leaf = tape.show(tape.row(position, number, meta))
+            leaf = show(tape.row(position, number, meta))
             number += 1
         elif type(leaf) is Tensor:
             number += 1
@@ -310,6 +323,6 @@ def receive(batch: Any, tape: Tape) -> Any:
                     raise TypeError(f"an argument of {name} has no name")
                 nodes.append(made[0])
         nodes[-1].value = sent.value
-        return tape.show(nodes[-1])
+        return show(nodes[-1])
 
     return change_leaves(batch, Sent, arrive)

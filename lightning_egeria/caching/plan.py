@@ -19,8 +19,7 @@ class Mode(enum.Enum):
 
     PLAIN = "plain"  # as without the cache
     TRIAL = "trial"  # whole, and each tensor of a sample is followed
-    LOADED = "loaded"  # whole, and the inputs of the front are followed
-    LAZY = "lazy"  # without the inputs of the front
+    FOLLOWED = "followed"  # the inputs of the front are followed, and left out for samples whose fields are stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,8 @@ class Plan:
         seeds: seed of the randomness of each sample; None leaves it as it comes.
         inputs: numbers of the tensors of a sample that only the front reads.
         structure: structure of a sample.
-        store: folder with the fields of the samples, for a lazy batch.
+        stores: folders with the fields of samples.
+        stored: for each sample, number of the store that holds its fields; -1 loads it.
         front: number of the front that it was planned for.
         checks: whether entries are compared with what the front computes.
     """
@@ -47,7 +47,8 @@ class Plan:
     seeds: tuple[int, ...] | None = None
     inputs: tuple[int, ...] = ()
     structure: Any = None
-    store: Path | None = None
+    stores: tuple[Path, ...] = ()
+    stored: tuple[int, ...] = ()
     front: int = 0
     checks: bool = False
 
@@ -59,13 +60,15 @@ class Loaded:
     Attributes:
         batch: the batch that the user's collate function made.
         plan: its plan, with the mode that it was really loaded in.
-        fields: encoded fields of each sample; None for one that cannot be encoded.
+        lazy: whether each sample came from a store, without its inputs.
+        fields: encoded fields of each sample that was loaded; None for one that cannot be encoded.
         structure: structure of the samples; None if they differ.
         drew: what loading the samples drew from or changed: a global random generator, or an attribute of the dataset.
     """
 
     batch: Any
     plan: Plan
+    lazy: tuple[bool, ...] = ()
     fields: tuple[bytes | None, ...] = ()
     structure: Any = None
     drew: str | None = None

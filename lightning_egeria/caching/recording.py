@@ -57,7 +57,8 @@ class Recording:
         levels: Sequence[Level],
         entries: Rows,
         activation: Tensor,
-        fields: Sequence[bytes | None] | None,
+        fields: Sequence[bytes | None],
+        lazy: Sequence[bool],
         made: npt.NDArray[np.uint64],
     ) -> None:
         """Write the rows of a batch that have no entry in the newest level.
@@ -66,8 +67,8 @@ class Recording:
             levels: the levels, the newest last.
             entries: numbers of the entries, ``[samples]``.
             activation: at the newest level's boundary, ``[samples, ...]``.
-            fields: encoded fields of each sample, None for one that is not written; None takes those of the entries of
-                an older level.
+            fields: encoded fields of each sample; None for one that was not loaded, or cannot be encoded.
+            lazy: whether each sample was not loaded; its fields are those of its entry in an older level.
             made: digest of what the program made of each sample, ``[samples]``.
         """
         level = levels[-1]
@@ -76,16 +77,15 @@ class Recording:
         if not self.active or RowForm.of(activation) != level.form:
             return
         new = ~level.present(entries)
-        if fields is not None:
-            new &= np.array([one is not None for one in fields])
+        new &= np.array([one is not None or late for one, late in zip(fields, lazy, strict=True)], bool)
         if not new.any():
             return
         places = np.flatnonzero(new).tolist()
         rows = pieces_of(level.form, activation[torch.from_numpy(new).to(activation.device)], None)
         if level.device.capacity:
             level.device.put(entries[new], rows)
-        chosen = [fields[place] or b"" for place in places] if fields is not None else None
-        size = rows.data.nbytes + sum(map(len, chosen or ()))
+        chosen = [fields[place] for place in places]
+        size = rows.data.nbytes + sum(len(one) for one in chosen if one is not None)
         if self._has_room(levels, size):
             self._stats.to_write += len(places)
             host = dataclasses.replace(rows, data=rows.data.cpu())
@@ -107,17 +107,17 @@ class Recording:
         older: Sequence[Level],
         entries: Rows,
         rows: Pieces,
-        fields: list[bytes] | None,
+        fields: list[bytes | None],
         made: npt.NDArray[np.uint64],
     ) -> None:
-        if fields is None:
-            found = [_fields_in(older, number) for number in entries.tolist()]
-            kept = np.array([one is not None for one in found])
-            fields = [one for one in found if one is not None]
-            entries, rows, made = entries[kept], rows.select(kept), made[kept]
+        for at, one in enumerate(fields):
+            fields[at] = one if one is not None else _fields_in(older, int(entries[at]))
+        kept = np.array([one is not None for one in fields])
+        entries, rows, made = entries[kept], rows.select(kept), made[kept]
         heads = [int(one).to_bytes(STAMP_BYTES, "little") for one in made]
         try:
-            whole = tuple(head + one for head, one in zip(heads, fields, strict=True))
+            found = [one for one in fields if one is not None]
+            whole = tuple(head + one for head, one in zip(heads, found, strict=True))
             self._stats.written += level.write(entries, rows, whole)
         except OSError as error:
             self._error = f"writing to {level.store.folder} failed: {error.strerror or error}"

@@ -9,7 +9,6 @@ from collections import deque
 import torch
 
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.plan import Mode
 from lightning_egeria.profiling.clock import seconds_between
 
 COMPARED_STEPS = 12  # of each kind, before it is decided whether the cache pays
@@ -69,28 +68,23 @@ class Accounts:
     def count(self, batch: CachedBatch) -> None:
         """Add a batch that is over."""
         stats, samples = self._stats, batch.samples
-        depth = batch.front.depth if batch.front is not None else 0
-        hit = depth in batch.served and not batch.has_computed
-        if hit:
-            stats.hits += samples
-        elif batch.served:
-            stats.advanced += samples
-        else:
-            stats.misses += samples
-        if batch.plan.mode is Mode.LAZY:
-            stats.not_loaded += 0 if batch.was_touched else samples
-            stats.loaded_after_all += samples if batch.was_touched else 0
+        stats.hits += batch.hits
+        stats.advanced += batch.advanced
+        stats.misses += samples - batch.hits - batch.advanced
+        lazy = sum(batch.loaded.lazy)
+        stats.not_loaded += 0 if batch.was_touched else lazy
+        stats.loaded_after_all += lazy if batch.was_touched else 0
         if batch.began is None or batch.ended is None:
             return
         if isinstance(batch.ended, torch.cuda.Event):
             batch.ended.synchronize()
         seconds = (batch.waited + seconds_between(batch.began, batch.ended)) / samples
-        if hit:
+        if batch.hits == samples:
             self._hit_seconds.append(seconds)
-        elif not batch.served and not batch.eager:
+        elif not batch.hits and not batch.advanced and not batch.eager:
             self._miss_seconds.append(seconds)
-        if hit and self._hit_seconds and self._miss_seconds:
-            stats.seconds_saved += samples * (self._miss() - self._hit())
+        if batch.hits and self._hit_seconds and self._miss_seconds:
+            stats.seconds_saved += batch.hits * (self._miss() - self._hit())
 
     def judgement(self) -> tuple[bool, str] | None:
         """Return whether it pays, and the numbers in words; once, as soon as there are enough."""

@@ -8,6 +8,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from lightning_egeria.caching.batch import CachedBatch, Read
 from lightning_egeria.caching.data_state import changed, digests_of
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.lazy import Keys, Node
 from lightning_egeria.caching.levels import Level, MemoryTier, RowForm, Rows
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
@@ -27,7 +27,8 @@ from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.samples import without_inputs
 from lightning_egeria.caching.stats import Accounts, CacheStats
 from lightning_egeria.caching.store import FORMAT, Manifest, StoreError
-from lightning_egeria.caching.trial import is_rounding, same_bits, try_boundary
+from lightning_egeria.caching.tape import Keys, Node
+from lightning_egeria.caching.trial import is_rounding, same_bits, smaller_sizes, try_boundary
 from lightning_egeria.errors import CacheError
 from lightning_egeria.training.notices import Notices
 
@@ -85,7 +86,7 @@ class Stream:
         self._recording = Recording(limits, self.stats, lambda text, cause: notices.warn(text, once=cause))
         self._reader = ReadAhead()
         self._accounts = Accounts(self.stats)
-        self._planned: dict[int, dict[int, Read]] = {}
+        self._planned: dict[int, list[Read]] = {}
         self._next, self._received, self._largest = 0, -1, 0
         self._epoch = 0
         self._epochs: int | None = None
@@ -103,6 +104,7 @@ class Stream:
         self._inputs: tuple[int, ...] = ()
         self._structure: Any = None
         self._sizes: dict[int, bool] = {}
+        self._smaller: list[int] = []
         self._exact = True
         self._reruns = [0, 10**9]
 
@@ -140,9 +142,13 @@ class Stream:
         """Return the level of a boundary."""
         return next((level for level in self.levels if level.depth == depth), None)
 
-    def is_proven(self, level: Level, size: int) -> bool:
-        """Whether rows in batches of this size have the same bits as those in the first one."""
+    def is_proven(self, size: int) -> bool:
+        """Whether rows in batches of this size have the same bits as in the first one."""
         return self._sizes.get(size, False)
+
+    def size_for(self, count: int, size: int) -> int:
+        """Return a size to compute some rows in, with the same bits as in a batch of ``size``."""
+        return min((one for one in self._smaller if count <= one < size), default=size)
 
     # --- planning -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +191,7 @@ class Stream:
         number, self._next = self._next, self._next + 1
         self._largest = max(self._largest, len(ids))
         plan = Plan(number, tuple(ids), front=self._fronts)
-        self._planned[number] = {}
+        self._planned[number] = []
         numbers = self._numbers_of(plan.ids) if self.front is not None else None
         if self.front is None or numbers is None:
             return plan
@@ -221,20 +227,29 @@ class Stream:
         return numbers
 
     def _plan_reads(self, plan: Plan, entries: Rows) -> Plan:
-        plan = dataclasses.replace(plan, inputs=self._inputs, structure=self._structure, mode=Mode.LOADED)
-        if self._sizes.get(len(plan.ids)) is False:
-            return dataclasses.replace(plan, mode=Mode.PLAIN)
-        level = next((one for one in reversed(self.levels) if one.present(entries).all()), None)
-        if level is None or self.front is None:
+        size = len(plan.ids)
+        proven = self._sizes.get(size)
+        if proven is False or self.front is None:
             return plan
-        pin = self.front.device.type == "cuda"
-        self._planned[plan.number][level.depth] = self._reader.submit(plan.number, lambda: level.read(entries, pin))
-        if self._is_check():
-            return dataclasses.replace(plan, checks=True)
-        lazy = self._leaves_out and bool(self._inputs) and level.verified[entries].all()
-        if lazy and self._sizes.get(len(plan.ids)):
-            return dataclasses.replace(plan, mode=Mode.LAZY, store=level.store.folder)
-        return plan
+        plan = dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self._inputs, structure=self._structure)
+        checks = self._is_check()
+        stored, pin = np.full(size, -1), self.front.device.type == "cuda"
+        reads = self._planned[plan.number]
+        levels = list(reversed(self.levels))
+        for number, level in enumerate(levels):
+            places = np.flatnonzero((stored < 0) & level.present(entries))
+            if proven is None and len(places) < size:
+                break  # rows of this size are compared, all of them
+            if len(places):
+                stored[places] = number
+                future = self._reader.submit(plan.number, partial(level.read, entries[places], pin))
+                reads.append(Read(level, places, future))
+        if not self._leaves_out or not self._inputs or proven is None or checks:
+            return dataclasses.replace(plan, checks=checks and bool(reads))
+        for number, level in enumerate(levels):
+            stored[(stored == number) & ~level.verified[entries]] = -1
+        folders = tuple(level.store.folder for level in levels)
+        return dataclasses.replace(plan, stores=folders, stored=tuple(stored.tolist()))
 
     def _is_check(self) -> bool:
         self._since_check += 1
@@ -250,7 +265,7 @@ class Stream:
         plan = loaded.plan
         self._received = plan.number
         self._reader.used(plan.number)
-        reads = self._planned.pop(plan.number, {})
+        reads = self._planned.pop(plan.number, [])
         if loaded.drew is not None and self._leaves_out and not self._views:
             self._leaves_out = False
             self._notices.inform(
@@ -273,10 +288,10 @@ class Stream:
             return self._load_elsewhere(batch.plan, places)
         return self._dataset.tensors(batch.plan, places)
 
-    def computed(self, batch: CachedBatch, node: Node) -> None:
-        """The front computed the output at its boundary: try, compare or record it."""
-        front, value = self.front, node.value
-        if front is None or value is None:
+    def computed(self, batch: CachedBatch, node: Node, value: Tensor) -> None:
+        """The output at the deepest boundary was computed: try, compare or record it."""
+        front = self.front
+        if front is None:
             return
         if batch.eager:
             self._finish_trial(batch, node, value, front)
@@ -286,32 +301,29 @@ class Stream:
             return
         if (batch.samples not in self._sizes or batch.plan.checks) and not self._compare(batch, level, value):
             return
-        if batch.samples not in self._sizes or not self._sizes[batch.samples]:
-            return
         made = batch.stamps(node)
-        if made is None or not self._is_read_again:
-            return
-        fields = batch.loaded.fields if batch.plan.mode is not Mode.LAZY else None
-        if fields is None or len(fields) == batch.samples:
-            self._recording.write(self.levels, batch.entries, value, fields, made)
+        if made is not None and self._is_read_again and self._sizes.get(batch.samples):
+            self._recording.write(self.levels, batch.entries, value, batch.loaded.fields, batch.loaded.lazy, made)
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
         front = self.front
         if front is None or batch.front is not front:
             return
-        if batch.eager and not batch.has_computed:
+        if batch.eager and not batch.calls:
             self._no_trial("the frozen layers were not called with tensors of the batch")
             return
         self._accounts.count(batch)
         if self.level_at(front.depth) is None:
             return
-        served = bool(batch.served)
-        self._strange = 0 if served or batch.plan.checks else self._strange + self._had_rows(batch)
+        served = batch.hits + batch.advanced > 0
+        had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
+        self._strange = 0 if served or batch.plan.checks else self._strange + (had_rows and batch.began is not None)
         if self._strange >= STRANGE:
             self.stop(
-                f"the last {STRANGE} batches of samples with entries had another input (is it random, or mixed?)"
-                if batch.made_differs or batch.plan.mode is Mode.LOADED
+                f"the inputs of the last {STRANGE} batches differed from those that entries were computed from (is the "
+                "data random or mixed?)"
+                if batch.made_differs or not any(batch.loaded.lazy)
                 else f"the last {STRANGE} batches called the frozen layers in another way than the first one"
             )
             return
@@ -355,16 +367,13 @@ class Stream:
         """Whether entries written now may be read before the run ends."""
         return self._epochs is None or self._epoch + max(1, self._views) < self._epochs
 
-    def _had_rows(self, batch: CachedBatch) -> bool:
-        return any(read.done() and not read.cancelled() for read in batch.reads.values()) and batch.began is not None
-
     def _count_lazy(self, batch: CachedBatch, front: Front) -> None:
         ran, front.ran = front.ran, set()
-        if batch.plan.mode is not Mode.LAZY:
+        if not any(batch.loaded.lazy):
             return
         self._lazy_batches += 1
         self._touches += batch.was_touched is not None
-        if batch.served and ran:
+        if batch.hits == batch.samples and ran:
             self._reruns = [self._reruns[0] + 1, min(self._reruns[1], *ran)]
         if self._lazy_batches < COUNTED:
             return
@@ -381,10 +390,10 @@ class Stream:
 
     def _compare(self, batch: CachedBatch, level: Level, value: Tensor) -> bool:
         """Compare entries with what the front computed; return whether they agree."""
-        rows = batch.rows(level)
-        if rows is None:
-            return not batch.plan.checks
-        stored = rows.batch(level.form, None, value.device)
+        stored = batch.rows(level)
+        if stored is None:
+            return batch.samples in self._sizes
+        stored = stored.to(value.device)
         if batch.samples not in self._sizes:
             self._sizes[batch.samples] = same_bits(stored, value)
             if not self._sizes[batch.samples]:
@@ -419,6 +428,7 @@ class Stream:
             return
         with front.state.preserved():
             problem, self._exact = try_boundary(node, value)
+            smaller = smaller_sizes(node, value) if problem is None and self._exact else []
         if problem is not None:
             self.stop(f"at {front.units[-1].path!r}, {problem}")
             return
@@ -428,10 +438,10 @@ class Stream:
         level = self.level_at(front.depth)
         if level is None:
             return
-        self._sizes = {batch.samples: True}
+        self._sizes, self._smaller = {batch.samples: True}, smaller
         if self._is_read_again:
             fields = [without_inputs(one, self._inputs) if one is not None else None for one in batch.loaded.fields]
-            self._recording.write(self.levels, batch.entries, value, fields, made)
+            self._recording.write(self.levels, batch.entries, value, fields, batch.loaded.lazy, made)
         if not self._exact:
             self._notices.inform(
                 "the last bits of a sample's output depend on its place in the batch; they may differ from a run "

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.lazy import Node, version_of
+from lightning_egeria.caching.tape import Node, replay, version_of
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
@@ -37,7 +34,7 @@ def try_boundary(node: Node, value: Tensor) -> tuple[str | None, bool]:
         return "the frozen layers change their input in place", False
     with preserved_random_state(), torch.no_grad():
         before = RandomState.current()
-        if not same_bits(_run(node, lambda place: place), value):
+        if not same_bits(replay(node, range(size)), value):
             return "the same input gave another output (is it random, or does it depend on earlier batches?)", False
         if RandomState.current() != before:
             return "the frozen layers draw random numbers", False
@@ -46,10 +43,13 @@ def try_boundary(node: Node, value: Tensor) -> tuple[str | None, bool]:
         for kept in (0, 1):
             moving = [place for place in range(size) if place % 2 != kept]
             after = dict(zip(moving, moving[1:] + moving[:1], strict=True))
-            mixed = _run(node, lambda place, after=after: after.get(place, place))
-            if not same_bits(mixed[kept::2], value[kept::2]):
+            mixed = replay(node, [after.get(place, place) for place in range(size)])
+            if mixed is None or not same_bits(mixed[kept::2], value[kept::2]):
                 return "the output of one sample depends on the other samples of its batch", False
-        turned = _run(node, lambda place: (place + 1) % size).roll(1, 0)
+        turned = replay(node, [(place + 1) % size for place in range(size)])
+    if turned is None:
+        return "its computation does not repeat", False
+    turned = turned.roll(1, 0)
     if same_bits(turned, value):
         return None, True
     if not is_rounding(turned, value):
@@ -57,9 +57,21 @@ def try_boundary(node: Node, value: Tensor) -> tuple[str | None, bool]:
     return None, False
 
 
-def same_bits(first: Tensor, second: Tensor) -> bool:
+def smaller_sizes(node: Node, value: Tensor) -> list[int]:
+    """Return the sizes of smaller batches that have the same bits: halves, quarters and eighths that were tried."""
+    size, found = node.tape.size, []
+    with preserved_random_state(), torch.no_grad():
+        for smaller in dict.fromkeys(-(-size // share) for share in (8, 4, 2)):
+            places = [place * (size // smaller) % size for place in range(smaller)]
+            few = replay(node, places) if 1 < smaller < size else None
+            if few is not None and same_bits(few, value[places]):
+                found.append(smaller)
+    return found
+
+
+def same_bits(first: Tensor | None, second: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; NaN equals NaN."""
-    if first.shape != second.shape or first.dtype != second.dtype:
+    if first is None or first.shape != second.shape or first.dtype != second.dtype:
         return False
     if not first.dtype.is_floating_point:
         return torch.equal(first, second)
@@ -78,38 +90,3 @@ def is_rounding(first: Tensor, second: Tensor) -> bool:
 
 def _has_rows(leaf: Node, size: int) -> bool:
     return leaf.value is not None and leaf.value.ndim > 0 and leaf.value.shape[0] == size
-
-
-def _run(node: Node, sample_at: Callable[[int], int]) -> Tensor:
-    """Compute a node anew from the leaves, with sample ``sample_at(place)`` at each place of the batch."""
-    order = node.before(lambda _: False)
-    tape = node.tape
-    tape.load(one for one in order if one.row is not None)
-    rows = {one.row: one for one in order if one.row is not None}
-    waiting = Counter(argument for one in order for argument in one.arguments())
-    values: dict[Node, Tensor] = {}
-    for one in order:
-        if one in values:
-            continue
-        if one.row is not None:
-            place, number = one.row
-            source = rows.get((sample_at(place), number), one)
-            values[one] = _known(source)
-        elif one.call is None:
-            value = _known(one)
-            order_of_rows = [sample_at(place) for place in range(tape.size)]
-            values[one] = value[order_of_rows] if _has_rows(one, tape.size) else value
-        else:
-            for sibling, result in zip(one.siblings, one.call(values), strict=True):
-                values[sibling] = result
-            for argument in one.arguments():
-                waiting[argument] -= 1
-                if not waiting[argument]:
-                    values.pop(argument, None)
-    return values[node]
-
-
-def _known(node: Node) -> Tensor:
-    if node.value is None:
-        raise RuntimeError("a leaf without a value")
-    return node.value

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.caching.lazy import version_of
+from lightning_egeria.caching.tape import version_of
 from lightning_egeria.snapshots.digests import digest
 
 _SAMPLED = 3  # values of each tensor, compared before each use

@@ -1,0 +1,430 @@
+"""Recorded operations: how a tensor follows from the rows of a batch.
+
+The key of a node names the whole computation behind it: nodes with equal keys are the same function of the same rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_egeria.errors import CacheError
+
+SNAPSHOT_BYTES = 2**20  # larger tensors are not copied when an operation on them is recorded
+UNKNOWN = -1  # key of a value that something outside the tape has made or changed
+# Operations whose list of sizes begins with the batch size.
+_SIZED = (["view"], ["_unsafe_view"], ["reshape"], ["expand"])
+
+
+class Meta(NamedTuple):
+    """What is known of a tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        """Return the shape, strides, dtype and device of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self, device: torch.device | str | None = None) -> Tensor:
+        """Return a tensor like this one, with any values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
+
+
+class Keys:
+    """Numbers for computations: equal numbers, equal computations.
+
+    >>> keys = Keys()
+    >>> first, second = keys.number(("row", 0)), keys.number(("row", 1))
+    >>> keys.number(("row", 0)) == first, first == second
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._parts: list[tuple[Any, ...]] = []
+
+    def number(self, parts: tuple[Any, ...]) -> int:
+        """Return the number of a computation. The keys among its parts come wrapped in `Of`."""
+        number = self._numbers.get(parts)
+        if number is None:
+            number = self._numbers[parts] = len(self._parts)
+            self._parts.append(parts)
+        return number
+
+    def describe(self, number: int) -> str:
+        """Return the computation in words, the same in each process; long."""
+        lines: dict[int, str] = {}
+        for at in self._behind(number):
+            words = [f"%{list(lines).index(p.key)}" if isinstance(p, Of) else repr(p) for p in self._parts[at]]
+            lines[at] = " ".join(words)
+        return "\n".join(lines.values())
+
+    def _behind(self, number: int) -> list[int]:
+        found: set[int] = set()
+        waiting = [number]
+        while waiting:
+            at = waiting.pop()
+            if at not in found:
+                found.add(at)
+                waiting += [part.key for part in self._parts[at] if isinstance(part, Of)]
+        return sorted(found)
+
+
+class Of(NamedTuple):
+    """The key of an argument, among the parts of a key."""
+
+    key: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A recorded operation.
+
+    Attributes:
+        run: the operation; takes the arguments, returns a tensor or a tree with tensors.
+        flat: leaves of the arguments, with nodes for tensors.
+        spec: their structure.
+        written: places, among ``flat``, of the nodes that the operation changes in place. It gets copies, and these
+            are results of the call too, behind the others.
+        sized: whether the second argument is the number of samples in the batch.
+    """
+
+    run: Callable[..., Any]
+    flat: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    written: tuple[int, ...] = ()
+    sized: bool = False
+
+    def __call__(self, values: Mapping[Node, Tensor], size: int | None = None) -> list[Tensor]:
+        """Run it with these values for its nodes, and another number of samples; return all its results."""
+        flat = [values[leaf] if isinstance(leaf, Node) else leaf for leaf in self.flat]
+        if self.sized and size is not None:
+            flat[1] = size
+        for place in self.written:
+            flat[place] = flat[place].clone()
+        args, kwargs = pytree.tree_unflatten(flat, self.spec)
+        with torch.no_grad() if not isinstance(self.run, Unit) else contextlib.nullcontext():
+            leaves = pytree.tree_leaves(self.run(*args, **kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [flat[place] for place in self.written]
+
+
+class Unit:
+    """Base of recorded operations that run frozen layers."""
+
+
+@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
+class Node:
+    """One value of a tape: a row of a sample, a tensor from outside, or the result of a recorded operation.
+
+    Attributes:
+        tape: the tape that it belongs to.
+        meta: shape, strides, dtype and device.
+        key: number of the computation; `UNKNOWN` if something outside the tape made the value.
+        call: operation that computes it; None for a leaf.
+        siblings: nodes of all results of the operation, in order.
+        row: position of the sample in the batch and number of the tensor in the sample; None for others.
+        rows: number of the tensor of which it stacks that of all samples, in order; None for others.
+        value: the tensor, once it is known.
+        version: version counter of a leaf from outside, when it was recorded.
+        number: place in the order in which the nodes of the tape were made.
+        base: node whose memory it shares, for the result of a view; else the node itself.
+        shown: the lazy tensor, while the program holds it.
+    """
+
+    tape: Tape
+    meta: Meta
+    key: int
+    call: Call | None = None
+    siblings: tuple[Node, ...] = ()
+    row: tuple[int, int] | None = None
+    rows: int | None = None
+    value: Tensor | None = None
+    version: int = 0
+    number: int = 0
+    base: Node | None = None
+    shown: weakref.ref[Tensor] | None = None
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether it is the output of frozen layers."""
+        return self.call is not None and isinstance(self.call.run, Unit)
+
+    @property
+    def root(self) -> Node:
+        """Node that owns the memory."""
+        return self if self.base is None else self.base.root
+
+    def arguments(self) -> Iterator[Node]:
+        """Yield the nodes that the operation reads."""
+        return (leaf for leaf in self.call.flat if isinstance(leaf, Node)) if self.call is not None else iter(())
+
+    def before(self, known: Callable[[Node], bool]) -> list[Node]:
+        """Return this node and all nodes behind it that are not ``known``, in the order in which they were made."""
+        found: dict[int, Node] = {}
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            if node.number not in found and not known(node):
+                found[node.number] = node
+                waiting.extend(node.arguments())
+        return [found[number] for number in sorted(found)]
+
+    def leaves(self) -> list[Node]:
+        """Return the leaves that the value is computed from."""
+        return [node for node in self.before(lambda _: False) if node.call is None]
+
+    def compute(self) -> Tensor:
+        """Return the value; load and compute whatever it needs."""
+        if self.value is None:
+            order = self.before(lambda node: node.value is not None)
+            self.tape.load(node for node in order if node.row is not None)
+            for node in order:
+                if node.value is None and node.call is not None:
+                    node.call_now()
+            for node in order:
+                if node is not self and node.call is not None and (node.shown is None or node.shown() is None):
+                    node.value = None  # computed again if it is wanted once more
+        if self.value is None:
+            raise CacheError("a lazy tensor could not be computed")
+        return self.value
+
+    def call_now(self) -> None:
+        """Run the operation; its arguments must have values."""
+        if self.call is None:
+            raise CacheError("a leaf has no operation")
+        values: dict[Node, Tensor] = {}
+        for node in self.arguments():
+            if node.value is None:
+                raise CacheError("an argument of a recorded operation has no value")
+            if node.row is None and node.call is None and node.version != version_of(node.value):
+                raise CacheError(
+                    f"a tensor of shape {tuple(node.meta.shape)} changed in place after the frozen layers were called "
+                    "with it, and their output was asked for later. Leave out FrozenPrefixCache"
+                )
+            values[node] = node.value
+        for sibling, value in zip(self.siblings, self.call(values), strict=True):
+            if sibling.value is None:
+                sibling.value = value
+
+
+class Tape:
+    """The recorded operations on the tensors of one batch.
+
+    Args:
+        keys: numbers of computations, shared by all batches.
+        size: samples of the batch.
+        load_rows: returns the tensors of samples: takes pairs of a position and a tensor's number.
+        touched: called when the values of rows are needed, before they are loaded.
+        owner: the batch, for those who know a tensor of it only.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        size: int,
+        load_rows: Callable[[list[tuple[int, int]]], list[Tensor]],
+        touched: Callable[[], None],
+        owner: Any = None,
+    ) -> None:
+        self.owner = owner
+        self.keys = keys
+        self.size = size
+        self._load_rows = load_rows
+        self._touched = touched
+        self._count = itertools.count()
+        self._shown: list[weakref.ref[Tensor]] = []
+        self._outside: dict[int, tuple[weakref.ref[Tensor], int, Node]] = {}
+
+    def row(self, position: int, number: int, meta: Meta, value: Tensor | None = None) -> Node:
+        """Return the node of tensor ``number`` of the sample at ``position``."""
+        key = self.keys.number(("row", number, position))
+        return Node(self, meta, key, row=(position, number), value=value, number=next(self._count))
+
+    def is_shared(self, lazy: Any) -> bool:
+        """Whether another lazy tensor that the program holds shares the memory of this one."""
+        return any(other is not lazy and other.node.root is lazy.node.root for other in self.held())
+
+    def outside(self, tensor: Tensor) -> Node:
+        """Return the node of a tensor that is not lazy. A small one is copied, in case it changes in place later."""
+        found = self._outside.get(id(tensor))
+        if found is not None and found[0]() is tensor and found[1] == version_of(tensor):
+            return found[2]
+        small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES and not isinstance(tensor, torch.nn.Parameter)
+        value = tensor.clone() if small else tensor
+        key = self.keys.number(("outside", len(self._outside)))
+        node = Node(self, Meta.of(tensor), key, value=value, version=version_of(value), number=next(self._count))
+        self._outside[id(tensor)] = (weakref.ref(tensor), version_of(tensor), node)
+        return node
+
+    def record(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        flat: list[Any],
+        spec: pytree.TreeSpec,
+        metas: Sequence[Meta],
+        written: tuple[int, ...] = (),
+    ) -> tuple[Node, ...] | None:
+        """Record an operation and return the nodes of its results; None if an argument has no name.
+
+        Args:
+            name: name of the operation, for its key.
+            run: the operation.
+            flat: leaves of its arguments, with nodes for lazy tensors and for tensors from outside.
+            spec: structure of the arguments.
+            metas: of the results, those of the changed arguments last.
+            written: places of the arguments that it changes.
+        """
+        number = self._rows_in_order(name, flat)
+        parts: list[Any] = ["rows", number] if number is not None else [name, spec]
+        if number is None:
+            for leaf in flat:
+                parts.append(Of(leaf.key) if isinstance(leaf, Node) else (type(leaf).__name__, leaf))
+        sized = len(parts) > 3 and parts[3] == ("int", self.size) and name.split(".")[1:2] in _SIZED
+        if sized:
+            parts[3] = "batch"
+        try:
+            key = self.keys.number(tuple(parts))
+        except TypeError:  # it cannot be hashed
+            return None
+        nodes = tuple(
+            Node(
+                self,
+                meta,
+                self.keys.number((Of(key), output)) if output else key,
+                Call(run, tuple(flat), spec, written, sized),
+                rows=number,
+                number=next(self._count),
+            )
+            for output, meta in enumerate(metas)
+        )
+        for node in nodes:
+            node.siblings = nodes
+        return nodes
+
+    def _rows_in_order(self, name: str, flat: list[Any]) -> int | None:
+        """Number of the tensor that an operation stacks of all samples in order; None for another operation."""
+        if name != "aten.stack.default" or len(flat) - self.size not in (0, 1) or flat[self.size :] not in ([], [0]):
+            return None
+        rows = [leaf.row for leaf in flat[: self.size] if isinstance(leaf, Node)]
+        if rows and rows[0] is not None and rows == [(position, rows[0][1]) for position in range(self.size)]:
+            return rows[0][1]
+        return None
+
+    def shows(self, lazy: Any, node: Node) -> None:
+        """Remember that the program holds a lazy tensor for a node."""
+        node.shown = weakref.ref(lazy)
+        self._shown.append(node.shown)
+
+    def held(self) -> list[Any]:
+        """Return the lazy tensors that the program holds."""
+        self._shown = [reference for reference in self._shown if reference() is not None]
+        return [lazy for reference in self._shown if (lazy := reference()) is not None]
+
+    def load(self, rows: Iterable[Node]) -> None:
+        """Load the values of row nodes."""
+        missing = [node for node in rows if node.value is None]
+        if missing:
+            self._touched()
+            places = [node.row for node in missing if node.row is not None]
+            for node, value in zip(missing, self._load_rows(places), strict=True):
+                node.value = value
+
+    @property
+    def has_outside(self) -> bool:
+        """Whether a recorded operation reads a tensor that the program made."""
+        return bool(self._outside)
+
+    def settle(self, computed_only: bool = False) -> None:
+        """Compute every lazy tensor that the program still holds.
+
+        Args:
+            computed_only: not those that only stand for loaded data.
+        """
+        for lazy in self.held():
+            if computed_only and not any(node.is_unit for node in lazy.node.before(_never)):
+                continue
+            lazy.node.compute()
+
+    def change(self) -> None:
+        """Prepare for a change in place: what a lazy tensor stands for afterwards has no name."""
+        self.settle()
+        for lazy in self.held():
+            value = lazy.node.compute()
+            lazy.node = Node(self, lazy.node.meta, UNKNOWN, value=value, number=next(self._count))
+
+
+def _never(node: Node) -> bool:
+    return False
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the counter that rises with each change in place; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | None = None) -> Tensor | None:
+    """Compute a node anew for some samples of its batch, in any order and repeated where a place is.
+
+    Args:
+        node: a result of recorded operations.
+        places: positions of samples in the batch.
+        given: values of nodes for these samples, in the place of what they are computed from.
+
+    Returns:
+        The value, ``[places, ...]``; None if the computation does not fit another number of samples.
+    """
+    values: dict[Node, Tensor] = dict(given or {})
+    order = node.before(lambda one: one in values)
+    tape = node.tape
+    stacked = {argument for one in order if one.rows is not None for argument in one.arguments()}
+    wanted = set(places)
+    tape.load(one for one in order if one.row is not None and (one not in stacked or one.row[0] in wanted))
+    rows = {one.row: one for one in order if one.row is not None}
+    waiting = Counter(argument for one in order for argument in one.arguments())
+    for one in order:
+        if one in values or (one.row is not None and one in stacked):
+            continue
+        if one.rows is not None:
+            values[one] = torch.stack([_known(rows[place, one.rows]) for place in places])
+        elif one.row is not None:
+            if len(places) != tape.size:
+                return None
+            values[one] = _known(rows.get((places[one.row[0]], one.row[1]), one))
+        elif one.call is None:
+            value = _known(one)
+            has_rows = value.ndim > 0 and value.shape[0] == tape.size
+            values[one] = value[torch.tensor(places, device=value.device)] if has_rows else value
+        else:
+            try:
+                results = one.call(values, len(places))
+            except RuntimeError:
+                if len(places) == tape.size:
+                    raise
+                return None  # a shape is written into the program
+            values.update(zip(one.siblings, results, strict=True))
+        for argument in one.arguments():
+            waiting[argument] -= 1
+            if not waiting[argument]:
+                values.pop(argument, None)
+    found = values[node]
+    return found if found.ndim and found.shape[0] == len(places) else None
+
+
+def _known(node: Node) -> Tensor:
+    if node.value is None:
+        raise CacheError("a leaf of a recorded computation has no value")
+    return node.value
