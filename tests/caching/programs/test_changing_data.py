@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from programs.parts import CLASSES, SAMPLES, WORKERS, Classifier, Samples, at, data_of, grid, loader, on, vectors
+from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 EPOCHS = 5
@@ -109,6 +110,29 @@ def test_data_change_in_each_epoch(compare, name, hook):
         run.fit(
             _Validated(), loader(dataset), on(**{hook: look}), val=loader(dataset, shuffle=False), max_epochs=EPOCHS
         )
+
+    compare(program, served=None)
+
+
+@pytest.mark.parametrize("name", ["inputs in place", "one input in place", "setting"])
+@pytest.mark.parametrize("again", ["in the step", "in a callback"])
+def test_changed_samples_in_two_forwards(compare, name, again):
+    """The second forward of a batch must not find what was cached before the change, nor half of it."""
+
+    def program(run):
+        dataset = Labelled()
+
+        def step(module, x, y):
+            loss = F.cross_entropy(module.net(x), y)
+            return loss + 0.1 * module.net(x).square().mean() if again == "in the step" and run.batches else loss
+
+        def look(trainer, module, outputs, batch, batch_idx):
+            if again == "in a callback":
+                with torch.no_grad():
+                    run.note(module.net(batch[0]))
+
+        changes = on(on_train_epoch_end=lambda t, m: CHANGES[name](dataset, t.current_epoch), on_train_batch_end=look)
+        run.fit(Stepping(step), loader(dataset), changes, max_epochs=EPOCHS)
 
     compare(program, served=None)
 

@@ -126,6 +126,18 @@ def test_front_is_changed_in_each_step(compare, change, hook):
     compare(program, served=None)
 
 
+@pytest.mark.parametrize("step", [6, 9])
+def test_front_is_changed_and_gets_deeper(compare, step):
+    """Entries of the shallower front, before its weights changed, are of no use for the deeper one."""
+
+    def program(run):
+        change = at(step, lambda _, module: module.net.a[0].weight.data.mul_(1.5))
+        schedule = {2: 1, 10: 2}
+        run.fit(Validated(), None, change, val=loader(shuffle=False), schedule=schedule, max_epochs=5)
+
+    compare(program, served=None)
+
+
 def test_front_is_changed_for_one_forward(compare):
     """Weights are moved for the forward of each third batch, and moved back."""
 
