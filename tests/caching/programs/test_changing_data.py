@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from programs.parts import CLASSES, SAMPLES, WORKERS, Classifier, Samples, at, data_of, grid, loader, on, vectors
+from programs.parts import (
+    CLASSES,
+    SAMPLES,
+    WORKERS,
+    Classifier,
+    Samples,
+    Stepping,
+    at,
+    data_of,
+    grid,
+    loader,
+    on,
+    vectors,
+)
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
