@@ -87,7 +87,7 @@ ACCESS = {
 }
 
 
-@pytest.mark.parametrize(("change", "access"), grid(CHANGES, ACCESS, every=5))
+@pytest.mark.parametrize(("change", "access"), grid(CHANGES, ACCESS, every=11))
 @WORKERS
 def test_data_change_between_epochs(compare, change, access, workers):
     """The change comes after epochs 1 and 3, when the cache has served a whole epoch."""
@@ -294,7 +294,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("draw", grid(DRAWS, every=2))
+@pytest.mark.parametrize("draw", grid(DRAWS, every=4))
 @WORKERS
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_random_augmentation(compare, draw, workers, seed):

@@ -81,7 +81,7 @@ def _hits(run):
     return sum(cached.stats.hits for cached in run.caches)
 
 
-@pytest.mark.parametrize(("change", "place"), grid(CHANGES, ["batch end", "batch start", "in the step"], every=7))
+@pytest.mark.parametrize(("change", "place"), grid(CHANGES, ["batch end", "batch start", "in the step"], every=17))
 def test_front_is_changed_once(compare, change, place):
     def program(run):
         def now(trainer, module, *_):
@@ -115,7 +115,7 @@ MOVING = {
 HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"]
 
 
-@pytest.mark.parametrize(("change", "hook"), grid(MOVING, HOOKS, every=4))
+@pytest.mark.parametrize(("change", "hook"), grid(MOVING, HOOKS, every=7))
 def test_front_is_changed_in_each_step(compare, change, hook):
     def program(run):
         def moves(trainer, module, *_):
@@ -243,7 +243,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "net"), grid(SCHEDULES, [Net, ConvNet], every=3))
+@pytest.mark.parametrize(("schedule", "net"), grid(SCHEDULES, [Net, ConvNet], every=7))
 @WORKERS
 def test_depth_changes(compare, schedule, workers, net):
     def program(run):

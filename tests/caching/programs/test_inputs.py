@@ -100,28 +100,28 @@ def _fit_with(run, change, when=lambda run: True, **options):
     run.fit(Stepping(step, ConvNet()), loader(images()), **options)
 
 
-@pytest.mark.parametrize("change", grid(SAME_FOR_A_SAMPLE, every=3))
+@pytest.mark.parametrize("change", grid(SAME_FOR_A_SAMPLE, every=7))
 def test_same_change_of_each_batch(compare, change):
     compare(lambda run: _fit_with(run, change))
 
 
-@pytest.mark.parametrize("change", grid(DRAWN, every=3))
+@pytest.mark.parametrize("change", grid(DRAWN, every=7))
 def test_drawn_change_of_each_batch(compare, change):
     compare(lambda run: _fit_with(run, change), served=None)
 
 
-@pytest.mark.parametrize(("change", "seed"), grid(DRAWN | SAME_FOR_A_SAMPLE, range(4), every=19))
+@pytest.mark.parametrize(("change", "seed"), grid(DRAWN | SAME_FOR_A_SAMPLE, range(4), every=37))
 def test_change_of_some_batches(compare, change, seed):
     """MixUp with a probability: whether it happens is drawn in each step."""
     compare(lambda run: _fit_with(run, change, lambda run: bool(torch.rand(()) < 0.3)), served=None, seed=seed)
 
 
-@pytest.mark.parametrize("change", grid(DRAWN, every=3))
+@pytest.mark.parametrize("change", grid(DRAWN, every=7))
 def test_change_that_begins_late(compare, change):
     compare(lambda run: _fit_with(run, change, lambda run: run.batches >= 9))
 
 
-@pytest.mark.parametrize("change", grid(DRAWN, every=3))
+@pytest.mark.parametrize("change", grid(DRAWN, every=7))
 def test_change_that_ends_early(compare, change):
     compare(lambda run: _fit_with(run, change, lambda run: run.batches < 6, max_epochs=4), served=None)
 
@@ -173,7 +173,7 @@ BATCH_CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("change", "hook", "owner"), grid(BATCH_CHANGES, TRANSFER_HOOKS, ["module", "data"], every=5))
+@pytest.mark.parametrize(("change", "hook", "owner"), grid(BATCH_CHANGES, TRANSFER_HOOKS, ["module", "data"], every=11))
 def test_transfer_hooks(compare, change, hook, owner):
     def changed(batch, *_):
         return [change(batch[0]), batch[1]]
@@ -226,7 +226,7 @@ def test_batch_is_of_another_kind(compare, kind):
     compare(lambda run: run.fit(Unpacks(kind)))
 
 
-@pytest.mark.parametrize(("precision", "width"), grid(["bf16-mixed", "bf16-true", "64-true"], [4, 8], every=2))
+@pytest.mark.parametrize(("precision", "width"), grid(["bf16-mixed", "bf16-true", "64-true"], [4, 8], every=4))
 def test_precision(compare, precision, width):
     def program(run):
         run.fit(

@@ -35,7 +35,7 @@ WHEN = {
 }
 
 
-@pytest.mark.parametrize(("read", "when"), grid(READERS, list(WHEN), every=6))
+@pytest.mark.parametrize(("read", "when"), grid(READERS, list(WHEN), every=13))
 @WORKERS
 def test_another_reader_of_the_loader(compare, read, when, workers):
     def program(run):

@@ -122,7 +122,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("options", grid(SAMPLERS, every=2))
+@pytest.mark.parametrize("options", grid(SAMPLERS, every=4))
 @WORKERS
 def test_sampler(compare, options, workers):
     def program(run):
@@ -198,7 +198,7 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("keys", grid(KEYS, every=2))
+@pytest.mark.parametrize("keys", grid(KEYS, every=4))
 @WORKERS
 def test_ids_of_samples(compare, keys, workers):
     batches = [keys[start : start + BATCH] for start in range(0, SAMPLES, BATCH)]

@@ -52,7 +52,7 @@ def _ids(length=5):
     return torch.utils.data.TensorDataset(ids, vectors().tensors[1])
 
 
-@pytest.mark.parametrize(("net", "dropout"), grid(SEQUENCE_NETS, [0.0, 0.2], every=3))
+@pytest.mark.parametrize(("net", "dropout"), grid(SEQUENCE_NETS, [0.0, 0.2], every=7))
 def test_network_for_sequences(compare, net, dropout):
     def program(run):
         module = Classifier(net())

@@ -160,7 +160,7 @@ EITHER |= {"in pieces", "rows in a loop", "value decides", "two tensors", "bilin
 DEPTHS = {"shared layer": 1, "tied weights": 1, "input twice": 1, "in pieces": 1, "rows in a loop": 1}
 
 
-@pytest.mark.parametrize("name", grid(list(VECTOR_NETS), every=2))
+@pytest.mark.parametrize("name", grid(list(VECTOR_NETS), every=4))
 def test_network(compare, name):
     def program(run):
         run.fit(Classifier(VECTOR_NETS[name]()), schedule={2: DEPTHS.get(name, 2)})
@@ -203,7 +203,7 @@ IMAGE_NETS = {
 }
 
 
-@pytest.mark.parametrize("net", grid(IMAGE_NETS, every=2))
+@pytest.mark.parametrize("net", grid(IMAGE_NETS, every=4))
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_network_for_images(compare, net, precision):
     compare(lambda run: run.fit(Classifier(net()), loader(images()), precision=precision))
@@ -223,7 +223,7 @@ def _vision_transformer():
     )
 
 
-@pytest.mark.parametrize("dropout", grid([False, True], every=2))
+@pytest.mark.parametrize("dropout", grid([False, True], every=4))
 def test_vision_transformer_of_timm(compare, dropout):
     def program(run):
         net = _vision_transformer()

@@ -44,7 +44,7 @@ BATCH_READERS = {
 }
 
 
-@pytest.mark.parametrize(("reader", "owner"), grid(BATCH_READERS, ["callback", "module"], every=3))
+@pytest.mark.parametrize(("reader", "owner"), grid(BATCH_READERS, ["callback", "module"], every=7))
 def test_hook_reads_the_batch(compare, reader, owner):
     hook, read = reader
 
@@ -187,7 +187,7 @@ def _hooks(module, read):
 KINDS = ["forward", "pre", "input and output", "replaces output", "replaces input", "with kwargs"]
 
 
-@pytest.mark.parametrize(("kind", "where", "begins"), grid(KINDS, list(MODULES), ["before", "step 9"], every=5))
+@pytest.mark.parametrize(("kind", "where", "begins"), grid(KINDS, list(MODULES), ["before", "step 9"], every=11))
 def test_hook_on_a_module(compare, kind, where, begins):
     def program(run):
         def register(trainer, module):
@@ -199,7 +199,7 @@ def test_hook_on_a_module(compare, kind, where, begins):
     compare(program, served=None if "replaces" in kind else True)
 
 
-@pytest.mark.parametrize("where", list(MODULES))
+@pytest.mark.parametrize("where", grid(list(MODULES), every=2))
 def test_hook_that_reads_now_and_then(compare, where):
     def program(run):
         module = Classifier()

@@ -147,7 +147,7 @@ NOW_AND_THEN = {
 }
 
 
-@pytest.mark.parametrize("read", grid(VALUES | TENSORS, every=3))
+@pytest.mark.parametrize("read", grid(VALUES | TENSORS, every=7))
 def test_input_is_read_now_and_then(compare, read):
     def program(run):
         def step(module, x, y):
@@ -160,7 +160,7 @@ def test_input_is_read_now_and_then(compare, read):
     compare(program)
 
 
-@pytest.mark.parametrize(("when", "place"), grid(NOW_AND_THEN, ["before", "after", "both"], every=2))
+@pytest.mark.parametrize(("when", "place"), grid(NOW_AND_THEN, ["before", "after", "both"], every=4))
 def test_input_is_read_around_the_network(compare, when, place):
     def program(run):
         def step(module, x, y):
@@ -204,7 +204,7 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize(("change", "place"), grid(IN_PLACE, ["before", "after"], every=3))
+@pytest.mark.parametrize(("change", "place"), grid(IN_PLACE, ["before", "after"], every=7))
 def test_input_is_changed_in_place(compare, change, place):
     def program(run):
         def step(module, x, y):

@@ -52,7 +52,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", grid(OPTIONS, every=2))
+@pytest.mark.parametrize("options", grid(OPTIONS, every=4))
 @WORKERS
 def test_option_of_the_trainer(compare, options, workers):
     schedule = {1: 2} if "accumulate_grad_batches" in options else None
@@ -101,7 +101,7 @@ class Skips(Classifier):
         return None if skipped else loss
 
 
-@pytest.mark.parametrize(("period", "after"), grid([2, 3, 4], [False, True], every=2))
+@pytest.mark.parametrize(("period", "after"), grid([2, 3, 4], [False, True], every=4))
 def test_batches_are_skipped(compare, period, after):
     compare(lambda run: run.fit(Skips(period, after), max_epochs=4))
 
@@ -264,7 +264,7 @@ def test_learning_rate_finder(compare):
     compare(program)
 
 
-@pytest.mark.parametrize("tuner", grid(["Tuner", "callback"], every=2))
+@pytest.mark.parametrize("tuner", grid(["Tuner", "callback"], every=4))
 def test_batch_size_finder(compare, tuner):
     def program(run):
         options = {"mode": "power", "steps_per_trial": 1, "init_val": 2, "max_trials": 2}

@@ -88,7 +88,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", grid(KINDS, every=2))
+@pytest.mark.parametrize("kind", grid(KINDS, every=4))
 @WORKERS
 def test_kind_of_a_sample(compare, kind, workers):
     sample, unpack = kind
@@ -168,7 +168,7 @@ NOT_OF_ONE_SAMPLE = {"centred on the batch", "mixed", "mixed by chance", "noise"
 NOT_OF_ONE_SAMPLE |= {"sorted", "sorted by input", "reversed", "first twice", "filtered"}
 
 
-@pytest.mark.parametrize("name", grid(list(COLLATES), every=2))
+@pytest.mark.parametrize("name", grid(list(COLLATES), every=4))
 @WORKERS
 def test_collate_function(compare, name, workers):
     served = None if name in NOT_OF_ONE_SAMPLE or "now and then" in name else True
@@ -180,9 +180,10 @@ def test_images_of_the_python_library(compare):
     compare(lambda run: run.fit(Classifier(), loader(Samples(_pil), collate_fn=_stack_images)))
 
 
-@pytest.mark.parametrize(
-    "extra", [None, {1, 2}, object, 10**40, -(10**40), "🙂", 1j, range(3), np.datetime64("2020-01-01")]
-)
+EXTRAS = [None, {1, 2}, object, 10**40, -(10**40), "🙂", 1j, range(3), np.datetime64("2020-01-01")]
+
+
+@pytest.mark.parametrize("extra", grid(EXTRAS, every=2))
 def test_fields_that_are_no_tensors(compare, extra):
     def collate(samples):
         return *default_collate([pair[:2] for pair in samples]), [str(pair[2]) for pair in samples]
@@ -281,7 +282,7 @@ DATASETS = {
 }
 
 
-@pytest.mark.parametrize("dataset", grid(DATASETS, every=2))
+@pytest.mark.parametrize("dataset", grid(DATASETS, every=4))
 def test_data_set(compare, dataset):
     compare(lambda run: run.fit(Classifier(), loader(dataset()), max_epochs=4))
 

@@ -63,7 +63,7 @@ def _failing(run, place, error, batch):
 AFTER = ["another Trainer", "new module", "no"]
 
 
-@pytest.mark.parametrize(("place", "again", "error"), grid(PLACES, AFTER, [StopError, KeyboardInterrupt], every=5))
+@pytest.mark.parametrize(("place", "again", "error"), grid(PLACES, AFTER, [StopError, KeyboardInterrupt], every=11))
 def test_training_ends_in_the_middle(compare, place, again, error):
     batch = 12 if place in ("validation", "epoch end") else 10
 
@@ -150,7 +150,7 @@ def test_cache_of_a_second_run_is_found(compare):
 
 
 # Resumed runs.
-@pytest.mark.parametrize(("step", "kind"), grid([3, 6, 8, 9], ["loader", "data module"], every=3))
+@pytest.mark.parametrize(("step", "kind"), grid([3, 6, 8, 9], ["loader", "data module"], every=7))
 def test_resumed_run(compare, step, kind):
     def program(run):
         def data():

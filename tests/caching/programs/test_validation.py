@@ -134,7 +134,7 @@ class _Keyed(Samples):
         super().__init__(lambda d, key: (d.x[ord(key) - 97], d.y[ord(key) - 97]))
 
 
-@pytest.mark.parametrize(("make", "kind"), grid(LOADERS, ["loader", "data module"], every=3))
+@pytest.mark.parametrize(("make", "kind"), grid(LOADERS, ["loader", "data module"], every=7))
 def test_validation_loader(compare, make, kind):
     def next_epoch(trainer, module):
         for one in trainer.val_dataloaders if isinstance(trainer.val_dataloaders, list) else [trainer.val_dataloaders]:
@@ -174,7 +174,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("hooks", grid(HOOKS, every=2))
+@pytest.mark.parametrize("hooks", grid(HOOKS, every=4))
 def test_hooks_of_validation(compare, hooks):
     def program(run):
         run.kept = []
@@ -184,8 +184,10 @@ def test_hooks_of_validation(compare, hooks):
     compare(program)
 
 
-@pytest.mark.parametrize("schedule", [{2: 1, 6: 2}, {2: 2, 9: 0}, {2: 2, 9: 0, 13: 2}, {1: 1, 5: 2, 17: 1}], ids=str)
-@pytest.mark.parametrize("net", [Net, ConvNet])
+DEPTHS = [{2: 1, 6: 2}, {2: 2, 9: 0}, {2: 2, 9: 0, 13: 2}, {1: 1, 5: 2, 17: 1}]
+
+
+@pytest.mark.parametrize(("schedule", "net"), grid(DEPTHS, [Net, ConvNet], every=3))
 def test_validation_while_the_depth_changes(compare, schedule, net):
     def program(run):
         make = images if net is ConvNet else vectors

@@ -64,7 +64,7 @@ def test_contexts_of_workers(compare, context, persistent):
     compare(program)
 
 
-@pytest.mark.parametrize("schedule", grid([{2: 2, 14: 0}, {2: 2}, {2: 1, 8: 2}], every=3))
+@pytest.mark.parametrize("schedule", grid([{2: 2, 14: 0}, {2: 2}, {2: 1, 8: 2}], every=7))
 def test_data_that_open_in_workers(compare, schedule):
     def program(run):
         data = loader(OpensInWorkers(), num_workers=2, worker_init_fn=_open)
