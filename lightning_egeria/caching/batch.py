@@ -23,11 +23,12 @@ from lightning_egeria.snapshots.digests import bytes_of
 
 
 class Read(NamedTuple):
-    """Rows of a level that are being read."""
+    """Rows of a level that are being read, for some samples of a plan or, by ``rows``, for some rows of the batch."""
 
     level: Level
     places: Rows
     future: Future[tuple[Pieces, Flags]]
+    rows: Rows | None = None
 
 
 _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
@@ -102,11 +103,18 @@ class CachedBatch:
         self.tape = Tape(owner.keys, len(self.plan.ids), lambda places: owner.load(self, places), self._touched, self)
         self.batch = receive(loaded.batch, self.tape)
         loaded.batch = None
+        self.lazy, self.fields = loaded.lazy, loaded.fields
+        order = self.tape.order
+        if order is not None and order != list(range(len(self.plan.ids))):
+            self.entries = self.entries[order]
+            self.lazy = tuple(self.lazy[position] for position in order)
+            self.fields = tuple(self.fields[position] for position in order)
+            self.reads = [_in_order(read, order) for read in reads]
 
     @property
     def samples(self) -> int:
         """Number of samples."""
-        return len(self.plan.ids)
+        return self.tape.size
 
     def takes_outside(self, unit: str) -> bool:
         """Whether the front may begin with tensors that the program made: only at its first module."""
@@ -143,12 +151,15 @@ class CachedBatch:
             start = node if read.level is level else self._older.get(read.level.depth)
             if start is None or start.key != read.level.key or made is None:
                 continue
-            pieces, sound = read.future.result()
-            sound = sound & self._is_of(read, made)
+            pieces, read_rows = read.future.result()
+            chosen = np.arange(len(read.places)) if read.rows is None else read.rows
+            sound = read_rows[chosen] & self._is_of(read, made)
             if not sound.any():
                 continue
-            kept = sound[sound] if sound.all() else sound[read.future.result()[1]]
-            rows = pieces.select(kept).batch(read.level.form, None, front.device)
+            rows = pieces.batch(read.level.form, None, front.device)
+            if read.rows is not None or not sound.all() or not read_rows.all():
+                kept = (np.cumsum(read_rows) - 1)[chosen[sound]]
+                rows = rows[torch.from_numpy(kept).to(rows.device)]
             places = read.places[sound]
             if start is not node:
                 found = self._replayed(node, places, start, rows)
@@ -196,7 +207,7 @@ class CachedBatch:
     def rows(self, level: Level) -> Tensor | None:
         """Return the rows of all samples from a level; None if one is missing."""
         for read in self.reads:
-            if read.level is level and len(read.places) == self.samples:
+            if read.level is level and read.rows is None and len(read.places) == self.samples:
                 pieces, sound = read.future.result()
                 return pieces.batch(level.form, None, torch.device("cpu")) if sound.all() else None
         return None
@@ -236,9 +247,9 @@ class CachedBatch:
         same: Flags = made[read.places] == known[:, 1]
         self.made_differs = self.made_differs or not same.all()
         for at, place in enumerate(read.places.tolist()):
-            if self.loaded.lazy[place]:
+            if self.lazy[place]:
                 continue
-            fields = self.loaded.fields[place]
+            fields = self.fields[place]
             if fields is None or stamp_of(fields) != known[at, 0]:
                 same[at] = False
                 level.forget(entries[at : at + 1])  # the sample has changed
@@ -247,8 +258,16 @@ class CachedBatch:
         return same
 
     def _touched(self) -> None:
-        if self.was_touched is None and any(self.loaded.lazy):
+        if self.was_touched is None and any(self.lazy):
             frame: Any = sys._getframe(1)
             while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
                 frame = frame.f_back
             self.was_touched = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def _in_order(read: Read, order: list[int]) -> Read:
+    """The read of some samples of a plan, for the rows of a batch in another order."""
+    at = {position: number for number, position in enumerate(read.places.tolist())}
+    places = [row for row, position in enumerate(order) if position in at]
+    rows = [at[order[row]] for row in places]
+    return Read(read.level, np.array(places, np.int64), read.future, np.array(rows, np.int64))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
-from lightning_egeria.caching.loader import Line, why_not
+from lightning_egeria.caching.loader import Line, is_asked_by_loop, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
@@ -38,8 +38,9 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     Args:
         datamodule: the user's own, or just the training DataLoader.
-        cache_dir: where to keep what is cached; may be shared with other runs. None: ``lightning_egeria`` in the
-            user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
+        cache_dir: folder for what is cached; a later run finds it there, and several runs may share it. None:
+            ``lightning_egeria`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``), and what is cached is
+            removed at the end of `fit`.
         max_bytes: what all that is in ``cache_dir`` may take on disk; None: half of what is free at the start.
         min_free_bytes: what must stay free on that disk.
         host_bytes: what may be kept in the memory of the host as well.
@@ -89,6 +90,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
             )
         elif val_dataloaders is not None:
             raise ArgumentError("val_dataloaders is for a DataLoader; a data module has its own val_dataloader()")
+        self._is_temporary = cache_dir is None
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
@@ -170,12 +172,12 @@ class FrozenPrefixCache(pl.LightningDataModule):
     def train_dataloader(self) -> Any:
         """Return the user's DataLoader, with a plan behind each batch if it can have one."""
         loader = self.datamodule.train_dataloader()
-        return self._line("training", loader) if self._cache is not None else loader
+        return self._line("training", loader) if self._cache is not None and is_asked_by_loop() else loader
 
     def _val_dataloader(self) -> Any:
         """Return the user's validation loaders, with plans behind their batches."""
         loaders = self.datamodule.val_dataloader()
-        if self._cache is None or not _is_fitting(self.trainer):
+        if self._cache is None or not _is_fitting(self.trainer) or not is_asked_by_loop():
             return loaders
         if isinstance(loaders, (list, tuple)):
             return [self._line(f"validation {at}", loader) for at, loader in enumerate(loaders)]
@@ -289,7 +291,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
             self._bar_entry.remove()
         if self._cache is not None:
             self._cache.owner.observers.remove(self._cache)
-            self._cache.close()
+            self._cache.close(remove=self._is_temporary)
         self._cache = None
 
 

@@ -46,7 +46,7 @@ class PrefixCache(Observer):
         """Have a loader's batches go through the front; one of the same name ends."""
         before = self.lines.pop(name, None)
         if before is not None:
-            before.close()
+            before.close(remove=False)
         self.lines[name] = line
         line.stream.start(self._front, keep=False)
 
@@ -93,14 +93,14 @@ class PrefixCache(Observer):
         for line in self.lines.values():
             line.stream.measure_disk()
 
-    def close(self) -> None:
-        """Leave the model as it was, and what was cached on disk. Safe to call twice."""
+    def close(self, remove: bool) -> None:
+        """Leave the model as it was; ``remove`` what was cached on disk, or leave it. Safe to call twice."""
         if self._last is not None:
             self._last.tape.settle()
         self._closed = True
         self._end()
         for line in self.lines.values():
-            line.close()
+            line.close(remove)
         self.lines = {}
         self._training = None
         if self._front is not None:

@@ -86,7 +86,6 @@ class FrontUnit:
     Attributes:
         number: place among the units of the front.
         path: path of the module.
-        original: its ``forward``.
         front: the front that it belongs to.
         depth: number of layer modules that end with it; 0 if none does.
         output_leaf: number of the boundary tensor among those of its output.
@@ -95,7 +94,6 @@ class FrontUnit:
     def __init__(self, front: Front, number: int, path: str, module: nn.Module, depth: int, output_leaf: int) -> None:
         self.front, self.number, self.path = front, number, path
         self.depth, self.output_leaf = depth, output_leaf
-        self.original: Callable[..., Any] = module.forward
         self._hooks = [
             hooks
             for part in module.modules()
@@ -107,6 +105,14 @@ class FrontUnit:
         self._forms: dict[Any, tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]] | None] = {}
         vars(module)["forward"] = self
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The module's own ``forward``, even if its class has changed meanwhile."""
+        before: Callable[..., Any] | None = self._before
+        if before is not None:
+            return before
+        return functools.partial(type(self._module).forward, self._module)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, or run the module."""
         one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
@@ -114,6 +120,7 @@ class FrontUnit:
         tape, batch = self._tape_of(flat)
         if tape is None or batch is None or any(self._hooks) or any(_GLOBAL_HOOKS):
             return self._untracked(flat, spec)
+        flat = [plain(leaf) if isinstance(leaf, LazyTensor) and leaf.node.key == UNKNOWN else leaf for leaf in flat]
         context = Context.current(self.front.devices)
         leaves = [node_of(tape, leaf) for leaf in flat]
         try:

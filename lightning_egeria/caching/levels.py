@@ -282,7 +282,10 @@ class Level:
         shape, fields = self.store.read_both(number, into) or (None, None)
         if shape is None or fields is None or len(fields) < STAMP_BYTES:
             return None
-        self.stamps[number] = stamps_of(fields)
+        stamps = stamps_of(fields)
+        if self.verified[number] and stamps != tuple(self.stamps[number].tolist()):
+            return None  # another run has written it for another sample
+        self.stamps[number] = stamps
         return shape
 
     def _read_ragged(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import (
@@ -94,7 +95,7 @@ class Line:
 
         def batches(loader: Any) -> Iterator[Any]:
             """A loop of Lightning gets planned batches; all others get ordinary ones."""
-            return self.iterate() if _is_asked_by_loop() else kind.__iter__(loader)
+            return self.iterate() if is_asked_by_loop() else kind.__iter__(loader)
 
         members = {"__iter__": batches, "__module__": kind.__module__, "__doc__": kind.__doc__}
         object.__setattr__(self.loader, "__class__", type(kind.__name__, (kind,), members))
@@ -108,14 +109,10 @@ class Line:
         # At once, as the user's does: it draws a random number and starts the workers.
         return self._batches(iter(self._planned(loader)))
 
-    def close(self) -> None:
-        """Stop the workers and the stream. Safe to call twice."""
-        if self._inner is not None:
-            iterator = vars(self._inner[1]).get("_iterator")
-            if iterator is not None:
-                iterator._shutdown_workers()
-        self._inner = None
-        self.stream.close()
+    def close(self, remove: bool) -> None:
+        """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""
+        self.close_workers()
+        self.stream.close(remove)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         try:
@@ -167,13 +164,13 @@ class Line:
         self._inner = None
 
 
-def _is_asked_by_loop() -> bool:
-    """Whether a loop of Lightning asks for the iterator, and not a callback or the user's code."""
+def is_asked_by_loop() -> bool:
+    """Whether a loop of Lightning asks for a loader or its iterator, and not a callback or the user's code."""
     frame: Any = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame is None:
             return False
-        if isinstance(frame.f_locals.get("self"), _DataFetcher):
+        if isinstance(frame.f_locals.get("self"), (_DataFetcher, _DataLoaderSource)):
             return True
         frame = frame.f_back
     return False

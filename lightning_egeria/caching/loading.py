@@ -21,7 +21,7 @@ from lightning_egeria.caching.data_state import changed, moving_of
 from lightning_egeria.caching.lazy import LazyTensor, plain, show
 from lightning_egeria.caching.levels import STAMP_BYTES
 from lightning_egeria.caching.plan import Loaded, Mode, Plan, Sent, operation
-from lightning_egeria.caching.samples import Absent, decode, encode, leaves_of, with_leaves
+from lightning_egeria.caching.samples import Absent, Opaque, decode, encode, leaves_of, with_leaves
 from lightning_egeria.caching.store import ActivationStore, StoreError
 from lightning_egeria.caching.tape import Keys, Meta, Node, Tape
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
@@ -142,12 +142,15 @@ class PlannedDataset:
         for position, (number, entry) in enumerate(zip(plan.stored, plan.entries, strict=False)):
             store = self._open(plan.stores[number]) if number >= 0 else None
             fields = store.read_fields(entry) if store is not None else None
+            if fields is None or stamp_of(fields[STAMP_BYTES:]) != plan.stamps[position]:
+                continue  # gone, or another run has written it for another sample
             try:
-                leaves = decode(fields[STAMP_BYTES:]) if fields is not None else []
+                leaves = decode(fields[STAMP_BYTES:])
             except ValueError:  # damaged
                 continue
             absent = [number for number, leaf in enumerate(_tensor_like(leaves)) if isinstance(leaf, Absent)]
-            if len(leaves) == count and absent == list(plan.inputs):
+            opaque = any(isinstance(leaf, Opaque) for leaf in leaves)
+            if len(leaves) == count and absent == list(plan.inputs) and not opaque:
                 found[position] = leaves
         return found
 

@@ -36,6 +36,7 @@ class Plan:
         structure: structure of a sample.
         stores: folders with the fields of samples.
         stored: for each sample, number of the store that holds its fields; -1 loads it.
+        stamps: digest of the fields that each entry must have.
         front: number of the front that it was planned for.
         checks: whether entries are compared with what the front computes.
     """
@@ -49,6 +50,7 @@ class Plan:
     structure: Any = None
     stores: tuple[Path, ...] = ()
     stored: tuple[int, ...] = ()
+    stamps: tuple[int, ...] = ()
     front: int = 0
     checks: bool = False
 

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-_TENSOR, _ARRAY, _BYTES, _PLAIN, _ABSENT = "tensor", "array", "bytes", "plain", "absent"
+_TENSOR, _ARRAY, _BYTES, _PLAIN, _ABSENT, _OPAQUE = "tensor", "array", "bytes", "plain", "absent", "opaque"
 _MAX_DIMENSIONS = 64  # of numpy
 _CACHED_HEAD_BYTES = 1024
 # Of tensors: what can be filled, compared and made of bytes. Quantised ones end the process when they are printed.
@@ -30,6 +30,12 @@ _TORCH_DTYPES = {
 }
 # Of arrays, as numpy writes them: byte order, kind, bytes or letters. Numpy itself reads whole expressions.
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,4}", re.ASCII)
+
+
+class Opaque(NamedTuple):
+    """Stands for a field of a type that is not kept, such as an image object; its sample is always loaded."""
+
+    type_name: str
 
 
 class Absent(NamedTuple):
@@ -90,9 +96,11 @@ def with_leaves(sample: Any, leaves: Iterator[Any]) -> Any:
 def encode(leaves: list[Any]) -> bytes:
     """The leaves as bytes; `decode` is the inverse.
 
+    A leaf that is neither a tensor, an array, a number, a list of numbers, a text, bytes, None nor `Absent` becomes
+    `Opaque`.
+
     Raises:
-        TypeError: a leaf is neither a tensor, an array, a number, a list of numbers, a text, bytes, None nor
-            `Absent`, or too large to be described.
+        TypeError: a number is too large to be described.
     """
     described: list[list[Any]] = []
     blobs: list[bytes] = []
@@ -111,7 +119,7 @@ def encode(leaves: list[Any]) -> bytes:
         elif leaf is None or type(leaf) in (bool, int, float, str) or is_numbers(leaf):
             described.append([_PLAIN, leaf])
         else:
-            raise TypeError(f"a field of type {type(leaf).__name__} cannot be kept on disk")
+            described.append([_OPAQUE, leaf.type_name if isinstance(leaf, Opaque) else type(leaf).__qualname__])
     try:
         head = json.dumps(described, separators=(",", ":")).encode()
     except ValueError as error:  # a number of thousands of digits
@@ -186,6 +194,8 @@ def _part_of(kind: str, first: Any, dtype: Any = "", last: Any = False) -> _Part
         return _Part(kind, 0, value=first)
     if kind == _BYTES and type(first) is int and first >= 0:
         return _Part(kind, first)
+    if kind == _OPAQUE and type(first) is str:
+        return _Part(kind, 0, value=Opaque(first))
     if kind == _ABSENT and type(last) is str and len(dtype) == 2:
         shape, stride = _shape(first), _shape(dtype[0])
         if len(shape) == len(stride) and dtype[1] in _TORCH_DTYPES:

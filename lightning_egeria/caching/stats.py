@@ -71,7 +71,7 @@ class Accounts:
         stats.hits += batch.hits
         stats.advanced += batch.advanced
         stats.misses += samples - batch.hits - batch.advanced
-        lazy = sum(batch.loaded.lazy)
+        lazy = sum(batch.lazy)
         stats.not_loaded += 0 if batch.was_touched else lazy
         stats.loaded_after_all += lazy if batch.was_touched else 0
         if batch.began is None or batch.ended is None:

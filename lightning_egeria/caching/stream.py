@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import operator
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -212,9 +213,11 @@ class Stream:
     def _numbers_of(self, ids: Sequence[Any]) -> list[int] | None:
         """Numbers of samples from their ids: an index is its own number, other ids are counted as they come."""
         count = len(self._dataset)
-        if self._numbers is None and all(isinstance(one, (int, np.integer)) and 0 <= one < count for one in ids):
-            self._seen_indices = True
-            return [int(one) for one in ids]
+        with contextlib.suppress(TypeError):  # an index may be a tensor or an array with one number
+            indices = [operator.index(one) for one in ids]
+            if self._numbers is None and all(0 <= one < count for one in indices):
+                self._seen_indices = True
+                return indices
         self._numbers = self._numbers if self._numbers is not None else {}
         try:
             numbers = [self._numbers.setdefault(one, len(self._numbers)) for one in ids]
@@ -246,10 +249,12 @@ class Stream:
                 reads.append(Read(level, places, future))
         if not self._leaves_out or not self._inputs or proven is None or checks:
             return dataclasses.replace(plan, checks=checks and bool(reads))
+        stamps = np.zeros(size, np.uint64)
         for number, level in enumerate(levels):
             stored[(stored == number) & ~level.verified[entries]] = -1
+            stamps = np.where(stored == number, level.stamps[entries, 0], stamps)
         folders = tuple(level.store.folder for level in levels)
-        return dataclasses.replace(plan, stores=folders, stored=tuple(stored.tolist()))
+        return dataclasses.replace(plan, stores=folders, stored=tuple(stored.tolist()), stamps=tuple(stamps.tolist()))
 
     def _is_check(self) -> bool:
         self._since_check += 1
@@ -303,7 +308,7 @@ class Stream:
             return
         made = batch.stamps(node)
         if made is not None and self._is_read_again and self._sizes.get(batch.samples):
-            self._recording.write(self.levels, batch.entries, value, batch.loaded.fields, batch.loaded.lazy, made)
+            self._recording.write(self.levels, batch.entries, value, batch.fields, batch.lazy, made)
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
@@ -323,7 +328,7 @@ class Stream:
             self.stop(
                 f"the inputs of the last {STRANGE} batches differed from those that entries were computed from (is the "
                 "data random or mixed?)"
-                if batch.made_differs or not any(batch.loaded.lazy)
+                if batch.made_differs or not any(batch.lazy)
                 else f"the last {STRANGE} batches called the frozen layers in another way than the first one"
             )
             return
@@ -334,14 +339,16 @@ class Stream:
         elif judgement is not None:
             self._notices.inform(f"the cache of {self._name} pays: {judgement[1]}")
 
-    def close(self) -> None:
-        """Leave what was cached on disk. Safe to call twice."""
+    def close(self, remove: bool = False) -> None:
+        """Stop reading and writing; ``remove`` the stores too, or leave them on disk. Safe to call twice."""
         self.front = None
         self._reader.close()
         self._recording.close()
         self.measure_disk()
         for level in self.levels:
             level.store.close()
+            if remove:
+                self._directory.remove(level.store.folder)
         self.levels = []
         self._dataset.close()
 
@@ -369,7 +376,7 @@ class Stream:
 
     def _count_lazy(self, batch: CachedBatch, front: Front) -> None:
         ran, front.ran = front.ran, set()
-        if not any(batch.loaded.lazy):
+        if not any(batch.lazy):
             return
         self._lazy_batches += 1
         self._touches += batch.was_touched is not None
@@ -420,11 +427,11 @@ class Stream:
         if self.level_at(front.depth) is not None:
             return
         made, structure = batch.stamps(node), batch.loaded.structure
-        if made is None or len(batch.loaded.fields) != batch.samples:
+        if made is None or len(batch.fields) != batch.samples:
             self._no_trial("samples differ in their structure")
             return
         if not front.state.is_unchanged() and not front.state.is_same():
-            self.stop("the frozen layers change their own buffers or attributes")
+            self._no_trial("the frozen layers change their own buffers or attributes")
             return
         with front.state.preserved():
             problem, self._exact = try_boundary(node, value)
@@ -440,8 +447,8 @@ class Stream:
             return
         self._sizes, self._smaller = {batch.samples: True}, smaller
         if self._is_read_again:
-            fields = [without_inputs(one, self._inputs) if one is not None else None for one in batch.loaded.fields]
-            self._recording.write(self.levels, batch.entries, value, fields, batch.loaded.lazy, made)
+            fields = [without_inputs(one, self._inputs) if one is not None else None for one in batch.fields]
+            self._recording.write(self.levels, batch.entries, value, fields, batch.lazy, made)
         if not self._exact:
             self._notices.inform(
                 "the last bits of a sample's output depend on its place in the batch; they may differ from a run "
@@ -451,7 +458,7 @@ class Stream:
     def _open(self, batch: CachedBatch, node: Node, value: Tensor, front: Front) -> None:
         form = RowForm.of(value)
         entries = len(self._dataset) * max(1, self._views)
-        longest = max((len(one) for one in batch.loaded.fields if one is not None), default=0)
+        longest = max((len(one) for one in batch.fields if one is not None), default=0)
         field_bytes = max(64, FIELD_SLACK * longest)
         manifest = Manifest(
             self._fingerprint(node, form, front),

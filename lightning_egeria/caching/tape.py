@@ -116,7 +116,8 @@ class Call:
         for place in self.written:
             flat[place] = flat[place].clone()
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
-        with torch.no_grad() if not isinstance(self.run, Unit) else contextlib.nullcontext():
+        run: object = self.run
+        with contextlib.nullcontext() if isinstance(run, Unit) else torch.no_grad():
             leaves = pytree.tree_leaves(self.run(*args, **kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [flat[place] for place in self.written]
 
@@ -229,6 +230,10 @@ class Tape:
         load_rows: returns the tensors of samples: takes pairs of a position and a tensor's number.
         touched: called when the values of rows are needed, before they are loaded.
         owner: the batch, for those who know a tensor of it only.
+
+    Attributes:
+        size: rows of the batch.
+        order: position of the sample in each row; None as long as nothing says that it is another than that of the plan.
     """
 
     def __init__(
@@ -242,6 +247,7 @@ class Tape:
         self.owner = owner
         self.keys = keys
         self.size = size
+        self.order: list[int] | None = None
         self._load_rows = load_rows
         self._touched = touched
         self._count = itertools.count()
@@ -316,13 +322,16 @@ class Tape:
         return nodes
 
     def _rows_in_order(self, name: str, flat: list[Any]) -> int | None:
-        """Number of the tensor that an operation stacks of all samples in order; None for another operation."""
-        if name != "aten.stack.default" or len(flat) - self.size not in (0, 1) or flat[self.size :] not in ([], [0]):
+        """Number of the tensor that an operation stacks of each sample; None for another operation."""
+        if name != "aten.stack.default" or not isinstance(flat[0], Node):
             return None
-        rows = [leaf.row for leaf in flat[: self.size] if isinstance(leaf, Node)]
-        if rows and rows[0] is not None and rows == [(position, rows[0][1]) for position in range(self.size)]:
-            return rows[0][1]
-        return None
+        rows = [leaf.row for leaf in flat if isinstance(leaf, Node) and leaf.row is not None]
+        if flat[len(rows) :] not in ([], [0]) or len({number for _, number in rows}) != 1:
+            return None
+        order = [position for position, _ in rows]
+        if self.order is None:  # a collate function may have sorted samples, or left some out
+            self.order, self.size = order, len(order)
+        return rows[0][1] if order == self.order else None
 
     def shows(self, lazy: Any, node: Node) -> None:
         """Remember that the program holds a lazy tensor for a node."""
@@ -381,7 +390,7 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
 
     Args:
         node: a result of recorded operations.
-        places: positions of samples in the batch.
+        places: numbers of rows of the batch.
         given: values of nodes for these samples, in the place of what they are computed from.
 
     Returns:
@@ -391,7 +400,8 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
     order = node.before(lambda one: one in values)
     tape = node.tape
     stacked = {argument for one in order if one.rows is not None for argument in one.arguments()}
-    wanted = set(places)
+    positions = [tape.order[place] for place in places] if tape.order is not None else list(places)
+    wanted = set(positions)
     tape.load(one for one in order if one.row is not None and (one not in stacked or one.row[0] in wanted))
     rows = {one.row: one for one in order if one.row is not None}
     waiting = Counter(argument for one in order for argument in one.arguments())
@@ -399,9 +409,9 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
         if one in values or (one.row is not None and one in stacked):
             continue
         if one.rows is not None:
-            values[one] = torch.stack([_known(rows[place, one.rows]) for place in places])
+            values[one] = torch.stack([_known(rows[position, one.rows]) for position in positions])
         elif one.row is not None:
-            if len(places) != tape.size:
+            if len(places) != tape.size or tape.order not in (None, list(range(tape.size))):
                 return None
             values[one] = _known(rows.get((places[one.row[0]], one.row[1]), one))
         elif one.call is None:
@@ -415,6 +425,8 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
                 if len(places) == tape.size:
                     raise
                 return None  # a shape is written into the program
+            if len(results) != len(one.siblings):
+                return None
             values.update(zip(one.siblings, results, strict=True))
         for argument in one.arguments():
             waiting[argument] -= 1

@@ -7,19 +7,21 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from lightning_egeria.caching.tape import version_of
 from lightning_egeria.snapshots.digests import digest
 
-_SAMPLED = 3  # values of each tensor, compared before each use
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class FrontState:
     """Remembers the state of the modules of a frozen front, and tells whether it is still the same.
+
+    On the CPU it reads every weight, which costs little beside a forward pass. On a GPU it reads the version counters,
+    which do not count writes through ``tensor.data``; `is_same` reads the values there too.
 
     Args:
         units: the modules that are left out, by path; their submodules count too.
@@ -28,38 +30,48 @@ class FrontState:
     def __init__(self, units: Iterable[tuple[str, nn.Module]]) -> None:
         found = {id(m): (f"{path}.{name}", m) for path, unit in units for name, m in unit.named_modules()}
         self._modules = list(found.values())
+        # A module that trains may change its mode between training and validation; the mode is part of the key then.
         self._evaluating = [module for _, module in self._modules if not module.training]
+        self._attributes = [
+            (vars(m), name, list(value) if isinstance(value, list) else value)
+            for _, m in self._modules
+            for name, value in vars(m).items()
+            if _is_attribute(name, value)
+        ]
+        self._classes = [(module, type(module)) for _, module in self._modules]
+        self._children = [(m._modules, name, child) for _, m in self._modules for name, child in m._modules.items()]
         self._note()
-        self._values = self._digest()
-        self._attributes = self._plain_attributes()
+        self._values = self._digest_of(self._held)
 
     def is_unchanged(self) -> bool:
-        """Whether weights, buffers and modes are the same, as far as a look at each of them tells.
-
-        It reads version counters and three values of each tensor on the CPU, in microseconds.
-        """
-        if not all(held.get(name) is tensor for held, name, tensor in self._held):
+        """Whether everything is the same; on a GPU, as far as a look without waiting for it tells."""
+        if any(held.get(name) is not tensor for held, name, tensor in self._held):
             return False
-        if [version_of(tensor) for tensor in self._tensors] != self._versions:
+        if any(held.get(name) is not child for held, name, child in self._children):
+            return False
+        if any(type(module) is not kind for module, kind in self._classes):
+            return False
+        if any(held.get(name, _MISSING) != value for held, name, value in self._attributes):
             return False
         if any(module.training for module in self._evaluating):
             return False
-        return self._sample() == self._sampled and not any(t.requires_grad for t in self._tensors)
+        if any(tensor.requires_grad for tensor in self._tensors):
+            return False
+        return self._mark() == self._marked
 
     def is_same(self) -> bool:
-        """Whether everything is the same, value by value, and remember it as the state to compare with."""
-        if self._plain_attributes() != self._attributes or self._digest() != self._values:
+        """Whether everything is the same, value by value, though perhaps in other tensors; remembers these."""
+        if self._digest_of(self._current()) != self._values:
             return False
         self._note()
-        return not any(t.requires_grad for t in self._tensors)
+        return self.is_unchanged()
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore buffers and plain attributes on exit, for runs that the program did not ask for."""
-        buffers = [
-            (buffer, buffer.clone(), version_of(buffer)) for _, m in self._modules for buffer in m.buffers(False)
-        ]
-        attributes = [(m, {k: v for k, v in vars(m).items() if _is_plain(v)}) for _, m in self._modules]
+        found = [buffer for _, module in self._modules for buffer in module.buffers(recurse=False)]
+        buffers = [(buffer, buffer.clone(), version_of(buffer)) for buffer in found]
+        attributes = [(vars(m), {k: v for k, v in vars(m).items() if _is_attribute(k, v)}) for _, m in self._modules]
         try:
             yield
         finally:
@@ -67,35 +79,38 @@ class FrontState:
                 for buffer, value, version in buffers:
                     if version_of(buffer) != version:
                         buffer.copy_(value)
-            for module, plain in attributes:
-                vars(module).update(plain)
+            for held, plain in attributes:
+                held.update(plain)
 
     @property
     def digest(self) -> bytes:
-        """Digest of all weights, buffers, modes and plain attributes."""
+        """Digest of all weights, buffers, classes and plain attributes."""
         state = hashlib.blake2b(self._values, digest_size=16)
-        state.update(repr(self._attributes).encode())
+        state.update(repr([kind.__qualname__ for _, kind in self._classes]).encode())
+        state.update(repr([(name, value) for _, name, value in self._attributes]).encode())
         return state.digest()
 
     def _note(self) -> None:
-        self._held: list[tuple[dict[str, Any], str, Tensor]] = []
-        for _, module in self._modules:
-            for held in (module._parameters, module._buffers):
-                self._held += [(held, name, tensor) for name, tensor in held.items() if tensor is not None]
+        self._held = self._current()
         self._tensors = [tensor for _, _, tensor in self._held]
-        self._versions = [version_of(tensor) for tensor in self._tensors]
         self._views = [
-            torch.as_strided(t.detach(), (t.numel(),), (1,)).view(torch.uint8).numpy()[:: _step(t)]
+            torch.as_strided(t.detach(), (t.numel(),), (1,)).view(torch.uint8).numpy()
             for t in self._tensors
             if t.device.type == "cpu" and t.numel() and torch.ops.aten.is_non_overlapping_and_dense(t)
         ]
-        self._sampled = self._sample()
+        self._marked = self._mark()
 
-    def _sample(self) -> bytes:
-        return np.concatenate(self._views).tobytes() if self._views else b""
+    def _mark(self) -> tuple[list[int], list[int], int]:
+        """Something that differs once a value was written."""
+        places = [tensor.data_ptr() for tensor in self._tensors]
+        versions = [version_of(tensor) for tensor in self._tensors if tensor.device.type != "cpu"]
+        state = xxhash.xxh3_64()
+        for view in self._views:
+            state.update(view.data)
+        return places, versions, state.intdigest()
 
-    def _digest(self) -> bytes:
-        return digest({f"{at} {name}": tensor for at, (_, name, tensor) in enumerate(self._current())})
+    def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
+        return digest({f"{at} {name}": tensor for at, (_, name, tensor) in enumerate(held)})
 
     def _current(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Weights and buffers by name, as they are now."""
@@ -107,21 +122,14 @@ class FrontState:
             if tensor is not None
         ]
 
-    def _plain_attributes(self) -> list[tuple[str, str]]:
-        """Numbers and texts that modules hold, such as ``eps`` and ``padding_mode``, and their classes."""
-        found = []
-        for path, module in self._modules:
-            plain = {name: value for name, value in vars(module).items() if _is_plain(value) and name != "training"}
-            found.append((path, f"{type(module).__qualname__} {sorted(plain.items(), key=lambda item: item[0])}"))
-        return found
+
+_MISSING = object()
 
 
-def _is_plain(value: Any) -> bool:
+def _is_attribute(name: str, value: Any) -> bool:
+    """Whether it is a number or text that a module holds, such as ``eps`` and ``padding_mode``."""
+    if name == "training":
+        return False
     if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
+        return all(isinstance(one, _PLAIN) for one in value)
     return isinstance(value, _PLAIN)
-
-
-def _step(tensor: Tensor) -> int:
-    """Bytes between two sampled ones: the highest byte of a number differs seldom, so an odd distance."""
-    return max(1, tensor.numel() * tensor.element_size() // _SAMPLED - 1)

@@ -97,7 +97,7 @@ def test_front_is_changed_once(compare, change, place):
         changes = {"batch end": on(on_train_batch_end=now), "batch start": on(on_train_batch_start=now)}
         run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=6)
 
-    run = compare(program)
+    run = compare(program, dropout=True)  # a copy of the front has its modes, and the cache holds it in evaluation mode
     assert _hits(run) > run.hits_before + 12 or run.messages, "the cache is of no use any longer, and does not say so"
 
 

@@ -232,4 +232,4 @@ def test_another_network_reads_validation(compare):
 def test_validation_is_served(compare):
     """The statistics show what validation saved."""
     run = compare(lambda run: run.fit(Validated(), val=loader(vectors(48, seed=2), shuffle=False), max_epochs=6))
-    assert run.caches[0].validation_stats.hits >= 2 * 48
+    assert run.caches[0].validation_stats.hits > 3 * 48
