@@ -27,7 +27,7 @@ class Read(NamedTuple):
 
     level: Level
     places: Rows
-    future: Future[tuple[Pieces, Flags]]
+    future: Future[tuple[Pieces, Flags, npt.NDArray[np.uint64]]]
     rows: Rows | None = None
 
 
@@ -149,14 +149,17 @@ class CachedBatch:
         computed = False
         for read in self.reads:
             start = node if read.level is level else self._older.get(read.level.depth)
+            form = read.level.form
             if start is None or start.key != read.level.key or made is None:
                 continue
-            pieces, read_rows = read.future.result()
+            if start.meta.shape[1:] != form.empty(0, torch.device("meta")).shape[1:]:
+                continue  # samples of another size
+            pieces, read_rows, stamps = read.future.result()
             chosen = np.arange(len(read.places)) if read.rows is None else read.rows
-            sound = read_rows[chosen] & self._is_of(read, made)
+            sound = read_rows[chosen] & self._is_of(read, stamps[chosen], made)
             if not sound.any():
                 continue
-            rows = pieces.batch(read.level.form, None, front.device)
+            rows = pieces.batch(form, None, front.device)
             if read.rows is not None or not sound.all() or not read_rows.all():
                 kept = (np.cumsum(read_rows) - 1)[chosen[sound]]
                 rows = rows[torch.from_numpy(kept).to(rows.device)]
@@ -208,7 +211,7 @@ class CachedBatch:
         """Return the rows of all samples from a level; None if one is missing."""
         for read in self.reads:
             if read.level is level and read.rows is None and len(read.places) == self.samples:
-                pieces, sound = read.future.result()
+                pieces, sound, _ = read.future.result()
                 return pieces.batch(level.form, None, torch.device("cpu")) if sound.all() else None
         return None
 
@@ -240,19 +243,20 @@ class CachedBatch:
             read.future.cancel()
         self._owner.finish(self)
 
-    def _is_of(self, read: Read, made: npt.NDArray[np.uint64]) -> Flags:
+    def _is_of(self, read: Read, known: npt.NDArray[np.uint64], made: npt.NDArray[np.uint64]) -> Flags:
         """Which entries were computed from these samples, and from what the program made of them; ``[places]``."""
         level, entries = read.level, self.entries[read.places]
-        known = level.stamps[entries]
         same: Flags = made[read.places] == known[:, 1]
         self.made_differs = self.made_differs or not same.all()
         for at, place in enumerate(read.places.tolist()):
             if self.lazy[place]:
                 continue
             fields = self.fields[place]
-            if fields is None or stamp_of(fields) != known[at, 0]:
+            stamp = stamp_of(fields) if fields is not None else None
+            if stamp != known[at, 0]:
                 same[at] = False
-                level.forget(entries[at : at + 1])  # the sample has changed
+                if stamp != level.stamps[entries[at], 0]:  # else it was written anew since
+                    level.forget(entries[at : at + 1])
             else:
                 level.verified[entries[at]] = True
         return same

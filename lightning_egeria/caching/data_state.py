@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import types
 from collections.abc import Iterator
@@ -64,8 +65,21 @@ def _reach(dataset: Any, items: int = MAX_ITEMS) -> Iterator[tuple[str, Any]]:
         if id(value) in seen or depth > MAX_DEPTH:
             continue
         seen[id(value)] = value
-        if isinstance(value, (Tensor, np.ndarray, *_GENERATORS, types.FunctionType)) or _is_flat(value):
+        if isinstance(value, (Tensor, np.ndarray, *_GENERATORS)) or _is_flat(value):
             yield path, value
+        elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            yield f"{path}()", _described(value)
+            cells = getattr(value, "__closure__", None) or ()
+            inside = [cell.cell_contents for cell in cells if _is_filled(cell)]
+            inside += [getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)]
+            waiting += [(f"{path}()[{at}]", item, depth + 1) for at, item in enumerate(inside)]
+        elif isinstance(value, (functools.partial, types.MethodType)):
+            parts = (
+                [value.func, value.args, value.keywords]
+                if isinstance(value, functools.partial)
+                else [value.__func__, value.__self__]
+            )
+            waiting += [(f"{path}()[{at}]", item, depth + 1) for at, item in enumerate(parts)]
         elif isinstance(value, (list, tuple)):
             yield f"{path}.len()", len(value)
             waiting += [(f"{path}[{at}]", item, depth + 1) for at, item in enumerate(value[:items])]
@@ -76,6 +90,20 @@ def _reach(dataset: Any, items: int = MAX_ITEMS) -> Iterator[tuple[str, Any]]:
             yield f"{path}.__class__", type(value).__qualname__
             own = getattr(value, "__dict__", {})
             waiting += [(f"{path}.{name}".lstrip("."), item, depth + 1) for name, item in own.items()]
+
+
+def _described(function: types.FunctionType | types.BuiltinFunctionType) -> str:
+    code = getattr(function, "__code__", None)
+    return (
+        f"{function.__qualname__} {code.co_code.hex()} {code.co_consts!r} {code.co_names}" if code else repr(function)
+    )
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # it is empty
+        return False
 
 
 def _is_flat(value: Any) -> bool:
@@ -106,8 +134,6 @@ def _digest(value: Any) -> str:
         state.update(repr(value.getstate()).encode())
     elif isinstance(value, torch.Generator):
         state.update(value.get_state().numpy().data)
-    elif isinstance(value, types.FunctionType):
-        state.update(f"{value.__qualname__} {id(value.__code__)}".encode())
     else:
         state.update(repr(value).encode())
     return state.hexdigest()

@@ -126,6 +126,16 @@ class FrozenPrefixCache(pl.LightningDataModule):
         return self._validation_stats
 
     @property
+    def _log_hyperparams(self) -> bool:
+        """Whether Lightning logs them: as the user's data module says."""
+        return bool(vars(self)["datamodule"]._log_hyperparams) if "datamodule" in vars(self) else False
+
+    @_log_hyperparams.setter
+    def _log_hyperparams(self, value: bool) -> None:
+        if "datamodule" in vars(self):
+            self.datamodule._log_hyperparams = value
+
+    @property
     def hparams(self) -> Any:
         """Hyperparameters of the user's own."""
         return self.datamodule.hparams

@@ -137,6 +137,7 @@ class PrefixCache(Observer):
             if prefix.settled_depth and not is_compiled(prefix.module):
                 self._front = Front(prefix, prefix.settled_depth)
         deeper = before is not None and self._front is not None and before.prefix is prefix
+        deeper = deeper and before is not None and (before.state.is_unchanged() or before.state.is_same())
         deeper = deeper and before is not None and self._front is not None and before.depth <= self._front.depth
         for line in self.lines.values():
             line.stream.start(self._front, keep=deeper)

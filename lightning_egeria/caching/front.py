@@ -238,6 +238,7 @@ class Front:
         depth: number of layer modules to leave out.
         batch: the batch in training or validation; None between batches.
         state: weights, buffers and modes of the layer modules.
+        renewals: how often another state was taken for the one that entries stand for.
         ran: numbers of the units that ran, for the owner of the batch to read and clear.
         devices: device types whose autocast modes matter.
     """
@@ -254,9 +255,17 @@ class Front:
         paths = list(dict.fromkeys(path for layer in layers for path in layer.units))
         self.state = FrontState([(path, modules[path]) for path in paths])
         self.ran: set[int] = set()
+        self.renewals = 0
+        self._paths = paths
         self.units = [
             FrontUnit(self, number, path, modules[path], *ends.get(path, (0, 0))) for number, path in enumerate(paths)
         ]
+
+    def renew(self) -> None:
+        """Take the weights as they are now for those of the front."""
+        modules = dict(self.prefix.module.named_modules())
+        self.state = FrontState([(path, modules[path]) for path in self._paths if path in modules])
+        self.renewals += 1
 
     def close(self) -> None:
         """Restore the modules. Safe to call twice."""

@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.tape import UNKNOWN, Meta, Node, Tape
 
+# Their kernels without values have other strides, or torch takes other ones for a subclass.
+_OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool")
 # Operations that read only the shape, dtype and device of their first argument.
 _FACTORIES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
@@ -29,6 +31,7 @@ class _Kind(enum.Enum):
     FACTORY = enum.auto()  # it reads only the shape
     WRITES = enum.auto()  # it changes an argument
     WRITES_AT_RANDOM = enum.auto()
+    RESHAPES = enum.auto()  # it changes the shape of an argument in place
     READS = enum.auto()  # it needs the values now
 
 
@@ -40,6 +43,10 @@ def _kind(func: Any) -> _Kind:
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
     # Batch normalisation changes its running statistics, and its schema does not say so.
     pure = func.namespace == "aten" and tags.isdisjoint(func.tags) and "batch_norm" not in name
+    if torch.Tag.inplace_view in func.tags or name in ("resize_", "set_"):
+        return _Kind.RESHAPES
+    if any(word in name for word in _OTHER_KERNELS):
+        pure = False
     if func._schema.is_mutable:
         return _Kind.WRITES if pure else _Kind.WRITES_AT_RANDOM
     returns = [str(one.type) for one in func._schema.returns]
@@ -82,6 +89,18 @@ def _record_write(
     written[0].node = recorded[0][-1]
     tape.shows(written[0], written[0].node)
     return True
+
+
+def _reshape(func: Any, lazy: LazyTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyTensor:
+    """Change the shape of a lazy tensor in place; it stands for a known value from then on."""
+    lazy.node.tape.change()
+    value = lazy.node.compute().detach()
+    rest, options = pytree.tree_map_only(LazyTensor, plain, (args, kwargs))
+    func(value, *rest, **options)
+    lazy.node = Node(lazy.node.tape, Meta.of(value), UNKNOWN, value=value)
+    with torch._C.DisableTorchFunctionSubclass():
+        lazy.data = LazyTensor(lazy.node)  # takes over its shape
+    return lazy
 
 
 def _nodes_of(
@@ -138,10 +157,18 @@ def _shapes(func: Any, spec: pytree.TreeSpec, *flat: Any) -> tuple[list[Meta], p
 @functools.cache
 def _reads() -> frozenset[Any]:
     """Methods that need the values and do not say so to ``__torch_dispatch__``."""
-    names = "numpy tolist data_ptr __array__ storage untyped_storage _typed_storage __dlpack__ is_shared share_memory_"
-    names += " map_ apply_ map2_ set_ type new _is_view __reduce_ex__ __format__"
-    found = {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
-    return frozenset({*found, Tensor.data.__get__, Tensor.data.__set__})  # type: ignore[attr-defined]
+    return _memory() | _methods("tolist map_ apply_ map2_ type new _is_view __reduce_ex__ __format__ is_shared")
+
+
+@functools.cache
+def _memory() -> frozenset[Any]:
+    """Methods that hand out the memory of a tensor, or replace it."""
+    found = _methods("numpy data_ptr __array__ storage untyped_storage _typed_storage __dlpack__ share_memory_ set_")
+    return found | {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
+
+
+def _methods(names: str) -> frozenset[Any]:
+    return frozenset(getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
 
 
 class LazyTensor(Tensor):
@@ -176,8 +203,11 @@ class LazyTensor(Tensor):
     ) -> Any:
         """Compute what leaves torch; all else goes to `__torch_dispatch__`."""
         if func in _reads():
-            args = pytree.tree_map_only(LazyTensor, plain, args)
-            return func(*args, **(kwargs or {}))
+            lazies = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, LazyTensor)]
+            if func in _memory():  # the caller may write to it
+                for lazy in lazies:
+                    lazy.node.tape.change()
+            return func(*pytree.tree_map_only(LazyTensor, plain, args), **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -203,6 +233,8 @@ class LazyTensor(Tensor):
                 return args[0] if len(written) == 1 and written[0] is args[0] else tuple(written)
             for tape in {id(lazy.node.tape): lazy.node.tape for lazy in written}.values():
                 tape.change()
+        elif kind is _Kind.RESHAPES and isinstance(args[0], LazyTensor):
+            return _reshape(func, args[0], args[1:], kwargs or {})
         owners = {id(lazy.node.compute()): lazy for lazy in lazies}
         values = [leaf.node.value if isinstance(leaf, LazyTensor) else leaf for leaf in flat]
         args, kwargs = pytree.tree_unflatten(values, spec)

@@ -253,9 +253,10 @@ class Level:
         self.host = MemoryTier(0, self.form, 0, cpu)
         self.device = MemoryTier(0, self.form, 0, cpu)
 
-    def read(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
-        """The sound ones of some rows, and which those are, ``[entries]``."""
-        return self._read_ragged(entries, pin) if self.form.ragged else self._read_fixed(entries, pin)
+    def read(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags, npt.NDArray[np.uint64]]:
+        """Read rows; return the sound ones, which those are, ``[entries]``, and their stamps, ``[entries, 2]``."""
+        pieces, sound = self._read_ragged(entries, pin) if self.form.ragged else self._read_fixed(entries, pin)
+        return pieces, sound, self.stamps[entries]
 
     def _read_fixed(self, entries: Rows, pin: bool) -> tuple[Pieces, Flags]:
         host = self.host  # which may be released meanwhile

@@ -195,8 +195,8 @@ class _Plans:
             while not waiting or (len(waiting) <= ahead and asked < len(self) - 1):
                 ids = next(batches, None)
                 if ids is None:
-                    yield from waiting
+                    yield from map(self._stream.last_look, waiting)
                     return
                 asked += 1
                 waiting.append(self._stream.plan(list(ids)))
-            yield waiting.popleft()
+            yield self._stream.last_look(waiting.popleft())

@@ -80,7 +80,7 @@ class PlannedDataset:
             found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
         batch = self.collate([found[position] for position in range(size)])
         return Loaded(
-            _send(batch, keep_rows=trial or bool(stored)),
+            _send(batch, keep_rows=bool(stored)),
             plan,
             tuple(position in stored for position in range(size)),
             tuple(fields.get(position) for position in range(size)),
@@ -283,10 +283,12 @@ def _send(batch: Any, keep_rows: bool = False) -> Any:
             return plain(lazy)
         loaded = all(node.value is not None for node in order if node.row is not None)
         places = {node: at for at, node in enumerate(order)}
+        stacked = {row for node in order if node.rows is not None for row in node.arguments()}
+        keep = keep_rows or any(node.row is not None and node not in stacked for node in order)
         steps: list[tuple[Any, ...]] = []
         for node in order:
             if node.row is not None:
-                steps.append((node.row, node.meta, node.value if keep_rows else None))
+                steps.append((node.row, node.meta, node.value if keep else None))
             elif node.call is not None:
                 flat = tuple(_Step(places[leaf]) if isinstance(leaf, Node) else leaf for leaf in node.call.flat)
                 steps.append((str(node.call.run), flat, node.call.spec, node.meta))

@@ -38,6 +38,9 @@ FIRST_CHECK = 20
 TRIALS = 10  # batches that may show nothing, before the cache stops
 COUNTED = 20  # lazy batches, before it is decided whether inputs are left out and where the boundary is
 COUNT_EVERY_S = 1.0
+AGREEING = 2  # batches of another size with the bits of the entries, before it is used
+QUICK_S = 0.0005  # a look at the dataset that takes less is taken before each batch
+MOVED = 3  # batches in a row with another front, before it is taken for the front
 STRANGE = 20  # batches in a row without a match, before the cache stops
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 CHANGES_TO_STOP = 3
@@ -97,6 +100,7 @@ class Stream:
         self._numbers: dict[Any, int] | None = None  # of ids that are not indices
         self._seen_indices = False
         self._leaves_out = True
+        self._data_seconds, self._told_of_data = 1.0, False
         self._forget_front()
 
     def _forget_front(self) -> None:
@@ -105,9 +109,12 @@ class Stream:
         self._inputs: tuple[int, ...] = ()
         self._structure: Any = None
         self._sizes: dict[int, bool] = {}
+        self._agreed: dict[int, int] = {}
         self._smaller: list[int] = []
         self._exact = True
         self._reruns = [0, 10**9]
+        self._moved = 0
+        self._renewals = self.front.renewals if self.front is not None else 0
 
     # --- the front ----------------------------------------------------------------------------------------------------
 
@@ -125,6 +132,7 @@ class Stream:
         self._accounts.restart()
         self.stats.depth = self.levels[-1].depth if self.levels else 0
         self.stats.off = None if front is not None else "nothing is frozen"
+        self._data = digests_of(self._dataset.dataset) if front is not None else {}
 
     def stop(self, reason: str) -> None:
         """Cache nothing more until another front is frozen."""
@@ -172,14 +180,34 @@ class Stream:
             done = [one for one in self.levels[:-1] if not ((one.store.index != 0) & ~newest).any()]
             self._drop(done)
         if self.front is not None:
-            data = digests_of(self._dataset.dataset)
-            name = changed(self._data, data) if self._data else None
-            self._data = data
-            if name is not None and self.levels:
+            self._look_at_data()
+
+    def _look_at_data(self) -> None:
+        """Compare what the dataset holds with what it held before."""
+        started = time.perf_counter()
+        data = digests_of(self._dataset.dataset)
+        self._data_seconds = time.perf_counter() - started
+        name, self._data = changed(self._data, data), data
+        if name is not None and self.levels:
+            if not self._told_of_data:
+                self._told_of_data = True
                 self._notices.inform(
                     f"the dataset's attribute {name!r} changed, so samples are loaded and compared with their entries"
                 )
-                self.forget_verified()
+            self.forget_verified()
+
+    def last_look(self, plan: Plan) -> Plan:
+        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
+        if self.front is None or plan.mode is not Mode.FOLLOWED or not plan.stored:
+            return plan
+        if self._data_seconds < QUICK_S:
+            self._look_at_data()
+        entries, stored = np.array(plan.entries, np.int64), np.array(plan.stored)
+        for number, folder in enumerate(plan.stores):
+            level = next((one for one in self.levels if one.store.folder == folder), None)
+            doubtful = ~level.verified[entries] if level is not None else np.ones(len(entries), bool)
+            stored[(stored == number) & doubtful] = -1
+        return dataclasses.replace(plan, stored=tuple(stored.tolist()))
 
     def forget_verified(self, ids: Rows | None = None) -> None:
         """Compare entries with their samples before they are used again; all entries by default."""
@@ -193,6 +221,8 @@ class Stream:
         self._largest = max(self._largest, len(ids))
         plan = Plan(number, tuple(ids), front=self._fronts)
         self._planned[number] = []
+        if self.front is not None and self.front.renewals != self._renewals:
+            self._begin_anew(self.front)
         numbers = self._numbers_of(plan.ids) if self.front is not None else None
         if self.front is None or numbers is None:
             return plan
@@ -302,8 +332,12 @@ class Stream:
             self._finish_trial(batch, node, value, front)
             return
         level = self.level_at(front.depth)
-        if level is None or node.key != level.key or not self.front_is_unchanged():
+        if level is None or node.key != level.key:
             return
+        if not self.front_is_unchanged():
+            self._front_moved(front)
+            return
+        self._moved = 0
         if (batch.samples not in self._sizes or batch.plan.checks) and not self._compare(batch, level, value):
             return
         made = batch.stamps(node)
@@ -402,6 +436,9 @@ class Stream:
             return batch.samples in self._sizes
         stored = stored.to(value.device)
         if batch.samples not in self._sizes:
+            self._agreed[batch.samples] = self._agreed.get(batch.samples, 0) + 1
+            if same_bits(stored, value) and self._agreed[batch.samples] < AGREEING:
+                return False
             self._sizes[batch.samples] = same_bits(stored, value)
             if not self._sizes[batch.samples]:
                 self._notices.inform(
@@ -416,6 +453,25 @@ class Stream:
         if self._changes >= CHANGES_TO_STOP:
             self.stop("entries differ from what the frozen layers compute")
         return False
+
+    def _front_moved(self, front: Front) -> None:
+        """The weights of the front are not those of the entries: begin anew with these, if they stay."""
+        self._moved += 1
+        if self._moved < MOVED:
+            return
+        if front.renewals >= CHANGES_TO_STOP:
+            self.stop("the frozen layers keep changing")
+            return
+        self._notices.warn("the frozen layers have changed, so their outputs are cached anew", once="changed")
+        front.renew()
+        self._begin_anew(front)
+
+    def _begin_anew(self, front: Front) -> None:
+        self._drop(self.levels)
+        self._forget_front()
+        self._renewals = front.renewals
+        self._accounts.restart()
+        self.stats.depth = 0
 
     def _no_trial(self, reason: str) -> None:
         self._trials += 1

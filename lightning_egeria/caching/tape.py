@@ -159,6 +159,11 @@ class Node:
     shown: weakref.ref[Tensor] | None = None
 
     @property
+    def is_held(self) -> bool:
+        """Whether the program holds its lazy tensor."""
+        return self.shown is not None and self.shown() is not None
+
+    @property
     def is_unit(self) -> bool:
         """Whether it is the output of frozen layers."""
         return self.call is not None and isinstance(self.call.run, Unit)
@@ -196,7 +201,7 @@ class Node:
                 if node.value is None and node.call is not None:
                     node.call_now()
             for node in order:
-                if node is not self and node.call is not None and (node.shown is None or node.shown() is None):
+                if node is not self and node.call is not None and node.rows is None and not node.is_held:
                     node.value = None  # computed again if it is wanted once more
         if self.value is None:
             raise CacheError("a lazy tensor could not be computed")
@@ -397,10 +402,15 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
         The value, ``[places, ...]``; None if the computation does not fit another number of samples.
     """
     values: dict[Node, Tensor] = dict(given or {})
-    order = node.before(lambda one: one in values)
     tape = node.tape
-    stacked = {argument for one in order if one.rows is not None for argument in one.arguments()}
     positions = [tape.order[place] for place in places] if tape.order is not None else list(places)
+    # The rows themselves are wanted only where their stack is not there; loading them again might give others.
+    order = node.before(lambda one: one in values)
+    stacks = [one for one in order if one.rows is not None and one.value is not None]
+    for one in stacks:
+        values[one] = _known(one)[torch.tensor(list(places), device=one.meta.device)]
+    order = node.before(lambda one: one in values)
+    stacked = {argument for one in order if one.rows is not None for argument in one.arguments()}
     wanted = set(positions)
     tape.load(one for one in order if one.row is not None and (one not in stacked or one.row[0] in wanted))
     rows = {one.row: one for one in order if one.row is not None}

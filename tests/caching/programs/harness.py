@@ -1,6 +1,6 @@
 """Runs a program twice, with and without the cache, and compares everything that came of it.
 
-A program is a function of a `Run`. It builds its own data and modules, and trains with `Run.fit`. It may `note` whatever it
+A program is a function of a `Run`. It builds its own data and modules, and trains with `Run.fit`. It may `note` what it
 reads on its way.
 """
 
@@ -19,131 +19,13 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from programs.parts import data_of, loader
 
 from lightning_egeria import Decision, FrozenPrefixCache, Observer, PrefixFreezing
 
 SCHEDULE = {2: 2}
-SAMPLES, WIDTH, CLASSES, BATCH = 24, 8, 3, 6
 EPOCHS = 3
 _OF_THE_CACHE = re.compile(r"^(the )?cache\b")
-
-
-class Net(nn.Module):
-    """Three layer modules and a head. The front has weights, running statistics and no dropout."""
-
-    def __init__(self, width=WIDTH, classes=CLASSES, dropout=0.0):
-        super().__init__()
-        self.a = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(dropout))
-        self.b = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
-        self.c = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.2), nn.Tanh())
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x):
-        return self.head(self.c(self.b(self.a(x))))
-
-
-class ConvNet(nn.Module):
-    """The same for images."""
-
-    def __init__(self, channels=1, width=4, classes=CLASSES):
-        super().__init__()
-        self.a = nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
-        self.b = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
-        self.c = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.Dropout(0.2), nn.ReLU(inplace=True))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x):
-        return self.head(self.c(self.b(self.a(x))).mean((2, 3)))
-
-
-class Classifier(L.LightningModule):
-    """Cross-entropy of ``net``. A subclass overrides `loss_of` or any hook."""
-
-    def __init__(self, net=None):
-        super().__init__()
-        self.net = Net() if net is None else net
-
-    def loss_of(self, x, y):
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = self.loss_of(x, y)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-
-
-class Stepping(Classifier):
-    """Trains with ``step(module, x, y)``, which returns the loss."""
-
-    def __init__(self, step, net=None):
-        super().__init__(net)
-        self.step = step
-
-    def loss_of(self, x, y):
-        return self.step(self, x, y)
-
-
-class Validated(Classifier):
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val", nn.functional.cross_entropy(self.net(x), y))
-
-
-def vectors(samples=SAMPLES, width=WIDTH, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, width, generator=generator)
-    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator))
-
-
-def images(samples=SAMPLES, channels=1, size=6, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, channels, size, size, generator=generator)
-    return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator))
-
-
-def loader(dataset=None, batch_size=BATCH, shuffle=True, **options):
-    """A DataLoader of ``dataset``, by default `vectors`."""
-    dataset = vectors() if dataset is None else dataset
-    if options.keys() & {"sampler", "batch_sampler"} or isinstance(dataset, torch.utils.data.IterableDataset):
-        shuffle = None
-    if "batch_sampler" in options:
-        return DataLoader(dataset, **options)
-    return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, **options)
-
-
-class Samples(Dataset):
-    """A map-style dataset from a function of the index; ``state`` becomes its attributes."""
-
-    def __init__(self, sample, samples=SAMPLES, **state):
-        self.sample, self.samples = sample, samples
-        self.x, self.y = vectors(samples).tensors
-        vars(self).update(state)
-
-    def __len__(self):
-        return self.samples
-
-    def __getitem__(self, index):
-        return self.sample(self, index)
-
-
-def data_of(base=L.LightningDataModule, **hooks):
-    """A data module, or another ``base``, from functions by the names of its hooks: ``data_of(train_dataloader=loader)``."""
-    return type(base.__name__, (base,), {name: _hook(function) for name, function in hooks.items()})()
-
-
-def on(**hooks):
-    """A callback from functions: ``on(on_train_start=lambda trainer, module: ...)``."""
-    return data_of(L.Callback, **hooks)
-
-
-def _hook(function):
-    return lambda self, *args: function(*args)
 
 
 class FreezesAt(PrefixFreezing):
@@ -156,16 +38,6 @@ class FreezesAt(PrefixFreezing):
     def choose_depth(self, step):
         depth = self.schedule.get(step)
         return None if depth is None else Decision(depth, f"step {step}")
-
-
-def at(step, look):
-    """A callback that calls ``look(trainer, module)`` after the optimizer step ``step``, between two batches."""
-
-    def after(trainer, module, *_):
-        if trainer.global_step == step:
-            look(trainer, module)
-
-    return on(on_train_batch_end=after)
 
 
 class _FrontInEvaluation(Observer):
@@ -195,7 +67,8 @@ class _MemoryLogger(Logger):
 
 def draws():
     """A digest of the states of all random generators."""
-    states = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()))
+    numpy = np.random.get_state()  # noqa: NPY002
+    states = pickle.dumps((random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()))
     return hashlib.sha1(states).hexdigest()
 
 
@@ -382,8 +255,7 @@ def compare(program, folder, served=True, dropout=False, freezes=True, raises=No
         assert sum(one.hits + one.advanced for one in statistics) > 0, f"nothing came from the cache: {told}"
     if served is False:
         assert statistics[-1].off is not None
-    off = statistics[-1].off
-    if freezes and off not in (None, "nothing is frozen") and second.depths[-1][-1]:
+    if freezes and statistics[-1].off not in (None, "nothing is frozen") and second.depths[-1][-1]:
         assert second.messages, f"the cache is off without a message: {statistics[-1].off}"
     assert len(set(second.messages)) == len(second.messages), f"a message comes twice: {told}"
     assert len(second.messages) <= len(second.caches) + (served is None), f"too many messages: {told}"

@@ -6,10 +6,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from programs.harness import CLASSES, SAMPLES, Classifier, Samples, at, data_of, loader, on, vectors
+from programs.parts import (
+    CLASSES,
+    SAMPLES,
+    WORKERS,
+    Classifier,
+    Samples,
+    Stepping,
+    at,
+    data_of,
+    grid,
+    loader,
+    on,
+    vectors,
+)
+from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 EPOCHS = 5
 
 
@@ -74,8 +87,7 @@ ACCESS = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("access", ACCESS.values(), ids=ACCESS)
+@pytest.mark.parametrize(("change", "access"), grid(CHANGES, ACCESS, every=11))
 @WORKERS
 def test_data_change_between_epochs(compare, change, access, workers):
     """The change comes after epochs 1 and 3, when the cache has served a whole epoch."""
@@ -94,8 +106,12 @@ def test_data_change_between_epochs(compare, change, access, workers):
     compare(program)
 
 
-@pytest.mark.parametrize("name", ["targets in place", "inputs in place", "setting", "set_epoch", "transform"])
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_end", "on_validation_end"])
+LATE = ["targets in place", "inputs in place", "setting", "set_epoch", "transform"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"), grid(LATE, ["on_train_epoch_start", "on_train_batch_end", "on_validation_end"], every=4)
+)
 def test_data_change_in_each_epoch(compare, name, hook):
     def program(run):
         dataset = Labelled()
@@ -107,6 +123,29 @@ def test_data_change_in_each_epoch(compare, name, hook):
         run.fit(
             _Validated(), loader(dataset), on(**{hook: look}), val=loader(dataset, shuffle=False), max_epochs=EPOCHS
         )
+
+    compare(program, served=None)
+
+
+@pytest.mark.parametrize("name", ["inputs in place", "one input in place", "setting"])
+@pytest.mark.parametrize("again", ["in the step", "in a callback"])
+def test_changed_samples_in_two_forwards(compare, name, again):
+    """The second forward of a batch must not find what was cached before the change, nor half of it."""
+
+    def program(run):
+        dataset = Labelled()
+
+        def step(module, x, y):
+            loss = F.cross_entropy(module.net(x), y)
+            return loss + 0.1 * module.net(x).square().mean() if again == "in the step" and run.batches else loss
+
+        def look(trainer, module, outputs, batch, batch_idx):
+            if again == "in a callback":
+                with torch.no_grad():
+                    run.note(module.net(batch[0]))
+
+        changes = on(on_train_epoch_end=lambda t, m: CHANGES[name](dataset, t.current_epoch), on_train_batch_end=look)
+        run.fit(Stepping(step), loader(dataset), changes, max_epochs=EPOCHS)
 
     compare(program, served=None)
 
@@ -238,7 +277,7 @@ class Random(Dataset):
 
 DRAWS = {
     "torch": lambda x, i, d: x + torch.randn(8),
-    "numpy": lambda x, i, d: x + np.random.rand(),
+    "numpy": lambda x, i, d: x + np.random.rand(),  # noqa: NPY002
     "python": lambda x, i, d: x + random.random(),
     "own generator": lambda x, i, d: x + torch.randn(8, generator=d.generator),
     "own numpy generator": lambda x, i, d: x + d.numpy.random(),
@@ -255,7 +294,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("draw", grid(DRAWS, every=4))
 @WORKERS
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_random_augmentation(compare, draw, workers, seed):

@@ -10,7 +10,7 @@ import textwrap
 import lightning as L
 import pytest
 import torch
-from programs.harness import SAMPLES, Classifier, Stepping, Validated, at, loader, on, vectors
+from programs.parts import SAMPLES, Classifier, Stepping, Validated, at, grid, loader, on, vectors
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
@@ -58,9 +58,7 @@ def _note_batches(run):
     return on(on_train_batch_end=lambda *args: run.note(args[-2][1]))
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("host_bytes", [0, 10**9])
+@pytest.mark.parametrize(("other", "reads", "host_bytes"), grid(OTHERS, [False, True], [0, 10**9], every=11))
 def test_second_run_in_one_directory(compare, other, reads, host_bytes):
     """One run after another, with the same front: the second must not train on what the first one saw."""
 
@@ -73,7 +71,7 @@ def test_second_run_in_one_directory(compare, other, reads, host_bytes):
     compare(program)
 
 
-@pytest.mark.parametrize("other", ["labels", "most labels", "one input", "nothing"])
+@pytest.mark.parametrize("other", grid(["labels", "most labels", "one input", "nothing"], every=4))
 def test_another_run_writes_meanwhile(compare, other):
     """A second run begins, in one directory, in the middle of the first one."""
 
@@ -167,17 +165,16 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize("moment", ["in mid-run", "between runs"])
+@pytest.mark.parametrize(("damage", "moment"), grid(DAMAGE, ["in mid-run", "between runs"], every=7))
 def test_damaged_directory(compare, damage, moment):
     cache = {"host_bytes": 0}
 
     def program(run):
-        spoil = at(7, lambda *_: damage(run))
-        run.fit(SameFront(), loader(), *([spoil] if moment == "in mid-run" else []), cache=cache, max_epochs=4)
+        spoil = at(10, lambda *_: damage(run))
+        run.fit(SameFront(), loader(), *([spoil] if moment == "in mid-run" else []), cache=cache, max_epochs=5)
         damage(run)
         L.seed_everything(0, verbose=False)
-        run.fit(SameFront(), loader(), cache=cache, max_epochs=4)
+        run.fit(SameFront(), loader(), cache=cache, max_epochs=5)
 
     compare(program, served=None)
 
@@ -211,19 +208,11 @@ def _unusable(kind):
     return prepare
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "a file",
-        "below a file",
-        "a link to nowhere",
-        "no proc",
-        "no room",
-        "little room",
-        "little memory",
-        "nothing may stay free",
-    ],
-)
+KINDS = ["a file", "no room", "a link to nowhere", "little room", "no proc", "little memory", "below a file"]
+KINDS += ["nothing may stay free"]
+
+
+@pytest.mark.parametrize("kind", grid(KINDS, every=2))
 def test_directory_that_cannot_be_used(compare, kind):
     compare(lambda run: run.fit(Validated(), val=loader(), cache=_unusable(kind)(run)), served=None)
 
@@ -238,7 +227,7 @@ def test_no_directory_is_given(compare, tmp_path, monkeypatch):
 def test_directory_stays_usable_after_an_error(compare):
     def program(run):
         def step(module, x, y):
-            if run.batches == 7:
+            if run.batches == 10:
                 raise ValueError("in the middle")
             return F.cross_entropy(module.net(x), y)
 
@@ -256,6 +245,6 @@ def test_two_caches_in_one_process(compare):
         def nested(trainer, module):
             run.fit(Classifier(), loader(vectors(seed=3)), cache={"cache_dir": run.folder / "inner"})
 
-        run.fit(Classifier(), None, at(7, nested), max_epochs=4)
+        run.fit(Classifier(), None, at(10, nested), max_epochs=4)
 
     compare(program)

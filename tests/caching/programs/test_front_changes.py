@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from programs.harness import Classifier, ConvNet, Net, Stepping, Validated, at, images, loader, on
+from programs.parts import WORKERS, Classifier, ConvNet, Net, Stepping, Validated, at, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune, weight_norm
@@ -77,23 +77,28 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("place", ["batch end", "batch start", "in the step"])
+def _hits(run):
+    return sum(cached.stats.hits for cached in run.caches)
+
+
+@pytest.mark.parametrize(("change", "place"), grid(CHANGES, ["batch end", "batch start", "in the step"], every=17))
 def test_front_is_changed_once(compare, change, place):
     def program(run):
-        def step(module, x, y):
-            if place == "in the step" and run.batches == 7:
+        def now(trainer, module, *_):
+            if run.batches == 10:
+                run.hits_before = _hits(run)
                 change(module.net)
+
+        def step(module, x, y):
+            if place == "in the step":
+                now(None, module)
             return F.cross_entropy(module.net(x), y)
 
-        def start(trainer, module, *_):
-            if run.batches == 7:
-                change(module.net)
+        changes = {"batch end": on(on_train_batch_end=now), "batch start": on(on_train_batch_start=now)}
+        run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=6)
 
-        changes = {"batch end": at(7, lambda _, m: change(m.net)), "batch start": on(on_train_batch_start=start)}
-        run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=4)
-
-    compare(program, dropout=True)  # a copy of the front has its modes, and the cache holds it in evaluation mode
+    run = compare(program, dropout=True)  # a copy of the front has its modes, and the cache holds it in evaluation mode
+    assert _hits(run) > run.hits_before + 12 or run.messages, "the cache is of no use any longer, and does not say so"
 
 
 # In each step: a front that is never the same again. The cache has nothing to give.
@@ -107,14 +112,28 @@ MOVING = {
 }
 
 
-@pytest.mark.parametrize("change", MOVING.values(), ids=MOVING)
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"])
+HOOKS = ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"]
+
+
+@pytest.mark.parametrize(("change", "hook"), grid(MOVING, HOOKS, every=7))
 def test_front_is_changed_in_each_step(compare, change, hook):
     def program(run):
         def moves(trainer, module, *_):
             change(module.net)
 
         run.fit(Classifier(), None, on(**{hook: moves}))
+
+    compare(program, served=None)
+
+
+@pytest.mark.parametrize("step", [6, 9])
+def test_front_is_changed_and_gets_deeper(compare, step):
+    """Entries of the shallower front, before its weights changed, are of no use for the deeper one."""
+
+    def program(run):
+        change = at(step, lambda _, module: module.net.a[0].weight.data.mul_(1.5))
+        schedule = {2: 1, 10: 2}
+        run.fit(Validated(), None, change, val=loader(shuffle=False), schedule=schedule, max_epochs=5)
 
     compare(program, served=None)
 
@@ -224,9 +243,8 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("net", [Net, ConvNet])
+@pytest.mark.parametrize(("schedule", "net"), grid(SCHEDULES, [Net, ConvNet], every=7))
+@WORKERS
 def test_depth_changes(compare, schedule, workers, net):
     def program(run):
         data = loader(images() if net is ConvNet else None, num_workers=workers)
@@ -265,7 +283,7 @@ def test_dropout_in_the_front(compare, dropout):
 
 def test_dropout_in_the_front_changes(compare):
     def program(run):
-        run.fit(Classifier(Net(dropout=0.1)), None, at(7, lambda _, m: setattr(m.net.a[3], "p", 0.5)))
+        run.fit(Classifier(Net(dropout=0.1)), None, at(10, lambda _, m: setattr(m.net.a[3], "p", 0.5)))
 
     compare(program, dropout=True)
 
@@ -287,7 +305,7 @@ def test_user_sets_the_mode_of_the_front(compare):
 
     def program(run):
         def step(module, x, y):
-            if run.batches == 8:
+            if run.batches == 10:
                 module.net.a[1].training = True
             return F.cross_entropy(module.net(x), y)
 

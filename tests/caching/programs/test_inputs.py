@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs.harness import CLASSES, Classifier, ConvNet, Stepping, Validated, data_of, images, loader
+from programs.parts import CLASSES, Classifier, ConvNet, Stepping, Validated, data_of, grid, images, loader
 from torch import nn
 from torch.nn import functional as F
 
@@ -68,7 +68,7 @@ SAME_FOR_A_SAMPLE = {
     "parameter": lambda x: nn.Parameter(x, requires_grad=False),
     "stacked again": lambda x: torch.stack(list(x)),
     "cat of halves": lambda x: torch.cat(x.chunk(2)),
-    "rows in a loop": lambda x: torch.stack([row for row in x.unbind()]),
+    "rows in a loop": lambda x: torch.stack(tuple(x.unbind())),
     "numpy there and back": lambda x: torch.from_numpy(x.numpy().copy()),
     "to a list and back": lambda x: torch.tensor(x.tolist()),
     "as_subclass": lambda x: x.as_subclass(torch.Tensor),
@@ -100,29 +100,28 @@ def _fit_with(run, change, when=lambda run: True, **options):
     run.fit(Stepping(step, ConvNet()), loader(images()), **options)
 
 
-@pytest.mark.parametrize("change", SAME_FOR_A_SAMPLE.values(), ids=SAME_FOR_A_SAMPLE)
+@pytest.mark.parametrize("change", grid(SAME_FOR_A_SAMPLE, every=7))
 def test_same_change_of_each_batch(compare, change):
     compare(lambda run: _fit_with(run, change))
 
 
-@pytest.mark.parametrize("change", DRAWN.values(), ids=DRAWN)
+@pytest.mark.parametrize("change", grid(DRAWN, every=7))
 def test_drawn_change_of_each_batch(compare, change):
     compare(lambda run: _fit_with(run, change), served=None)
 
 
-@pytest.mark.parametrize("change", [*DRAWN.values(), *SAME_FOR_A_SAMPLE.values()], ids=[*DRAWN, *SAME_FOR_A_SAMPLE])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
+@pytest.mark.parametrize(("change", "seed"), grid(DRAWN | SAME_FOR_A_SAMPLE, range(4), every=37))
 def test_change_of_some_batches(compare, change, seed):
     """MixUp with a probability: whether it happens is drawn in each step."""
     compare(lambda run: _fit_with(run, change, lambda run: bool(torch.rand(()) < 0.3)), served=None, seed=seed)
 
 
-@pytest.mark.parametrize("change", DRAWN.values(), ids=DRAWN)
+@pytest.mark.parametrize("change", grid(DRAWN, every=7))
 def test_change_that_begins_late(compare, change):
     compare(lambda run: _fit_with(run, change, lambda run: run.batches >= 9))
 
 
-@pytest.mark.parametrize("change", DRAWN.values(), ids=DRAWN)
+@pytest.mark.parametrize("change", grid(DRAWN, every=7))
 def test_change_that_ends_early(compare, change):
     compare(lambda run: _fit_with(run, change, lambda run: run.batches < 6, max_epochs=4), served=None)
 
@@ -146,7 +145,7 @@ def test_input_grows_over_time(compare):
 
         run.fit(Stepping(step, ConvNet()), loader(images()), max_epochs=4)
 
-    compare(program)
+    compare(program, served=None)
 
 
 def test_scale_changes_by_epoch(compare):
@@ -174,9 +173,7 @@ BATCH_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", BATCH_CHANGES.values(), ids=BATCH_CHANGES)
-@pytest.mark.parametrize("hook", TRANSFER_HOOKS)
-@pytest.mark.parametrize("owner", ["module", "data"])
+@pytest.mark.parametrize(("change", "hook", "owner"), grid(BATCH_CHANGES, TRANSFER_HOOKS, ["module", "data"], every=11))
 def test_transfer_hooks(compare, change, hook, owner):
     def changed(batch, *_):
         return [change(batch[0]), batch[1]]
@@ -229,11 +226,12 @@ def test_batch_is_of_another_kind(compare, kind):
     compare(lambda run: run.fit(Unpacks(kind)))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
-@pytest.mark.parametrize("net", [ConvNet, lambda: ConvNet(width=8)])
-def test_precision(compare, precision, net):
+@pytest.mark.parametrize(("precision", "width"), grid(["bf16-mixed", "bf16-true", "64-true"], [4, 8], every=4))
+def test_precision(compare, precision, width):
     def program(run):
-        run.fit(Validated(net()), loader(images()), val=loader(images(), shuffle=False), precision=precision)
+        run.fit(
+            Validated(ConvNet(width=width)), loader(images()), val=loader(images(), shuffle=False), precision=precision
+        )
 
     compare(program)
 

@@ -1,34 +1,9 @@
 """Networks of many kinds in front of and behind the boundary."""
 
-import contextlib
-
 import pytest
 import torch
-from programs.harness import CLASSES, SAMPLES, Classifier, ConvNet, Net, Samples, Stepping, images, loader, vectors
+from programs.parts import CLASSES, Chain, Classifier, ConvNet, block, grid, images, loader
 from torch import nn
-from torch.nn import functional as F
-
-LAYERS = {"layer_modules": ["net.a", "net.b", "net.c"]}
-
-
-def _block(*parts):
-    return nn.Sequential(*parts)
-
-
-class Chain(nn.Module):
-    """``a``, ``b``, ``c`` and a head, called one after the other by ``calls``."""
-
-    def __init__(self, a=None, b=None, c=None, head=None, call=None):
-        super().__init__()
-        self.a = a or _block(nn.Linear(8, 8), nn.ReLU())
-        self.b = b or _block(nn.Linear(8, 8), nn.ReLU())
-        self.c = c or _block(nn.Linear(8, 8), nn.ReLU())
-        self.head, self.call = head or nn.Linear(8, CLASSES), call
-
-    def forward(self, x):
-        if self.call is not None:
-            return self.call(self, x)
-        return self.head(self.c(self.b(self.a(x))))
 
 
 class Returns(nn.Module):
@@ -61,16 +36,16 @@ def _detached(net, x):
 
 
 def _normed():
-    return _block(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    return block(nn.Linear(8, 8), nn.BatchNorm1d(8))
 
 
 def _deep():
-    return _block(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+    return block(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
 
 
 def _shared_layers():
     layer = nn.Linear(8, 8)
-    return Chain(a=_block(layer, nn.ReLU()), b=_block(layer, nn.Tanh()), c=_deep())
+    return Chain(a=block(layer, nn.ReLU()), b=block(layer, nn.Tanh()), c=_deep())
 
 
 def _tied():
@@ -80,7 +55,7 @@ def _tied():
 
 
 def _frozen_by_the_user():
-    net = Chain(a=_block(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()), c=_deep())
+    net = Chain(a=block(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()), c=_deep())
     net.a.requires_grad_(False)
     return net
 
@@ -95,9 +70,9 @@ VECTOR_NETS = {
     ),
     "list at the boundary": lambda: Chain(b=Returns(lambda x: [x]), call=lambda n, x: n.head(n.c(n.b(n.a(x))[0]))),
     "two tensors": lambda: Chain(Twins(), Twins(), Twins(), call=lambda n, x: n.head(sum(n.c(n.b(n.a((x, -x))))))),
-    "in place behind": lambda: Chain(b=_normed(), c=_block(nn.ReLU(inplace=True), nn.Linear(8, 8))),
-    "in place in front": lambda: Chain(a=_block(nn.Linear(8, 8), nn.ReLU(inplace=True))),
-    "in place on the input": lambda: Chain(a=_block(nn.ReLU(inplace=True), nn.Linear(8, 8))),
+    "in place behind": lambda: Chain(b=_normed(), c=block(nn.ReLU(inplace=True), nn.Linear(8, 8))),
+    "in place in front": lambda: Chain(a=block(nn.Linear(8, 8), nn.ReLU(inplace=True))),
+    "in place on the input": lambda: Chain(a=block(nn.ReLU(inplace=True), nn.Linear(8, 8))),
     "add_ behind": lambda: Chain(b=_normed(), call=lambda n, x: n.head(n.c(n.b(n.a(x)).add_(1)))),
     "residual behind": lambda: Chain(call=lambda n, x: n.head((h := n.b(n.a(x))) + n.c(h))),
     "residual in front": lambda: Chain(call=lambda n, x: n.head(n.c((h := n.a(x)) + n.b(h)))),
@@ -108,9 +83,9 @@ VECTOR_NETS = {
     ),
     "shared layer": _shared_layers,
     "tied weights": _tied,
-    "layer norm": lambda: Chain(a=_block(nn.Linear(8, 8), nn.LayerNorm(8)), b=_block(nn.Linear(8, 8), nn.RMSNorm(8))),
-    "group norm": lambda: Chain(a=_block(nn.Linear(8, 8), nn.GroupNorm(2, 8))),
-    "statistics of the batch": lambda: Chain(b=_block(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False))),
+    "layer norm": lambda: Chain(a=block(nn.Linear(8, 8), nn.LayerNorm(8)), b=block(nn.Linear(8, 8), nn.RMSNorm(8))),
+    "group norm": lambda: Chain(a=block(nn.Linear(8, 8), nn.GroupNorm(2, 8))),
+    "statistics of the batch": lambda: Chain(b=block(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False))),
     "double inside": lambda: Chain(a=Returns(lambda x: x.double().sin().float())),
     "half at the boundary": lambda: Chain(
         b=Returns(lambda x: x.half()), call=lambda n, x: n.head(n.c(n.b(n.a(x)).float()))
@@ -118,9 +93,9 @@ VECTOR_NETS = {
     "bfloat16 at the boundary": lambda: Chain(
         b=Returns(lambda x: x.bfloat16()), call=lambda n, x: n.head(n.c(n.b(n.a(x)).float()))
     ),
-    "wider": lambda: Chain(b=_block(nn.Linear(8, 24), nn.ReLU()), c=_block(nn.Linear(24, 8))),
+    "wider": lambda: Chain(b=block(nn.Linear(8, 24), nn.ReLU()), c=block(nn.Linear(24, 8))),
     "keyword arguments": lambda: Chain(call=lambda n, x: n.head(n.c(input=n.b(input=n.a(input=x))))),
-    "empty block": lambda: Chain(b=_block(nn.Identity(), nn.Linear(8, 8))),
+    "empty block": lambda: Chain(b=block(nn.Identity(), nn.Linear(8, 8))),
     "bilinear": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x) * x)))),
     "input twice": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(n.a(x) + n.a(x))))),
     "in pieces": lambda: Chain(call=lambda n, x: n.head(n.c(n.b(torch.cat([n.a(half) for half in x.chunk(2)]))))),
@@ -163,11 +138,11 @@ class _CountsInPython(nn.Module):
 
 
 def _with_counter():
-    return Chain(a=_block(nn.Linear(8, 8), _Counts()))
+    return Chain(a=block(nn.Linear(8, 8), _Counts()))
 
 
 def _with_python_counter():
-    return Chain(a=_block(nn.Linear(8, 8), _CountsInPython()))
+    return Chain(a=block(nn.Linear(8, 8), _CountsInPython()))
 
 
 EITHER = {
@@ -185,7 +160,7 @@ EITHER |= {"in pieces", "rows in a loop", "value decides", "two tensors", "bilin
 DEPTHS = {"shared layer": 1, "tied weights": 1, "input twice": 1, "in pieces": 1, "rows in a loop": 1}
 
 
-@pytest.mark.parametrize("name", VECTOR_NETS)
+@pytest.mark.parametrize("name", grid(list(VECTOR_NETS), every=4))
 def test_network(compare, name):
     def program(run):
         run.fit(Classifier(VECTOR_NETS[name]()), schedule={2: DEPTHS.get(name, 2)})
@@ -214,21 +189,21 @@ def _conv(inputs=4, **options):
 
 
 IMAGE_NETS = {
-    "pooling": lambda: Pools([_block(_conv(1), nn.MaxPool2d(2)), _conv()], _conv()),
+    "pooling": lambda: Pools([block(_conv(1), nn.MaxPool2d(2)), _conv()], _conv()),
     "strides": lambda: Pools([_conv(1, stride=2), _conv()], _conv(stride=2)),
     "depthwise": lambda: Pools([_conv(1), _conv(groups=4)], _conv()),
     "channels_last": lambda: ConvNet().to(memory_format=torch.channels_last),
-    "transposed": lambda: Pools([_conv(1), _block(nn.ConvTranspose2d(4, 4, 2, stride=2), nn.ReLU())], _conv()),
-    "interpolated": lambda: Pools([_conv(1), _block(_conv(), nn.Upsample(scale_factor=2))], _conv()),
-    "instance norm": lambda: Pools([_block(_conv(1), nn.InstanceNorm2d(4)), _conv()], _conv()),
-    "local response": lambda: Pools([_block(_conv(1), nn.LocalResponseNorm(2)), _conv()], _conv()),
+    "transposed": lambda: Pools([_conv(1), block(nn.ConvTranspose2d(4, 4, 2, stride=2), nn.ReLU())], _conv()),
+    "interpolated": lambda: Pools([_conv(1), block(_conv(), nn.Upsample(scale_factor=2))], _conv()),
+    "instance norm": lambda: Pools([block(_conv(1), nn.InstanceNorm2d(4)), _conv()], _conv()),
+    "local response": lambda: Pools([block(_conv(1), nn.LocalResponseNorm(2)), _conv()], _conv()),
     "circular": lambda: Pools([_conv(1, padding_mode="circular"), _conv()], _conv()),
-    "gated": lambda: Pools([_block(nn.Conv2d(1, 8, 3), nn.GLU(1)), _conv()], _conv()),
-    "dropout behind": lambda: Pools([_conv(1), _conv()], _block(_conv(), nn.Dropout2d(0.3))),
+    "gated": lambda: Pools([block(nn.Conv2d(1, 8, 3), nn.GLU(1)), _conv()], _conv()),
+    "dropout behind": lambda: Pools([_conv(1), _conv()], block(_conv(), nn.Dropout2d(0.3))),
 }
 
 
-@pytest.mark.parametrize("net", IMAGE_NETS.values(), ids=IMAGE_NETS)
+@pytest.mark.parametrize("net", grid(IMAGE_NETS, every=4))
 @pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_network_for_images(compare, net, precision):
     compare(lambda run: run.fit(Classifier(net()), loader(images()), precision=precision))
@@ -248,7 +223,7 @@ def _vision_transformer():
     )
 
 
-@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("dropout", grid([False, True], every=4))
 def test_vision_transformer_of_timm(compare, dropout):
     def program(run):
         net = _vision_transformer()
@@ -280,167 +255,3 @@ def test_networks_of_torchvision(compare, name):
         run.fit(Classifier(net), loader(images(channels=3, size=32)), max_epochs=4)
 
     compare(program, dropout=True, served=None)
-
-
-# Sequences.
-class Encoder(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **{"dropout": 0.0} | options)
-        self.embedding = nn.Embedding(20, 8)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, ids):
-        return self.head(self.encoder(self.embedding(ids)).mean(1))
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind, layers=1):
-        super().__init__()
-        self.embedding = nn.Embedding(20, 8)
-        self.first, self.second = kind(8, 8, layers, batch_first=True), kind(8, 8, layers, batch_first=True)
-        self.third, self.head = nn.Linear(8, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, ids):
-        states, _ = self.first(self.embedding(ids))
-        states, _ = self.second(states)
-        return self.head(self.third(states[:, -1]).tanh())
-
-
-SEQUENCE_NETS = {
-    "encoder": Encoder,
-    "encoder, norm first": lambda: Encoder(norm_first=True),
-    "encoder, gelu": lambda: Encoder(activation="gelu"),
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "gru": lambda: Recurrent(nn.GRU, layers=2),
-    "embedding bag": lambda: nn.Sequential(
-        nn.EmbeddingBag(20, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)
-    ),
-}
-
-
-def _ids(length=5):
-    ids = torch.randint(0, 20, (SAMPLES, length), generator=torch.Generator().manual_seed(1))
-    return torch.utils.data.TensorDataset(ids, vectors().tensors[1])
-
-
-@pytest.mark.parametrize("net", SEQUENCE_NETS.values(), ids=SEQUENCE_NETS)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_network_for_sequences(compare, net, dropout):
-    def program(run):
-        module = Classifier(net())
-        for part in module.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = dropout
-        run.fit(module, loader(_ids()))
-
-    compare(program, dropout=True)  # encoder layers in evaluation mode have a kernel of their own
-
-
-# Modules that hold more than one network, or train in other ways.
-def test_network_in_float64(compare):
-    dataset = Samples(lambda d, i: (d.x[i].double(), d.y[i]))
-    compare(lambda run: run.fit(Classifier(Net().double()), loader(dataset)))
-
-
-def test_layers_are_the_modules_own(compare):
-    """No network inside: the LightningModule has the layers itself."""
-
-    class Flat(Classifier):
-        def __init__(self):
-            super().__init__(nn.Identity())
-            self.a, self.b, self.c, self.head = Chain().children()
-
-        def loss_of(self, x, y):
-            return F.cross_entropy(self.head(self.c(self.b(self.a(x)))), y)
-
-    compare(lambda run: run.fit(Flat()))
-
-
-def test_backbone_and_head(compare):
-    """Two modules, called one after the other by the step, which reads the features."""
-
-    class Parts(Classifier):
-        def __init__(self):
-            super().__init__(nn.Identity())
-            self.backbone, self.top = (
-                nn.Sequential(*list(Net().children())[:2]),
-                nn.Sequential(*list(Net().children())[2:]),
-            )
-
-        def loss_of(self, x, y):
-            features = self.backbone(x)
-            self.log("norm", features.norm())
-            return F.cross_entropy(self.top(features), y)
-
-    compare(lambda run: run.fit(Parts()))
-
-
-@pytest.mark.parametrize(
-    "context", [torch.no_grad, contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)]
-)
-def test_front_in_a_context(compare, context):
-    class Split(Net):
-        def forward(self, x):
-            with context():
-                features = self.b(self.a(x))
-            return self.head(self.c(features.float()))
-
-    compare(
-        lambda run: run.fit(Classifier(Split()), freezing=LAYERS), served=None, freezes=context is not torch.no_grad
-    )
-
-
-def test_autoencoder_reads_its_input_as_target(compare):
-    class Decodes(Net):
-        def __init__(self):
-            super().__init__(classes=8)
-
-    compare(lambda run: run.fit(Stepping(lambda module, x, y: F.mse_loss(module.net(x), x), Decodes())))
-
-
-def test_denoising_autoencoder(compare):
-    def step(module, x, y):
-        return F.mse_loss(module.net(x + 0.1 * torch.randn_like(x)), x)
-
-    compare(lambda run: run.fit(Stepping(step, Net(classes=8))), served=None)
-
-
-def test_loss_looks_at_a_frozen_weight(compare):
-    def program(run):
-        def step(module, x, y):
-            loss = F.cross_entropy(module.net(x), y)
-            return loss + module.net.a[0].weight.norm() * module.net.head.weight.norm() if run.batches else loss
-
-        run.fit(Stepping(step))
-
-    compare(program)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["network", "step", "front"])
-def test_compiled(compare, mode):
-    """With the eager back end, so that only tracing is tested."""
-
-    def program(run):
-        module = Classifier()
-        if mode == "network":
-            module.net = torch.compile(module.net, backend="eager")
-        if mode == "front":
-            module.net.a.compile(backend="eager")
-        if mode == "step":
-            module = torch.compile(module, backend="eager")
-        run.fit(module)
-
-    compare(program, served=None)
-
-
-@pytest.mark.slow
-def test_compiled_by_inductor(compare):
-    def program(run):
-        module = Classifier()
-        module.net.compile()
-        run.fit(module)
-
-    compare(program, served=None)

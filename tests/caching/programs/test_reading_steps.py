@@ -2,13 +2,14 @@
 
 import copy
 import io
+import itertools
 import pickle
 import threading
 
 import numpy as np
 import pytest
 import torch
-from programs.harness import Classifier, ConvNet, Stepping, images, loader
+from programs.parts import Classifier, ConvNet, Stepping, grid, images, loader
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,7 +32,7 @@ VALUES = {
     "unpack": lambda x: (lambda first, *others: (first, len(others)))(*x),
     "sorted by value": lambda x: sorted(x[:, 0], key=float),
     "sum of rows": lambda x: sum(x),
-    "zip": lambda x: [a - b for a, b in zip(x, x[1:], strict=False)],
+    "zip": lambda x: [a - b for a, b in itertools.pairwise(x)],
     "key of a dict": lambda x: {x: 1}[x],
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
@@ -146,7 +147,7 @@ NOW_AND_THEN = {
 }
 
 
-@pytest.mark.parametrize("read", [*VALUES.values(), *TENSORS.values()], ids=[*VALUES, *TENSORS])
+@pytest.mark.parametrize("read", grid(VALUES | TENSORS, every=7))
 def test_input_is_read_now_and_then(compare, read):
     def program(run):
         def step(module, x, y):
@@ -159,8 +160,7 @@ def test_input_is_read_now_and_then(compare, read):
     compare(program)
 
 
-@pytest.mark.parametrize("when", NOW_AND_THEN.values(), ids=NOW_AND_THEN)
-@pytest.mark.parametrize("place", ["before", "after", "both"])
+@pytest.mark.parametrize(("when", "place"), grid(NOW_AND_THEN, ["before", "after", "both"], every=4))
 def test_input_is_read_around_the_network(compare, when, place):
     def program(run):
         def step(module, x, y):
@@ -204,8 +204,7 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
-@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize(("change", "place"), grid(IN_PLACE, ["before", "after"], every=7))
 def test_input_is_changed_in_place(compare, change, place):
     def program(run):
         def step(module, x, y):

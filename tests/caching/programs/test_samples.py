@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from programs.harness import BATCH, Classifier, ConvNet, Samples, images, loader, vectors
+from programs.parts import BATCH, WORKERS, Classifier, ConvNet, Samples, grid, images, loader, vectors
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
@@ -88,9 +88,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("sample", "unpack"), KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_kind_of_a_sample(compare, sample, unpack, workers):
+@pytest.mark.parametrize("kind", grid(KINDS, every=4))
+@WORKERS
+def test_kind_of_a_sample(compare, kind, workers):
+    sample, unpack = kind
     compare(lambda run: run.fit(Unpacking(unpack, run), loader(Samples(sample), num_workers=workers)))
 
 
@@ -162,11 +163,13 @@ def _unpacked(batch):
     return (batch.x, batch.y) if isinstance(batch, Batch | Record) else batch
 
 
+# Rows are not those of the samples in order.
 NOT_OF_ONE_SAMPLE = {"centred on the batch", "mixed", "mixed by chance", "noise", "shuffled by python"}
+NOT_OF_ONE_SAMPLE |= {"sorted", "sorted by input", "reversed", "first twice", "filtered"}
 
 
-@pytest.mark.parametrize("name", COLLATES)
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", grid(list(COLLATES), every=4))
+@WORKERS
 def test_collate_function(compare, name, workers):
     served = None if name in NOT_OF_ONE_SAMPLE or "now and then" in name else True
     data = {"collate_fn": COLLATES[name], "num_workers": workers}
@@ -177,9 +180,10 @@ def test_images_of_the_python_library(compare):
     compare(lambda run: run.fit(Classifier(), loader(Samples(_pil), collate_fn=_stack_images)))
 
 
-@pytest.mark.parametrize(
-    "extra", [None, {1, 2}, object, 10**40, -(10**40), "🙂", 1j, range(3), np.datetime64("2020-01-01")]
-)
+EXTRAS = [None, {1, 2}, object, 10**40, -(10**40), "🙂", 1j, range(3), np.datetime64("2020-01-01")]
+
+
+@pytest.mark.parametrize("extra", grid(EXTRAS, every=2))
 def test_fields_that_are_no_tensors(compare, extra):
     def collate(samples):
         return *default_collate([pair[:2] for pair in samples]), [str(pair[2]) for pair in samples]
@@ -240,15 +244,16 @@ class TextClassifier(Classifier):
         return F.cross_entropy(self.net(batch["ids"], mask), batch["label"])
 
 
-@pytest.mark.parametrize("collate", [_pad, _pad_to_eight, _with_lengths, _packed])
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    ("collate", "masked"), grid([_pad, _pad_to_eight, _with_lengths, _packed], [True, False], every=3)
+)
+@WORKERS
 def test_texts_of_several_lengths(compare, collate, workers, masked):
     def program(run):
         data = loader(Samples(_text), collate_fn=collate, num_workers=workers)
         run.fit(TextClassifier(Texts(masked)), data, schedule={2: 2, 9: 3}, max_epochs=4)
 
-    compare(program, served=None)
+    compare(program, served=None, dropout=True)  # attention has another kernel in evaluation mode
 
 
 def test_padding_is_read(compare):
@@ -277,7 +282,7 @@ DATASETS = {
 }
 
 
-@pytest.mark.parametrize("dataset", DATASETS.values(), ids=DATASETS)
+@pytest.mark.parametrize("dataset", grid(DATASETS, every=4))
 def test_data_set(compare, dataset):
     compare(lambda run: run.fit(Classifier(), loader(dataset()), max_epochs=4))
 

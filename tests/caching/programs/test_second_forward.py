@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from programs.harness import BATCH, Classifier, ConvNet, Net, Stepping, Validated, images, loader, on
+from programs.parts import BATCH, Classifier, ConvNet, Net, Stepping, Validated, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -91,8 +91,7 @@ def test_manual_optimization(compare, step):
     compare(lambda run: run.fit(Manual(step), schedule={2: 2}), served=None)
 
 
-@pytest.mark.parametrize("step", [_sam, _two_backwards, _loss_after_the_step])
-@pytest.mark.parametrize("period", [3, 5])
+@pytest.mark.parametrize(("step", "period"), grid([_sam, _two_backwards, _loss_after_the_step], [3, 5], every=4))
 def test_second_forward_now_and_then(compare, step, period):
     def program(run):
         def sometimes(module, optimizer, x, y):
@@ -144,9 +143,7 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize("extra", EXTRA.values(), ids=EXTRA)
-@pytest.mark.parametrize("place", ["before", "after"])
-@pytest.mark.parametrize("period", [1, 4])
+@pytest.mark.parametrize(("extra", "place", "period"), grid(EXTRA, ["before", "after"], [1, 4], every=11))
 def test_further_forward(compare, extra, place, period):
     def program(run):
         def step(module, x, y):
@@ -295,9 +292,7 @@ class Skip(ConvNet):
         return logits + self.side(outputs[self.from_].mean((2, 3))) if self.calls % self.every == 0 else logits
 
 
-@pytest.mark.parametrize("from_", ["input", "a", "b"])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("from_", "every", "depth"), grid(["input", "a", "b"], [1, 3], [1, 2], every=7))
 def test_skip_connection_over_the_boundary(compare, from_, every, depth):
     compare(lambda run: run.fit(Classifier(Skip(from_, every)), loader(images()), schedule={2: depth}), served=None)
 

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from programs.harness import (
+from programs.parts import (
     Classifier,
     ConvNet,
     Net,
     Samples,
     Validated,
     data_of,
+    grid,
     images,
     loader,
     on,
@@ -75,8 +76,9 @@ def _with_other_weights(module, x):
     return value
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"inference_mode": False}], ids=str)
+@pytest.mark.parametrize(
+    ("step", "options"), grid(STEPS, [{}, {"val_check_interval": 2}, {"inference_mode": False}], every=4)
+)
 def test_validation_step(compare, step, options):
     compare(lambda run: run.fit(Validates(step), val=loader(vectors(seed=2), shuffle=False), max_epochs=5, **options))
 
@@ -132,8 +134,7 @@ class _Keyed(Samples):
         super().__init__(lambda d, key: (d.x[ord(key) - 97], d.y[ord(key) - 97]))
 
 
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-@pytest.mark.parametrize("kind", ["loader", "data module"])
+@pytest.mark.parametrize(("make", "kind"), grid(LOADERS, ["loader", "data module"], every=7))
 def test_validation_loader(compare, make, kind):
     def next_epoch(trainer, module):
         for one in trainer.val_dataloaders if isinstance(trainer.val_dataloaders, list) else [trainer.val_dataloaders]:
@@ -164,8 +165,8 @@ HOOKS = {
         "on_validation_end": lambda t, m: m.net.a[0].weight.data.div_(2),
     },
     "moves statistics": lambda run: {
-        "on_validation_start": lambda t, m: m.net.a[1].running_mean.add_(1),
-        "on_validation_end": lambda t, m: m.net.a[1].running_mean.sub_(1),
+        "on_validation_start": lambda t, m: m.net.a[1].running_mean.mul_(2),
+        "on_validation_end": lambda t, m: m.net.a[1].running_mean.div_(2),
     },
     "runs the network": lambda run: {
         "on_validation_epoch_end": lambda t, m: run.note(m.net(torch.ones(2, 8)).detach().clone())
@@ -173,7 +174,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("hooks", grid(HOOKS, every=4))
 def test_hooks_of_validation(compare, hooks):
     def program(run):
         run.kept = []
@@ -183,15 +184,15 @@ def test_hooks_of_validation(compare, hooks):
     compare(program)
 
 
-@pytest.mark.parametrize(
-    "schedule", [{2: 1, 6: 2}, {2: 2, 9: 0}, {2: 2, 9: 0, 13: 2}, {1: 1, 5: 2, 9: 1, 13: 2}], ids=str
-)
-@pytest.mark.parametrize("net", [Net, ConvNet])
+DEPTHS = [{2: 1, 6: 2}, {2: 2, 9: 0}, {2: 2, 9: 0, 13: 2}, {1: 1, 5: 2, 17: 1}]
+
+
+@pytest.mark.parametrize(("schedule", "net"), grid(DEPTHS, [Net, ConvNet], every=3))
 def test_validation_while_the_depth_changes(compare, schedule, net):
     def program(run):
         make = images if net is ConvNet else vectors
         val = loader(make(seed=2), shuffle=False)
-        run.fit(Validated(net()), loader(make()), val=val, schedule=schedule, max_epochs=5, val_check_interval=2)
+        run.fit(Validated(net()), loader(make()), val=val, schedule=schedule, max_epochs=6, val_check_interval=2)
 
     compare(program)
 
@@ -229,6 +230,6 @@ def test_another_network_reads_validation(compare):
 
 
 def test_validation_is_served(compare):
-    """The statistics show validation: more samples than training has came from the cache."""
+    """The statistics show what validation saved."""
     run = compare(lambda run: run.fit(Validated(), val=loader(vectors(48, seed=2), shuffle=False), max_epochs=6))
     assert run.caches[0].validation_stats.hits > 3 * 48

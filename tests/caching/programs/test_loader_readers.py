@@ -1,0 +1,85 @@
+"""Callbacks that read the training loader or its data set during a fit."""
+
+import pytest
+import torch
+from programs.parts import WORKERS, Classifier, data_of, grid, loader, on
+from torch.utils.data import (
+    DataLoader,
+)
+
+READERS = {
+    "first batch": lambda run, loader: run.note(next(iter(loader))),
+    "all batches": lambda run, loader: run.note([x.mean() for x, _ in loader]),
+    "one sample": lambda run, loader: run.note(loader.dataset[0]),
+    "last sample": lambda run, loader: run.note(loader.dataset[-1]),
+    "length": lambda run, loader: run.note((len(loader), len(loader.dataset), loader.batch_size, loader.drop_last)),
+    "tensors": lambda run, loader: run.note(loader.dataset.tensors[0].mean()),
+    "samples in a loop": lambda run, loader: run.note([x.sum() for x, _ in (loader.dataset[i] for i in range(3))]),
+    "collated by hand": lambda run, loader: run.note(loader.collate_fn([loader.dataset[i] for i in (3, 1)])),
+    "another loader": lambda run, loader: run.note([x.mean() for x, _ in DataLoader(loader.dataset, 5)]),
+    "sampler": lambda run, loader: run.note(
+        (type(loader.sampler).__name__, list(loader.sampler), list(loader.batch_sampler))
+    ),
+    "an iterator is kept": lambda run, loader: run.note(next(iter(loader))) or setattr(run, "kept", iter(loader)),
+    "subset": lambda run, loader: run.note(torch.utils.data.Subset(loader.dataset, [4, 2])[1]),
+    "isinstance": lambda run, loader: run.note(
+        (isinstance(loader, DataLoader), isinstance(loader.dataset, torch.utils.data.TensorDataset))
+    ),
+}
+WHEN = {
+    "fit start": "on_train_start",
+    "epoch start": "on_train_epoch_start",
+    "epoch end": "on_train_epoch_end",
+    "batch start": "on_train_batch_start",
+    "batch end": "on_train_batch_end",
+}
+
+
+@pytest.mark.parametrize(("read", "when"), grid(READERS, list(WHEN), every=13))
+@WORKERS
+def test_another_reader_of_the_loader(compare, read, when, workers):
+    def program(run):
+        def look(trainer, module, *_):
+            if "batch" not in when or run.batches % 4 == 2:
+                read(run, trainer.train_dataloader)
+
+        run.fit(Classifier(), loader(num_workers=workers), on(**{WHEN[when]: look}), max_epochs=4)
+
+    compare(program)
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_loader_is_made_again(compare, when):
+    def program(run):
+        def look(trainer, module, *_):
+            if "batch" not in when or run.batches % 4 == 2:
+                again = trainer.datamodule.train_dataloader()
+                run.note((len(again), [x.mean() for x, _ in again]))
+
+        run.fit(Classifier(), data_of(train_dataloader=loader), on(**{WHEN[when]: look}), max_epochs=4)
+
+    compare(program)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_loader_is_made_for_each_epoch(compare, period):
+    def program(run):
+        made = []
+
+        def make():
+            made.append(loader(batch_size=6 if len(made) < 2 else 4))
+            return made[-1]
+
+        run.fit(Classifier(), data_of(train_dataloader=make), reload_dataloaders_every_n_epochs=period, max_epochs=5)
+        run.note(len(made))
+
+    compare(program)
+
+
+def test_training_step_with_an_iterator(compare):
+    class Iterates(Classifier):
+        def training_step(self, dataloader_iter):
+            (x, y), _, _ = next(dataloader_iter)
+            return self.loss_of(x, y)
+
+    compare(lambda run: run.fit(Iterates()), served=None)

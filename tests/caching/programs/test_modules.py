@@ -1,0 +1,174 @@
+"""Networks for sequences, and LightningModules of several parts."""
+
+import contextlib
+
+import pytest
+import torch
+from programs.parts import CLASSES, SAMPLES, Chain, Classifier, Net, Samples, Stepping, grid, loader, vectors
+from torch import nn
+from torch.nn import functional as F
+
+
+# Sequences.
+class Encoder(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **{"dropout": 0.0} | options)
+        self.embedding = nn.Embedding(20, 8)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.embedding(ids)).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, layers=1):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.first, self.second = kind(8, 8, layers, batch_first=True), kind(8, 8, layers, batch_first=True)
+        self.third, self.head = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, ids):
+        states, _ = self.first(self.embedding(ids))
+        states, _ = self.second(states)
+        return self.head(self.third(states[:, -1]).tanh())
+
+
+SEQUENCE_NETS = {
+    "encoder": Encoder,
+    "encoder, norm first": lambda: Encoder(norm_first=True),
+    "encoder, gelu": lambda: Encoder(activation="gelu"),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU, layers=2),
+    "embedding bag": lambda: nn.Sequential(
+        nn.EmbeddingBag(20, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)
+    ),
+}
+
+
+def _ids(length=5):
+    ids = torch.randint(0, 20, (SAMPLES, length), generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(ids, vectors().tensors[1])
+
+
+@pytest.mark.parametrize(("net", "dropout"), grid(SEQUENCE_NETS, [0.0, 0.2], every=7))
+def test_network_for_sequences(compare, net, dropout):
+    def program(run):
+        module = Classifier(net())
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = dropout
+        run.fit(module, loader(_ids()))
+
+    compare(program, dropout=True)  # encoder layers in evaluation mode have a kernel of their own
+
+
+# Modules that hold more than one network, or train in other ways.
+def test_network_in_float64(compare):
+    dataset = Samples(lambda d, i: (d.x[i].double(), d.y[i]))
+    compare(lambda run: run.fit(Classifier(Net().double()), loader(dataset)))
+
+
+def test_layers_are_the_modules_own(compare):
+    """No network inside: the LightningModule has the layers itself."""
+
+    class Flat(Classifier):
+        def __init__(self):
+            super().__init__(nn.Identity())
+            self.a, self.b, self.c, self.head = Chain().children()
+
+        def loss_of(self, x, y):
+            return F.cross_entropy(self.head(self.c(self.b(self.a(x)))), y)
+
+    compare(lambda run: run.fit(Flat()))
+
+
+def test_backbone_and_head(compare):
+    """Two modules, called one after the other by the step, which reads the features."""
+
+    class Parts(Classifier):
+        def __init__(self):
+            super().__init__(nn.Identity())
+            self.backbone, self.top = (
+                nn.Sequential(*list(Net().children())[:2]),
+                nn.Sequential(*list(Net().children())[2:]),
+            )
+
+        def loss_of(self, x, y):
+            features = self.backbone(x)
+            self.log("norm", features.norm())
+            return F.cross_entropy(self.top(features), y)
+
+    compare(lambda run: run.fit(Parts()))
+
+
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_front_in_a_context(compare, context):
+    class Split(Net):
+        def forward(self, x):
+            with context():
+                features = self.b(self.a(x))
+            return self.head(self.c(features.float()))
+
+    compare(
+        lambda run: run.fit(Classifier(Split()), freezing={"layer_modules": ["net.a", "net.b", "net.c"]}),
+        served=None,
+        freezes=context is not torch.no_grad,
+    )
+
+
+def test_autoencoder_reads_its_input_as_target(compare):
+    class Decodes(Net):
+        def __init__(self):
+            super().__init__(classes=8)
+
+    compare(lambda run: run.fit(Stepping(lambda module, x, y: F.mse_loss(module.net(x), x), Decodes())))
+
+
+def test_denoising_autoencoder(compare):
+    def step(module, x, y):
+        return F.mse_loss(module.net(x + 0.1 * torch.randn_like(x)), x)
+
+    compare(lambda run: run.fit(Stepping(step, Net(classes=8))), served=None)
+
+
+def test_loss_looks_at_a_frozen_weight(compare):
+    def program(run):
+        def step(module, x, y):
+            loss = F.cross_entropy(module.net(x), y)
+            return loss + module.net.a[0].weight.norm() * module.net.head.weight.norm() if run.batches else loss
+
+        run.fit(Stepping(step))
+
+    compare(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["network", "step", "front"])
+def test_compiled(compare, mode):
+    """With the eager back end, so that only tracing is tested."""
+
+    def program(run):
+        module = Classifier()
+        if mode == "network":
+            module.net = torch.compile(module.net, backend="eager")
+        if mode == "front":
+            module.net.a.compile(backend="eager")
+        if mode == "step":
+            module = torch.compile(module, backend="eager")
+        run.fit(module)
+
+    compare(program, served=None)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor(compare):
+    def program(run):
+        module = Classifier()
+        module.net.compile()
+        run.fit(module)
+
+    compare(program, served=None)

@@ -1,0 +1,84 @@
+"""Worker processes of the training loader."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from programs.parts import SAMPLES, Classifier, grid, loader, on, vectors
+from torch.utils.data import (
+    Dataset,
+    get_worker_info,
+)
+
+
+class OpensInWorkers(Dataset):
+    file = None
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.file[index]
+
+
+def _open(worker):
+    get_worker_info().dataset.file = vectors()
+
+
+def _seed(worker):
+    np.random.seed(torch.initial_seed() % 2**32)  # noqa: NPY002
+    random.seed(torch.initial_seed())
+
+
+class KnowsItsWorker(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        return *vectors()[index], -1 if info is None else info.num_workers
+
+
+class Three(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.log("third", batch[2].float().mean())
+        return super().training_step(batch[:2], batch_idx)
+
+
+def _reads(run):
+    return on(on_train_batch_end=lambda *args: run.note(args[-2][0].mean()) if run.batches % 3 == 2 else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_contexts_of_workers(compare, context, persistent):
+    data = {"num_workers": 1, "multiprocessing_context": context, "persistent_workers": persistent}
+
+    def program(run):
+        run.fit(
+            Classifier(), loader(OpensInWorkers(), worker_init_fn=_open, **data), _reads(run), schedule={2: 2, 10: 0}
+        )
+
+    compare(program)
+
+
+@pytest.mark.parametrize("schedule", grid([{2: 2, 14: 0}, {2: 2}, {2: 1, 8: 2}], every=7))
+def test_data_that_open_in_workers(compare, schedule):
+    def program(run):
+        data = loader(OpensInWorkers(), num_workers=2, worker_init_fn=_open)
+        run.fit(Classifier(), data, _reads(run), schedule=schedule, max_epochs=5)
+
+    compare(program)
+
+
+@pytest.mark.parametrize(
+    "options", grid([{"persistent_workers": True}, {"prefetch_factor": 4}, {"worker_init_fn": _seed}], every=3)
+)
+def test_options_of_workers(compare, options):
+    compare(lambda run: run.fit(Classifier(), loader(num_workers=2, **options), _reads(run), max_epochs=4))
+
+
+def test_sample_knows_its_worker(compare):
+    compare(lambda run: run.fit(Three(), loader(KnowsItsWorker(), num_workers=2)), served=None)
