@@ -29,7 +29,7 @@ class Data:
         self.function = torch.tanh
         self.partial = functools.partial(operator.add, 1)
         self.generator = np.random.default_rng(0)
-        self.legacy = np.random.RandomState(0)  # noqa: NPY002
+        self.legacy = np.random.RandomState(0)
         self.python = random.Random(0)
         self.torch = torch.Generator()
         self.inner = Inner()
@@ -103,7 +103,9 @@ def test_name_of_what_changed():
     assert changed(before, digests_of(data)) == "inner.labels"
 
 
-@pytest.mark.parametrize("name", ["generator", "legacy generator", "generator of python", "generator of torch", "epoch"])
+@pytest.mark.parametrize(
+    "name", ["generator", "legacy generator", "generator of python", "generator of torch", "epoch"]
+)
 def test_moving_parts_are_generators_and_numbers(name):
     data = Data()
     before = moving_of(data)

@@ -33,7 +33,7 @@ def test_rows_come_back_with_their_strides(tmp_path, batch, host_bytes):
     entries = np.array([7, 2, 9, 4])
     assert level.write(entries, pieces_of(form, batch, None), (whole_fields(b""),) * 4) == 4
     for _ in range(2):
-        rows, sound = level.read(entries[::-1].copy(), pin=False)
+        rows, sound, _ = level.read(entries[::-1].copy(), pin=False)
         back = rows.batch(form, None, CPU)
         assert sound.all()
         assert back.equal(batch.flip(0))
@@ -44,7 +44,7 @@ def test_rows_come_back_with_their_strides(tmp_path, batch, host_bytes):
 
 def test_missing_entries_are_left_out(level):
     write(level, [3, 5], torch.arange(8.0).view(2, 4))
-    rows, sound = level.read(np.array([5, 1, 3]), pin=False)
+    rows, sound, _ = level.read(np.array([5, 1, 3]), pin=False)
     assert sound.tolist() == [True, False, True]
     assert rows.data[:, 0].tolist() == [4, 0]
 

@@ -1,0 +1,101 @@
+"""A stream that is driven batch by batch, without Lightning."""
+
+import collections
+import copy
+
+import torch
+from fronts import new_front
+from programs.parts import BATCH, Net, vectors
+
+from lightning_egeria.caching.directory import CacheDirectory
+from lightning_egeria.caching.front import Front
+from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.recording import Limits
+from lightning_egeria.caching.stream import Stream
+from lightning_egeria.training.notices import Notices
+
+
+class Counting:
+    """Notes the samples that are loaded, where the cache does not look."""
+
+    def __init__(self, data):
+        self.data, self.loaded = data, collections.deque()
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.loaded.append(index)
+        return self.data[index]
+
+
+class Drive:
+    """A network, a data set and a stream between them.
+
+    Attributes:
+        stream: the stream.
+        net: the network, frozen to a depth.
+        plain: an equal one without the cache.
+        data: the data set, a `Counting`.
+        batches: the batches under the cache, in order.
+    """
+
+    def __init__(self, folder, data=None, depth=2, net=None, collate=None, observes=lambda ahead: False, **options):
+        torch.manual_seed(0)
+        self.net = (net or Net()).eval()
+        self.plain = copy.deepcopy(self.net)
+        self.data = Counting(vectors() if data is None else data)
+        self.planned = PlannedDataset(self.data, collate or torch.utils.data.default_collate)
+        limits = {"max_bytes": 10**9, "min_free_bytes": 0, "host_bytes": 10**9, "device_bytes": 0}
+        room = Limits(**{name: options.pop(name, value) for name, value in limits.items()})
+        views, seed = options.pop("views", 0), options.pop("seed", 0)
+        directory, self.notices = CacheDirectory(folder / "cache"), Notices("cache")
+        self.stream = Stream(
+            "training", self.planned, directory, room, views, seed, observes, None, self.notices, **options
+        )
+        self.front, self.batches = new_front(depth, self.net), []
+        self.stream.start(self.front, keep=False)
+        self.epochs = 0
+
+    def epoch(self, order=None, size=BATCH, epochs=None, step=None):
+        """Run an epoch in batches; return their outputs."""
+        order = list(range(len(self.data))) if order is None else order
+        self.stream.begin_epoch(self.epochs, epochs)
+        self.epochs += 1
+        return [self.batch(order[start : start + size], step) for start in range(0, len(order), size)]
+
+    def batch(self, ids, step=None):
+        """Run one batch; return what the network returned."""
+        loaded = self.planned.__getitems__(self.stream.last_look(self.stream.plan(ids)))
+        batch, cached = self.stream.receive(loaded, 0.0)
+        self.batches.append(cached)
+        if self.front is not None:
+            self.front.batch = cached
+        output = step(self.net, *batch) if step is not None else self.net(batch[0])
+        if self.front is not None:
+            self.front.batch = None
+        if cached is not None:
+            cached.finish()
+        return output
+
+    def freeze(self, depth):
+        """Freeze to another depth."""
+        self.front.close()
+        prefix = self.front.prefix
+        prefix.set_depth(depth)
+        prefix.eval_all()
+        self.front = Front(prefix, depth)
+        self.stream.start(self.front, keep=True)
+
+    @property
+    def stats(self):
+        return self.stream.stats
+
+    def settle(self):
+        """Wait until everything is written."""
+        self.stream._recording.finish()
+
+    def close(self, remove=False):
+        self.stream.close(remove)
+        if self.front is not None:
+            self.front.close()

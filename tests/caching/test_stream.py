@@ -1,0 +1,307 @@
+"""The batches of one loader: what is planned, served and recorded for them."""
+
+import pytest
+import torch
+from programs.parts import Net, Samples, vectors
+from streams import Drive
+from torch import nn
+
+from lightning_egeria.caching import stream as module
+from lightning_egeria.caching.plan import Mode
+from lightning_egeria.caching.stream import seed_of
+
+SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.fixture
+def drive(tmp_path):
+    opened = []
+
+    def make(**options):
+        opened.append(Drive(tmp_path, **options))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def expected(drive, order=range(24), size=6):
+    """The outputs without a cache."""
+    order = list(order)
+    places = [order[start : start + size] for start in range(0, len(order), size)]
+    return [drive.plain(torch.stack([drive.data.data[i][0] for i in ids])) for ids in places]
+
+
+def equal(found, wanted):
+    return len(found) == len(wanted) and all(one.equal(other) for one, other in zip(found, wanted, strict=True))
+
+
+def recorded(drive, **arguments):
+    """Run an epoch in which everything is computed, and forget what was loaded."""
+    drive.epoch(**arguments)
+    drive.settle()
+    drive.data.loaded.clear()
+    return drive
+
+
+@pytest.mark.parametrize("order", [range(24), SHUFFLED], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("host_bytes", [0, 300, 10**9])
+def test_recorded_rows_are_served_in_any_order(drive, order, host_bytes):
+    one = recorded(drive(host_bytes=host_bytes))
+    assert (one.stats.misses, one.stats.written, one.stats.depth, one.stats.off) == (24, 24, 2, None)
+    found = one.epoch(list(order))
+    assert equal(found, expected(one, order))
+    assert (one.stats.hits, one.stats.not_loaded) == (24, 24)
+    assert list(one.data.loaded) == []
+
+
+def test_rows_without_entries_are_computed(drive):
+    """Half of each batch is new."""
+    one = recorded(drive(), order=list(range(12)))
+    found = one.epoch(SHUFFLED)
+    assert equal(found, expected(one, SHUFFLED))
+    assert (one.stats.hits, one.stats.misses) == (12, 24)
+    assert sorted(one.data.loaded) == list(range(12, 24))
+
+
+def test_batches_of_another_size_agree_before_they_are_served(drive):
+    one = recorded(drive())
+    for _ in range(3):
+        assert equal(one.epoch(size=4), expected(one, size=4))
+    assert one.stats.hits >= 24
+
+
+def test_labels_are_those_of_now(drive):
+    data = Samples(lambda data, index: (data.x[index], data.y[index]))
+    one = recorded(drive(data=data))
+    data.y = data.y + 1
+    labels = []
+    one.epoch(step=lambda net, x, y: labels.append(y) or net(x))
+    assert torch.cat(labels).equal(data.y)
+    assert len(one.data.loaded) == 24
+
+
+def test_changed_samples_are_computed_anew(drive):
+    FILES.update(enumerate(vectors().tensors[0]))
+    one = recorded(drive(data=Samples(_from_files)))
+    FILES[7] = FILES[7] * 2
+    one.stream.forget_verified()
+    assert equal(one.epoch(), expected(one))
+    assert (one.stats.hits, one.stats.misses) == (23, 25)
+    one.settle()
+    assert equal(one.epoch(), expected(one))
+    assert one.stats.hits == 47
+
+
+FILES = {}  # stand for files, which the cache cannot look into
+
+
+def _from_files(data, index):
+    return FILES[index], index
+
+
+def test_random_samples_are_loaded_in_each_epoch(drive):
+    data = Samples(lambda data, index: (data.x[index] + torch.rand(()) * (index == 3), index))
+    one = recorded(drive(data=data))
+    one.epoch()
+    assert len(one.data.loaded) == 24
+    assert one.stats.not_loaded == 0
+    assert one.stats.hits == 23
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_views_come_again(drive, views):
+    data = Samples(lambda data, index: (data.x[index] + torch.rand(8), index))
+    one = drive(data=data, views=views)
+    state, found = torch.get_rng_state(), []
+    for _ in range(2 * views):
+        found.append(torch.cat(one.epoch(SHUFFLED)))
+        one.settle()
+    assert torch.get_rng_state().equal(state)
+    assert [one.stats.hits, one.stats.written] == [24 * views, 24 * views]
+    assert found[0].equal(found[views])
+    assert len({str(output.tolist()) for output in found}) == views
+
+
+def test_seeds_differ_by_seed_sample_and_view():
+    seeds = {seed_of(seed, sample, view) for seed in range(4) for sample in range(4) for view in range(4)}
+    assert len(seeds) == 64
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_entries_that_nobody_will_read_are_not_written(drive):
+    one = drive()
+    one.epochs = 2
+    recorded(one, epochs=3)
+    assert (one.stats.misses, one.stats.to_write) == (24, 0)
+
+
+def test_deeper_boundary_goes_on_from_the_old_one(drive):
+    one = recorded(drive(depth=1))
+    one.freeze(2)
+    one.epoch()
+    one.settle()
+    one.epoch(SHUFFLED)
+    assert one.stats.advanced > 0
+    assert equal(one.epoch(SHUFFLED), expected(one, SHUFFLED))
+    assert [level.depth for level in one.stream.levels] == [2]
+
+
+def test_unfreezing_removes_the_stores(drive, tmp_path):
+    one = recorded(drive())
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    one.stream.start(None, keep=False)
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert (one.stats.off, one.stats.depth) == ("nothing is frozen", 0)
+
+
+def test_closing_leaves_the_stores(drive, tmp_path):
+    one = recorded(drive())
+    one.close()
+    one.close()
+    assert one.stats.bytes_on_disk > 0
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_second_stream_starts_warm(drive):
+    recorded(drive()).close()
+    one = drive()
+    assert equal(one.epoch(SHUFFLED), expected(one, SHUFFLED))
+    one.settle()
+    assert one.stats.written == 0
+    assert one.stats.hits == 18  # all but the batch of the trial
+
+
+def test_other_weights_have_another_store(drive, tmp_path):
+    recorded(drive()).close()
+    net = Net()
+    with torch.no_grad():
+        net.a[0].weight[0, 0] += 1
+    assert recorded(drive(net=net)).stats.written == 24
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_batches_that_are_observed_have_their_inputs(drive):
+    one = recorded(drive(observes=lambda ahead: True))
+    assert one.epoch() is not None
+    assert one.stats.hits == one.stats.written == 0
+    assert len(one.data.loaded) == 24
+
+
+def _stops(one, match, epochs=8, **arguments):
+    with pytest.warns(UserWarning, match=match):
+        [one.epoch(**arguments) for _ in range(epochs)]
+    assert one.stats.off is not None
+    assert one.stats.depth == 0
+    assert one.stream.levels == []
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+LAYERS = {
+    "random": (Noise, "the same input gave another output"),
+    "statistics of the batch": (Mean, "depends on the other samples of its batch"),
+    "counter": (Counter, "change their own buffers"),
+}
+
+
+@pytest.mark.parametrize(("layer", "reason"), LAYERS.values(), ids=LAYERS)
+def test_front_that_cannot_be_cached(drive, layer, reason):
+    net = Net()
+    net.a.append(layer())
+    _stops(drive(net=net), f"the cache of training is off: .*{reason}")
+
+
+def test_other_calls_of_the_network_stop_the_cache(drive):
+    _stops(drive(), "the frozen layers were not called with tensors of the batch", step=lambda net, x, y: x)
+
+
+def test_network_that_gets_noise_stops_the_cache(drive):
+    _stops(drive(), "off: .*differed from those", epochs=12, step=lambda net, x, y: net(x + torch.rand_like(x)))
+
+
+def test_reading_the_input_in_most_batches_loads_it(drive, caplog):
+    one = drive()
+    with caplog.at_level("INFO"):
+        for _ in range(8):
+            one.epoch(step=lambda net, x, y: net(x) + x.mean())
+    assert "reads the input in most batches" in caplog.text
+    assert one.stats.hits > 100
+    one.data.loaded.clear()
+    one.epoch(step=lambda net, x, y: net(x) + x.mean())
+    assert len(one.data.loaded) == 24
+    assert one.stats.loaded_after_all <= 24 * 6
+
+
+def test_ids_that_are_no_indices(drive):
+    """A mapping from names, as a sampler of names yields them."""
+    table = {f"sample {index}": vectors()[index] for index in range(24)}
+    one = recorded(drive(data=table), order=list(table))
+    one.epoch(list(table)[::-1])
+    assert one.stats.hits == 24
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [([[0], [1]], "list objects, which cannot be hashed"), ([f"{n}" for n in range(30)], "more different ids than")],
+)
+def test_ids_that_cannot_be_numbered(drive, ids, reason):
+    with pytest.warns(UserWarning, match=reason):
+        assert drive().stream.plan(ids).mode is Mode.PLAIN
+
+
+def test_wrong_entries_are_dropped(drive, monkeypatch):
+    """Entries are compared with what the front computes, now and then."""
+    monkeypatch.setattr(module, "FIRST_CHECK", 6)
+    one = recorded(drive(host_bytes=0))
+    level = one.stream.levels[0]
+    for number in range(24):
+        fields = level.store.read_fields(number)
+        level.store.forget(number)
+        level.store.write(number, torch.ones(8).numpy().view("u1"), (8,), fields)
+    one.epoch()
+    assert one.stats.wrong == 6
+    assert one.stats.off is None
+
+
+def test_entries_that_stay_wrong_stop_the_cache(drive, monkeypatch):
+    monkeypatch.setattr(module, "FIRST_CHECK", 1)
+    monkeypatch.setattr(module, "CHECK_EVERY_N_BATCHES", 1)
+    monkeypatch.setattr(module, "same_bits", lambda first, second: False)
+    _stops(drive(), "entries differ from what the frozen layers compute")
+
+
+def test_progress_is_the_share_that_is_recorded(drive, monkeypatch):
+    monkeypatch.setattr(module, "COUNT_EVERY_S", -1.0)
+    one = drive()
+    assert one.stream.progress_text() is None
+    recorded(one, order=list(range(12)))
+    assert one.stream.progress_text() == "50%"
+    recorded(one)
+    assert one.stream.progress_text() is None
+
+
+def test_gradients_behind_the_boundary_are_the_same(drive):
+    one = recorded(drive())
+    one.plain(vectors()[:6][0]).square().sum().backward()
+    one.batch(list(range(6))).square().sum().backward()
+    assert equal(*([parameter.grad for parameter in net.head.parameters()] for net in (one.plain, one.net)))
