@@ -379,12 +379,12 @@ class Stream:
         self._reader.close()
         self._recording.close()
         self.measure_disk()
+        self._dataset.close()
         for level in self.levels:
             level.store.close()
             if remove:
                 self._directory.remove(level.store.folder)
         self.levels = []
-        self._dataset.close()
 
     def measure_disk(self) -> None:
         """Update ``stats.bytes_on_disk``."""
@@ -462,7 +462,9 @@ class Stream:
         if front.renewals >= CHANGES_TO_STOP:
             self.stop("the frozen layers keep changing")
             return
-        self._notices.warn("the frozen layers have changed, so their outputs are cached anew", once="changed")
+        text = "the frozen layers have changed, so their outputs are cached anew"
+        if self._name == "training":
+            self._notices.warn(text, once="changed")
         front.renew()
         self._begin_anew(front)
 
@@ -566,6 +568,7 @@ class Stream:
             str(form),
             str(self._views),
             str(self._seed if self._views else 0),
+            str(node.tape.size),  # rows of other sizes may differ in their last bits
             f"{type(self._dataset.dataset).__qualname__} {len(self._dataset)} {self._structure!r}",
             uuid.uuid4().hex if self._numbers is not None else "",  # numbers of this run only
             self.keys.describe(node.key),
