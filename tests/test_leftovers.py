@@ -8,7 +8,7 @@ import pytest
 pytest_plugins = "pytester"
 
 LEAKS = """
-import subprocess, sys, tempfile, threading
+import logging, logging.config, subprocess, sys, tempfile, threading
 from pathlib import Path
 
 import pytest
@@ -40,8 +40,17 @@ def test_file_here():
 
 def test_temporary_file():
     tempfile.mkstemp(suffix="left.bin")
+
+def test_disabled_logger():
+    logging.getLogger("lightning.pytorch")
+    logging.config.dictConfig({"version": 1})
+
+def test_logger_is_as_it_was():
+    assert not logging.getLogger("lightning.pytorch").disabled
 """
 
+
+DISABLED = "loggers: {'lightning': ((0, True, False, []), (0, True, True, []))"
 
 ONE_FILE = """
 from pathlib import Path
@@ -72,15 +81,15 @@ def run(pytester, monkeypatch):
 
 def test_leftovers_are_errors_of_their_test(run):
     result = run(LEAKS)
-    result.assert_outcomes(passed=5, errors=4)
-    for message in ("threads running: ['left-thread']", "child processes running: [", "/left.txt']", "left.bin']"):
+    result.assert_outcomes(passed=7, errors=5)
+    for message in ("threads running: ['left-thread']", "child processes running: [", "/left.txt']", "left.bin']", DISABLED):
         assert message in result.stdout.str()
 
 
 def test_workers_see_the_leftovers_that_are_theirs(run):
     result = run(LEAKS, "-n", "2")
-    result.assert_outcomes(passed=5, errors=3)
-    for message in ("threads running: ['left-thread']", "child processes running: [", "left.bin']"):
+    result.assert_outcomes(passed=7, errors=4)
+    for message in ("threads running: ['left-thread']", "child processes running: [", "left.bin']", DISABLED):
         assert message in result.stdout.str()
 
 
