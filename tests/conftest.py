@@ -26,7 +26,7 @@ hypothesis.settings.register_profile("campaign", max_examples=20_000, derandomiz
 # Networks in tests are small: more threads only wait for each other, and for whatever else the machine does.
 torch.set_num_threads(1)
 
-# If the root has no handler when Lightning is imported, Lightning's logger does not propagate. Pytest catches at the root.
+# Pytest catches at the root. Without a handler there, Lightning's logger stops propagating when it is imported.
 logging.getLogger("lightning.pytorch").propagate = True
 
 
