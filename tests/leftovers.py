@@ -67,21 +67,26 @@ def _no_file_left(
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
-    before = _logging_state()
+    before = logging_state()
     yield
-    after = _logging_state()
-    # Put back first: otherwise a later test fails, for a reason that nobody finds there.
-    for name, (level, propagate, disabled, handlers) in before.items():
-        logger = logging.getLogger(name)
-        logger.setLevel(level)
-        logger.propagate, logger.disabled, logger.handlers[:] = propagate, disabled, handlers
+    after = logging_state()
+    restore_logging(before)  # otherwise a later test fails, for a reason that nobody finds there
     changed = {name or "root": (before[name], after[name]) for name in before if before[name] != after[name]}
     assert not changed, f"the test changed (level, propagate, disabled, handlers) of the loggers: {changed}"
 
 
-def _logging_state() -> dict[str, tuple[int, bool, bool, list[logging.Handler]]]:
+def logging_state() -> dict[str, tuple[int, bool, bool, list[logging.Handler]]]:
     loggers = {name: logging.getLogger(name) for name in _LOGGERS}
     return {name: (log.level, log.propagate, log.disabled, [*log.handlers]) for name, log in loggers.items()}
+
+
+def restore_logging(state: dict[str, tuple[int, bool, bool, list[logging.Handler]]]) -> None:
+    for name, (level, propagate, disabled, handlers) in state.items():
+        logger = logging.getLogger(name)
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.setLevel(level)
+        logger.propagate, logger.disabled, logger.handlers[:] = propagate, disabled, handlers
 
 
 class _RepositoryCheck:
