@@ -39,3 +39,11 @@ class WorkerError(EgeriaError):
 
 class CacheError(EgeriaError):
     """The network does not do what the cache of its frozen prefix rests on, or the cache directory cannot be used."""
+
+
+class TraceError(EgeriaError):
+    """A workload, a trace or a log of the cluster simulator is missing, damaged, or does not reach far enough."""
+
+
+class SchedulingError(EgeriaError):
+    """A cluster policy gave away devices that the cluster does not have, or a job can never run."""
