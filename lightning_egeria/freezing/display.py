@@ -7,6 +7,7 @@ import math
 import lightning.pytorch as pl
 
 from lightning_egeria.freezing.guide import Guide
+from lightning_egeria.training.observers import Observer
 
 
 def share_of_step(guide: Guide, depth: int) -> float | None:
@@ -16,8 +17,34 @@ def share_of_step(guide: Guide, depth: int) -> float | None:
     return sum(known) if known and len(known) == len(values) else None
 
 
+class MetricsLog(Observer):
+    """Logs the state to the Trainer's loggers, under ``egeria/``, after each evaluation step and change of depth.
+
+    Add it behind the comparison.
+
+    Args:
+        trainer: the Trainer.
+        guide: guide of the run.
+    """
+
+    def __init__(self, trainer: pl.Trainer, guide: Guide) -> None:
+        self._trainer = trainer
+        self._guide = guide
+        self._logged = self._now()
+
+    def optimizer_step(self, step: int) -> None:
+        """Log if there is something new."""
+        now = self._now()
+        if now != self._logged:
+            self._logged = now
+            log_metrics(self._trainer, self._guide)
+
+    def _now(self) -> tuple[int, int]:
+        return len(self._guide.freezer.events), self._guide.comparison.next_evaluation
+
+
 def log_metrics(trainer: pl.Trainer, guide: Guide) -> None:
-    """Log the state after an evaluation step to the Trainer's loggers, under ``egeria/``."""
+    """Log the state to the Trainer's loggers, under ``egeria/``."""
     if not trainer.loggers:
         return
     prefix, comparison = guide.freezer.prefix, guide.comparison

@@ -341,6 +341,7 @@ class PrefixFreezing(ObserverCallback):
             self.stop_method()
             for observer in (self.freezer, *self._own_observers):
                 self.observers.remove(observer)
+            self._own_observers = []  # they may hold the Trainer, which cannot be copied
             self.freezer.close()
 
 

@@ -120,7 +120,7 @@ class Snapshots(L.Callback):
         self._weights = {name: p.full_tensor().clone() for name, p in pl_module.net.named_parameters()}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        evaluation, snapshot = self.freezing.last_evaluation, self.freezing.comparison.runner._snapshot
+        evaluation, snapshot = self.freezing.last_evaluation, self.freezing.comparison.runner.snapshot
         if evaluation is not None and evaluation is not self._evaluation:
             self.plasticity.append(evaluation.plasticity)
         self._evaluation = evaluation
