@@ -87,19 +87,20 @@ class Goodput:
         goodput, local, accumulation = self._best(np.array([nodes]), np.array([replicas]))
         return float(goodput[0]), int(local[0]), int(accumulation[0])
 
-    def goodputs(self, most_replicas: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the goodput of 0, 1, 2, ... replicas on one node, and of as many on several nodes.
+    def goodputs(self, on_one: int, on_several: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the goodput of 0, 1, 2, ... replicas.
+
+        Args:
+            on_one: most replicas on one node, at least 1.
+            on_several: most replicas on more than one node, at least 1.
 
         Returns:
-            Two arrays of ``most_replicas + 1`` values. On several nodes, 0 and 1 replicas have goodput 0.
+            The goodputs on one node, of shape ``(on_one + 1,)``, and on several, of shape ``(on_several + 1,)``.
+            Several nodes need two replicas; with less, goodput is 0.
         """
-        replicas = np.arange(1, most_replicas + 1)
-        nodes = np.repeat([1, 2], most_replicas)
-        goodput, _, _ = self._best(nodes, np.tile(replicas, 2))
-        one, several = np.zeros(most_replicas + 1), np.zeros(most_replicas + 1)
-        one[1:], several[1:] = np.split(goodput, 2)
-        several[1:2] = 0.0
-        return one, several
+        replicas = np.concatenate([np.arange(1, on_one + 1), np.arange(2, on_several + 1)])
+        goodput, _, _ = self._best(np.repeat([1, 2], [on_one, on_several - 1]), replicas)
+        return np.concatenate([[0.0], goodput[:on_one]]), np.concatenate([[0.0, 0.0], goodput[on_one:]])
 
     def _best(
         self, nodes: NDArray[np.int64], replicas: NDArray[np.int64]

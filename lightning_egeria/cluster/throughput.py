@@ -53,9 +53,8 @@ class ThroughputModel:
             self.between[0] + self.between[1] * more,
             np.where(replicas > 1, self.within[0] + self.within[1] * more, _LEAST),
         )
-        large, small = np.log(self.gradient_seconds(local_batch_size)), np.log(sync)
-        large, small = np.maximum(large, small), np.minimum(large, small)
-        return np.asarray(np.exp(large + np.log1p(np.exp(self.gamma * (small - large))) / self.gamma))
+        gradient = np.log(self.gradient_seconds(local_batch_size))
+        return np.asarray(np.exp(np.logaddexp(self.gamma * gradient, self.gamma * np.log(sync)) / self.gamma))
 
 
 def fit(
@@ -80,6 +79,7 @@ def fit(
     several_nodes = np.asarray(nodes) > 1
     replicas, local = np.asarray(replicas), np.asarray(local_batch_size, float)
     gradient_log, step_log = np.log(np.asarray(gradient_seconds, float)), np.log(np.asarray(step_seconds, float))
+    count = len(local)
     one_node = ~several_nodes & (replicas > 1)
     more = np.maximum(replicas - 2, _LEAST)
 
@@ -101,16 +101,15 @@ def fit(
         sync = between * (a_n + b_n * more) + within * (a_r + b_r * more) + alone
         log_compute, log_sync = np.log(compute), np.log(sync)
         # log(compute^gamma + sync^gamma) / gamma
-        share = 1 / (1 + np.exp(np.clip(gamma * (log_sync - log_compute), -700, 700)))
-        larger = np.maximum(log_compute, log_sync)
-        log_step = larger + np.log1p(np.exp(-gamma * np.abs(log_compute - log_sync))) / gamma
+        log_step = np.logaddexp(gamma * log_compute, gamma * log_sync) / gamma
+        share = np.exp(gamma * (log_compute - log_step))
         error_1, error_2 = log_compute - gradient_log, log_step - step_log
-        rmse_1, rmse_2 = np.sqrt(np.mean(error_1**2)), np.sqrt(np.mean(error_2**2))
+        rmse_1, rmse_2 = np.sqrt(error_1 @ error_1 / count), np.sqrt(error_2 @ error_2 / count)
         growth_n, growth_r = b_n / a_n, b_r / a_r
         total = rmse_1 + rmse_2 + _OVERLAP_PENALTY * (gamma - 1) ** 2 + _GROWTH_PENALTY * (growth_n**2 + growth_r**2)
 
-        weight_1 = error_1 / (max(rmse_1, 1e-12) * len(local))
-        weight_2 = error_2 / (max(rmse_2, 1e-12) * len(local))
+        weight_1 = error_1 / (max(rmse_1, 1e-12) * count)
+        weight_2 = error_2 / (max(rmse_2, 1e-12) * count)
         by_compute = (weight_1 + weight_2 * share) / compute
         by_sync = weight_2 * (1 - share) / sync
         by_gamma = weight_2 * (share * log_compute + (1 - share) * log_sync - log_step) / gamma
