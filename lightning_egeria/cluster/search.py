@@ -16,8 +16,11 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 Row = tuple[tuple[int, int], ...]  # (node, devices), sorted by node
+Hull = list[tuple[int, float]]  # (devices, cost)
 _NEAR_ENOUGH = 1e-3  # of the bound
-_TOGETHER = (2, 2, 3, 4)  # jobs that are released at a time
+_OTHERS = (1, 1, 2, 3)  # jobs that are released with one
+_GREEDY = 0.5  # of the rounds let one job after the other take its best
+_ROUNDING = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,47 +79,69 @@ def search(nodes: Sequence[int], choices: Sequence[Choices], rounds: int = 100, 
     hulls = [_hull(job) for job in choices]
     everybody = range(len(choices))
     counts, bound = _relaxed(hulls, everybody, sum(nodes))
+    wanted = [min(cost for count, cost in hull if count <= counts[index]) for index, hull in enumerate(hulls)]
     kept = _Packing(nodes, len(choices))
     for index, job in enumerate(choices):
         kept.put(index, job.row)
     fresh = _Packing(nodes, len(choices))
+    _pack(fresh, choices, everybody, counts)
     for packing in (kept, fresh):
-        if packing is fresh:
-            _pack(packing, choices, everybody, counts)
         _fill(packing, choices, everybody)
     best = min((kept, fresh), key=lambda packing: _total(packing, choices))
     cost = _total(best, choices)
     chosen = random.Random(seed)
+    tries = [1] * len(choices)
     for _ in range(rounds if len(choices) > 1 else 0):
         if cost <= bound * (1 + _NEAR_ENOUGH):
             break
-        group = chosen.sample(everybody, min(len(everybody), chosen.choice(_TOGETHER)))
-        before = {index: best.rows[index] for index in group}
-        for index in group:
-            best.take(index)
-        left = best.left
-        counts, _ = _relaxed(hulls, group, left)
-        _pack(best, choices, group, counts)
-        _fill(best, choices, group)
-        change = sum(choices[i].cost(best.rows[i]) - choices[i].cost(before[i]) for i in group)
-        if change < -1e-12:
-            cost += change
-        else:
-            for index in group:
-                best.take(index)
-            for index in group:
-                best.put(index, before[index])
+        # Who is furthest from what the bound has for it, and a few others.
+        first = max(everybody, key=lambda index: (choices[index].cost(best.rows[index]) - wanted[index]) / tries[index])
+        tries[first] += 1
+        group = {first, *chosen.sample(everybody, min(len(everybody), chosen.choice(_OTHERS)))}
+        order = chosen.sample(sorted(group), len(group))
+        change = _choose_again(best, choices, order, None if chosen.random() < _GREEDY else hulls)
+        cost += change
+        if change:
+            tries[first] = 1
     return Solution(best.rows, _total(best, choices), bound)
+
+
+def _choose_again(
+    packing: _Packing, choices: Sequence[Choices], group: Sequence[int], hulls: Sequence[Hull] | None
+) -> float:
+    """Release these jobs and choose for them again; return the change of cost. What is no better is undone.
+
+    Without hulls, each job in turn takes what is best for it.
+    """
+    before = [packing.take(index) for index in group]
+    if hulls is None:
+        for index in group:
+            _take_best(packing, choices[index], index)
+    else:
+        counts, _ = _relaxed(hulls, group, packing.left)
+        _pack(packing, choices, group, counts)
+    _fill(packing, choices, group)
+    change = math.fsum(
+        choices[index].cost(packing.rows[index]) - choices[index].cost(row)
+        for index, row in zip(group, before, strict=True)
+    )
+    if change < -_ROUNDING:
+        return change
+    for index in group:
+        packing.take(index)
+    for index, row in zip(group, before, strict=True):
+        packing.put(index, row)
+    return 0.0
 
 
 def _total(packing: _Packing, choices: Sequence[Choices]) -> float:
     return math.fsum(job.cost(row) for job, row in zip(choices, packing.rows, strict=True))
 
 
-def _hull(job: Choices) -> list[tuple[int, float]]:
+def _hull(job: Choices) -> Hull:
     """Return the lower convex hull of the least cost by number of devices, as far as it falls."""
     kept = sum(devices for _, devices in job.row)
-    hull: list[tuple[int, float]] = []
+    hull: Hull = []
     for count in range(job.most + 1):
         cost = min(
             job.on_one[count] if count < len(job.on_one) else math.inf,
@@ -134,7 +159,7 @@ def _hull(job: Choices) -> list[tuple[int, float]]:
     return hull
 
 
-def _relaxed(hulls: Sequence[list[tuple[int, float]]], group: Iterable[int], left: int) -> tuple[dict[int, int], float]:
+def _relaxed(hulls: Sequence[Hull], group: Iterable[int], left: int) -> tuple[dict[int, int], float]:
     """Return devices of each job without regard to nodes, and the least cost that any choice can have."""
     counts, cost, heap = {}, 0.0, []
 
@@ -185,17 +210,22 @@ def _fill(packing: _Packing, choices: Sequence[Choices], group: Iterable[int]) -
     while changed and packing.left:
         changed = False
         for index in sorted(group, key=lambda index: -choices[index].cost(packing.rows[index])):
-            job, before = choices[index], packing.take(index)
-            best, cost = before, job.cost(before)
-            one = _best(job.on_one, packing.most_on_one)
-            several = _best(job.on_several, packing.most_on_several)
-            for row in (packing.on_one(one), packing.on_several(several)):
-                if job.cost(row) < cost - 1e-12:
-                    best, cost = row, job.cost(row)
-            if job.keep < cost - 1e-12 and packing.fits(job.row):
-                best = job.row
-            packing.put(index, best)
-            changed |= best != before
+            changed |= _take_best(packing, choices[index], index)
+
+
+def _take_best(packing: _Packing, job: Choices, index: int) -> bool:
+    """Let a job choose its best from what it has and what is free; return whether it changed anything."""
+    before = packing.take(index)
+    best, cost = before, job.cost(before)
+    one = _best(job.on_one, packing.most_on_one)
+    several = _best(job.on_several, packing.most_on_several)
+    for row in (packing.on_one(one), packing.on_several(several)):
+        if job.cost(row) < cost - _ROUNDING:
+            best, cost = row, job.cost(row)
+    if job.keep < cost - _ROUNDING and packing.fits(job.row):
+        best = job.row
+    packing.put(index, best)
+    return best != before
 
 
 def _at(costs: Sequence[float], count: int) -> float:

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 from clusters import example, needs_published, published_average, published_traces, published_workload, view
 
@@ -62,6 +63,23 @@ def test_the_example_ends_sooner_than_under_tiresias():
     assert pollux.completion_times.keys() == {job.name for job in workload}
     assert pollux.average_completion_s < tiresias.average_completion_s
     assert simulate(workload, applications, CLUSTER, Pollux(), 120) == pollux
+
+
+@pytest.mark.slow
+def test_ten_thousand_jobs_are_decided_in_ten_seconds():
+    random, cluster = np.random.default_rng(0), Cluster.of(2500, 4)
+    models = [goodput(*pair) for pair in zip(random.uniform(0, 1, 10_000), random.uniform(1, 300, 10_000), strict=True)]
+    jobs = [view(f"{number}", age=3600, profiled=8, model=model) for number, model in enumerate(models)]
+    start = time.monotonic()
+    empty = Pollux().solve(jobs, cluster, {})
+    assert time.monotonic() - start < 10
+    assert empty.cost < empty.bound * 1.01
+    # Every other job has ended; the others run on.
+    current = {job.name: row for job, row in zip(jobs[::2], empty.rows[::2], strict=True) if row}
+    start = time.monotonic()
+    running = Pollux().solve(jobs[::2], cluster, current)
+    assert time.monotonic() - start < 10
+    assert running.cost < running.bound * 1.05
 
 
 @pytest.mark.slow
