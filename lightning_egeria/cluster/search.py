@@ -161,7 +161,9 @@ def _hull(job: Choices) -> Hull:
 
 def _relaxed(hulls: Sequence[Hull], group: Iterable[int], left: int) -> tuple[dict[int, int], float]:
     """Return devices of each job without regard to nodes, and the least cost that any choice can have."""
-    counts, cost, heap = {}, 0.0, []
+    counts: dict[int, int] = {}
+    heap: list[tuple[float, int, int]] = []
+    cost = 0.0
 
     def push(index: int, position: int) -> None:
         (count, high), (more, low) = hulls[index][position : position + 2]
