@@ -134,7 +134,7 @@ def test_a_key_of_the_users_own_is_no_mistake(message_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_tracebacks_for_who_asks_and_for_errors_that_are_none_of_the_configuration(tmp_path):
+def test_tracebacks_on_request_and_for_other_errors(tmp_path):
     command = [sys.executable, "-m", "lightning_egeria.cli.train"]
     root = str(Path(__file__).parents[2])
 

@@ -164,7 +164,7 @@ def test_the_command_is_in_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
-def test_a_record_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
+def test_training_goes_on_if_the_record_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     recorder = RunRecorder(tmp_path / "file" / "egeria.json")
     with pytest.warns(UserWarning, match="cannot write the record of the run to .* Training continues") as told:
