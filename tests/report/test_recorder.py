@@ -2,7 +2,6 @@
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
@@ -10,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import all_well, in_ranks
+from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -146,7 +145,7 @@ def run_ranks(folder):
     module = Module()
     module.net = Slow()
     recorder = RunRecorder(Path(folder, "egeria.json"))
-    fit(recorder, module=module, devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=60)))
+    fit(recorder, module=module, devices=2, strategy=DDPStrategy(timeout=EXCHANGE_TIMEOUT))
     return len(recorder.record.steps)
 
 
