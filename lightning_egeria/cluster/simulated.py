@@ -101,6 +101,7 @@ class SimulatedJob:
             restarts=self.restarts,
             model=self.model if self._adapts else None,
             oracle=self,
+            seconds_left=None if self._adapts else self.steps_left * self.step_seconds(self.submission.gang),
         )
 
     def reallocate(self, allocation: Allocation) -> None:
