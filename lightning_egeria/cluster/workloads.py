@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 
 from lightning_egeria.errors import TraceError
@@ -55,6 +56,28 @@ def read_workload(path: Path) -> list[Submission]:
     if not names or len(set(names)) < len(names):
         raise TraceError(f"{path} needs at least one job, and a different name for each")
     return submissions
+
+
+def read_philly(path: Path) -> list[tuple[float, float, int]]:
+    """Read Microsoft's Philly trace as the Pollux artifact has it: ``timestamp,duration,num_gpus`` of each job.
+
+    Returns:
+        Seconds of arrival after the first job, seconds of duration, and devices, in the order of arrival.
+
+    Raises:
+        TraceError: the file cannot be read, or a line of it is no job.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = sorted(
+                (datetime.fromisoformat(row["timestamp"]), float(row["duration"]), int(row["num_gpus"]))
+                for row in csv.DictReader(file)
+            )
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise TraceError(
+            f"{path} is no Philly trace with the columns timestamp, duration, num_gpus: {error}"
+        ) from error
+    return [((time - rows[0][0]).total_seconds(), duration, gang) for time, duration, gang in rows]
 
 
 def write_workload(path: Path, submissions: Iterable[Submission]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_egeria.cluster.workloads import Submission, read_workload, write_workload
+from lightning_egeria.cluster.workloads import Submission, read_philly, read_workload, write_workload
 from lightning_egeria.errors import TraceError
 
 JOBS = [Submission("a", 0, "vision", 2, 128), Submission("b", 61, "ranking", 1, 64)]
@@ -34,3 +34,12 @@ def test_a_damaged_workload_is_refused(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(TraceError, match=message):
         read_workload(path)
+
+
+def test_the_philly_trace_is_read_in_order(tmp_path):
+    path = tmp_path / "philly.csv"
+    path.write_text("timestamp,duration,num_gpus\n2017-10-09 07:01:55,66.0,1\n2017-10-09 07:00:55,90.0,8\n")
+    assert read_philly(path) == [(0.0, 90.0, 8), (60.0, 66.0, 1)]
+    path.write_text("timestamp,duration\n2017-10-09 07:01:55,66.0\n")
+    with pytest.raises(TraceError, match="no Philly trace"):
+        read_philly(path)
