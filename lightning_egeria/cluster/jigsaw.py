@@ -1,7 +1,7 @@
 """JigSaw: iterations of several jobs, cut to fit, share devices in rounds.
 
 Kumar et al. (arXiv:2111.10672) name the idea: a scheduler of iterations that uses structured partial backprop. The
-rules are ours. A round is a few iterations long. The job with most work left chooses its devices first and runs on them
+rules are ours. A round is some iterations long. The job with most work left chooses its devices first and runs on them
 until the round ends. The next ones take devices that are free, or what is left of the round behind others. All workers
 of an iteration start at once. An iteration is as short as the job's floor allows. Where nothing fits behind it, it is
 as deep as the round allows, and the job may be shorter later.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from lightning_egeria.cluster.iterations import IterationJob, IterationRun, check_gangs
 
-ROUND_ITERATIONS = 4  # of the slowest job with full backprop
+ROUND_ITERATIONS = 16  # of the slowest job with full backprop
 MOST_REPEATS = 100  # of a round before the next is planned
 _ROUNDING = 1e-9
 

@@ -66,11 +66,11 @@ def test_a_short_suffix_fits_where_a_whole_one_does_not():
     slow, quick = IterationCost((3.0, 6.0), (0.5, 0.5)), IterationCost((1.0, 2.0), (0.5, 0.5))
     jobs = [IterationJob("slow", 0, 1, 30, slow), IterationJob("quick", 0, 1, 8, quick, floor=0.5)]
     progress = {job.name: Progress(job.iterations) for job in jobs}
-    progress["slow"].iterations = 3  # of the four that a round has time for
+    progress["slow"].iterations = 15  # of the 16 that a round has time for
     _, turns = plan_round(jobs, progress, 1)
     assert [(turn.job.name, turn.start, turn.depth) for turn in turns] == [
-        *(("slow", 6.0 * number, 2) for number in range(3)),
-        *(("quick", 18.0 + number, 1) for number in range(6)),
+        *(("slow", 6.0 * number, 2) for number in range(15)),
+        *(("quick", 90.0 + number, 1) for number in range(6)),
     ]
 
 
@@ -78,10 +78,10 @@ def test_where_nothing_waits_iterations_are_deeper():
     cost = IterationCost((1.0, 1.9), (0.5, 0.5))
     job = IterationJob("a", 0, 1, 100, cost, floor=0.5)
     length, turns = plan_round([job], {"a": Progress(100)}, 1)
-    # Seven short iterations fit in the round, and the last of them has time to be whole.
-    assert (length, [turn.depth for turn in turns]) == (7.6, [1] * 7)
-    _, turns = plan_round([job], {"a": Progress(6)}, 1)
-    assert [turn.depth for turn in turns] == [1] * 5 + [2]
+    # Thirty short iterations fill the round; the last of fewer has time to be whole.
+    assert (length, [turn.depth for turn in turns]) == (30.4, [1] * 30)
+    _, turns = plan_round([job], {"a": Progress(29)}, 1)
+    assert [turn.depth for turn in turns] == [1] * 28 + [2]
 
 
 def test_less_backprop_ends_sooner():
