@@ -41,7 +41,7 @@ def ask(worker, function, *args):
     return worker.call(*(pack(value).to_host() for value in (function, *args)))
 
 
-def gone(pid, within_s=20.0):
+def gone(pid, within_s=120.0):
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
