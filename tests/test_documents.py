@@ -69,8 +69,9 @@ def small_trainer(*args, **kwargs):
     return ORIGINAL_TRAINER(*args, **{**kwargs, **limits})
 
 
-def without_download(create_model, *args, **kwargs):
-    return create_model(*args, **{**kwargs, "pretrained": False})
+def small_model(create_model, name, **kwargs):
+    """Whatever the network, timm's small one for tests, without a download."""
+    return create_model("test_resnet", **{**kwargs, "pretrained": False})
 
 
 def test_nearly_all_blocks_run():
@@ -86,7 +87,7 @@ def test_block_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(L, "Trainer", small_trainer)
-    monkeypatch.setattr(timm, "create_model", functools.partial(without_download, timm.create_model))
+    monkeypatch.setattr(timm, "create_model", functools.partial(small_model, timm.create_model))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     exec(compile(block, "block", "exec"), {"model": Module(), "datamodule": Data()})
 

@@ -186,6 +186,13 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
                 "fine-tune trained weights"
             )
         if self._guide is not None and trainer.is_global_zero:
+            counts = self._guide.comparison.evaluations.counts
+            lost = counts.late + counts.dropped
+            if counts.late and lost > counts.done and not self.events:
+                self.notices.inform(
+                    f"nothing froze: {lost} of {lost + counts.done} evaluations came late or were dropped. Leave a "
+                    "core idle for the reference model, raise evaluate_every_n_steps, or pass deterministic=True"
+                )
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             # Use the console of Rich's progress bar; the bar draws over text from other consoles.
             get_console().print(savings_table(self.savings(), metrics))

@@ -99,7 +99,7 @@ def test_what_is_missing_is_named(root):
     (root / "train-v2.0.json").write_text("{}")
     with pytest.raises(TrainingDataError, match=r"train in its name, and has train-v1.1.json, train-v2.0.json"):
         data_of(root).setup("fit")
-    with pytest.raises(ArgumentError, match="longest must be at least 8, not 4"):
+    with pytest.raises(ArgumentError, match="longest must be at least 8, got 4"):
         data_of(root, longest=4)
 
 
