@@ -14,7 +14,7 @@ from lightning_egeria.errors import CheckpointError
 from lightning_egeria.freezing.arguments import check_arguments, explain_missing
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison
 from lightning_egeria.freezing.comparison_setup import set_up_comparison
-from lightning_egeria.freezing.display import MetricsLog, share_of_step
+from lightning_egeria.freezing.display import MetricsLog, share_of_step, why_evaluations_said_nothing
 from lightning_egeria.freezing.guide import Guide
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.reference import Precision
@@ -186,13 +186,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
                 "fine-tune trained weights"
             )
         if self._guide is not None and trainer.is_global_zero:
-            counts = self._guide.comparison.evaluations.counts
-            lost = counts.late + counts.dropped
-            if counts.late and lost > counts.done and not self.events:
-                self.notices.inform(
-                    f"nothing froze: {lost} of {lost + counts.done} evaluations came late or were dropped. Leave a "
-                    "core idle for the reference model, raise evaluate_every_n_steps, or pass deterministic=True"
-                )
+            reason = why_evaluations_said_nothing(self._guide)
+            if reason is not None and not self.events:
+                self.notices.inform(f"nothing froze: {reason}")
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             # Use the console of Rich's progress bar; the bar draws over text from other consoles.
             get_console().print(savings_table(self.savings(), metrics))

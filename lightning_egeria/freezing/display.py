@@ -17,6 +17,22 @@ def share_of_step(guide: Guide, depth: int) -> float | None:
     return sum(known) if known and len(known) == len(values) else None
 
 
+def why_evaluations_said_nothing(guide: Guide) -> str | None:
+    """Return why the policy saw few or no evaluations, and what to do; None if it saw enough, or needs none."""
+    counts, every = guide.comparison.evaluations.counts, guide.comparison.evaluate_every_n_steps
+    lost = counts.late + counts.dropped
+    if not guide.policy.wants_reference or counts.failed:
+        return None
+    if counts.done + lost == 0:
+        return f"the run ended before the first evaluation, after {every} steps. Lower evaluate_every_n_steps"
+    if counts.late and lost > counts.done:
+        return (
+            f"{lost} of {lost + counts.done} evaluations came late or were dropped. Leave a core idle for the "
+            "reference model, raise evaluate_every_n_steps, or pass deterministic=True"
+        )
+    return None
+
+
 class MetricsLog(Observer):
     """Logs the state to the Trainer's loggers, under ``egeria/``, after each evaluation step and change of depth.
 

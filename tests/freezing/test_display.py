@@ -134,3 +134,11 @@ def test_a_run_that_lost_its_evaluations_says_so(caplog, capsys):
     assert counts.done == 20
     assert line.startswith("freezing: nothing froze: 30 of 50 evaluations came late or were dropped.")
     assert "20 of 50" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_before_its_first_evaluation_says_so(caplog):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.lightning_egeria")
+    fit(KnowledgeGuidedFreezing(FreezingPolicy(pretrained=True), evaluate_every_n_steps=100, background=False))
+    fit(KnowledgeGuidedFreezing(ScriptedPolicy({}), evaluate_every_n_steps=100))  # needs no evaluation
+    (line,) = [record.getMessage() for record in caplog.records if "nothing froze" in record.getMessage()]
+    assert line.startswith("freezing: nothing froze: the run ended before the first evaluation, after 100 steps.")
