@@ -28,7 +28,7 @@ def why_evaluations_said_nothing(guide: Guide) -> str | None:
     if counts.late and lost > counts.done:
         return (
             f"{lost} of {lost + counts.done} evaluations came late or were dropped. Leave a core idle for the "
-            "reference model, raise evaluate_every_n_steps, or pass deterministic=True"
+            "reference model, raise evaluate_every_n_steps, or set background=False"
         )
     return None
 
