@@ -109,10 +109,10 @@ def test_an_answer_that_cannot_be_sent_is_an_error(worker):
 
 
 def test_a_message_that_cannot_be_sent_ends_the_worker(mortal):
-    parcel = pack(torch.ones(2))
-    parcel.tensors = ["no tensor"]
+    packed = pack(torch.ones(2))
+    packed.tensors = ["no tensor"]
     with pytest.raises(WorkerError, match="AttributeError"):
-        mortal.call(parcel).result(60)
+        mortal.call(packed).result(60)
     assert mortal.ended
 
 
