@@ -78,6 +78,7 @@ class JobView:
         service: device-seconds it has had.
         restarts: how often its devices changed after it had started.
         model: its measured speed; None before its first step.
+        unfrozen: the speed it would have if it had frozen no layers; None if it has frozen none.
         oracle: its true speed and length; None outside of a simulation.
         seconds_left: estimate of its run time on its gang; None where nobody knows.
     """
@@ -91,6 +92,7 @@ class JobView:
     service: float = 0.0
     restarts: int = 0
     model: Goodput | None = None
+    unfrozen: Goodput | None = None
     oracle: Oracle | None = None
     seconds_left: float | None = None
 

@@ -22,6 +22,9 @@ class Pollux:
     spend restarting. A job gets at most twice the devices it has run on before, and a node has at most one job that
     spans several nodes.
 
+    The goodput on the fair share is that without frozen layers. A job that freezes needs fewer devices for the same
+    speed-up, and others get them.
+
     Args:
         rounds: of the search; more find better allocations.
     """
@@ -56,7 +59,9 @@ def _choices(job: JobView, cluster: Cluster, fair: int, row: Allocation) -> Choi
         one = np.arange(on_one + 1) / fair
         several = np.arange(most + 1) / fair
     else:
-        one, several = (values / job.model.goodput(1, fair) for values in job.model.goodputs(on_one, most))
+        # A job that has frozen layers is faster than its fair share without: others need the devices more.
+        base = (job.unfrozen or job.model).goodput(1, fair)
+        one, several = (values / base for values in job.model.goodputs(on_one, most))
     # One node's worth of devices at fair speed counts as one.
     scale = len(cluster.nodes) / cluster.devices
     one, several = one * scale, several * scale

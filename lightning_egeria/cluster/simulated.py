@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from lightning_egeria.cluster.freezing_runs import FreezingRun
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
 from lightning_egeria.cluster.jobs import Allocation, JobView, devices_of
 from lightning_egeria.cluster.throughput import ThroughputModel, fit
@@ -24,10 +27,21 @@ class SimulatedJob:
         submission: the job.
         application: its traces.
         adapts_batch_size: choose the batch size for the devices. Otherwise it is the submission's.
+        freezing: how the time of its gradients falls while layers freeze; None if none do. The exchange of gradients is
+            taken to last as long as before.
+        tells: whether policies see that it is faster with frozen layers. The job itself always knows.
     """
 
-    def __init__(self, submission: Submission, application: Application, adapts_batch_size: bool) -> None:
+    def __init__(
+        self,
+        submission: Submission,
+        application: Application,
+        adapts_batch_size: bool,
+        freezing: FreezingRun | None = None,
+        tells: bool = True,
+    ) -> None:
         self.submission, self.application = submission, application
+        self._freezing, self._tells, self._share = freezing, tells, 1.0
         self.limits = BatchLimits(
             application.initial_batch_size,
             application.largest_batch_size,
@@ -69,7 +83,7 @@ class SimulatedJob:
             step, sync = np.array(list(self._profile.values())).T
             self._throughput = fit(nodes, replicas, local, step - sync, step)
         if self._model is None:
-            self._model = Goodput(self._throughput, *self._gradient, self.limits)
+            self._model = Goodput(self._throughput.scaled(self._share), *self._gradient, self.limits)
         return self._model
 
     @property
@@ -90,6 +104,11 @@ class SimulatedJob:
 
     def view(self, now: float) -> JobView:
         """Return what a policy sees of it."""
+        model, unfrozen = self.model if self._adapts else None, None
+        if model is not None and self._throughput is not None and self._share != 1:
+            unfrozen = dataclasses.replace(model, throughput=self._throughput)
+            if not self._tells:
+                model, unfrozen = unfrozen, None
         return JobView(
             name=self.submission.name,
             submitted=self.submission.time,
@@ -99,7 +118,8 @@ class SimulatedJob:
             profiled=max((replicas for _, replicas, _ in self._profile), default=0),
             service=self.service,
             restarts=self.restarts,
-            model=self.model if self._adapts else None,
+            model=model,
+            unfrozen=unfrozen,
             oracle=self,
             seconds_left=None if self._adapts else self.steps_left * self.step_seconds(self.submission.gang),
         )
@@ -147,6 +167,10 @@ class SimulatedJob:
 
     def _progress_rate(self, placement: tuple[int, ...], replicas: int) -> float:
         """Return the progress a second, and remember what the job has measured of itself."""
+        if self._freezing is not None:
+            share = self._freezing.share_at(self.progress / self.application.progress_at(self.application.epochs))
+            if share != self._share:
+                self._share, self._model = share, None
         step, sync = self.application.step_times(placement, self.local_batch_size)
         gradient = squared_norm, variance = self.application.gradient(self.batch_size, self.epoch)
         if gradient != self._gradient:
@@ -157,7 +181,8 @@ class SimulatedJob:
             self._throughput = self._model = None
         scale = self.batch_size / self.application.initial_batch_size
         gain = (variance + squared_norm) / (variance / scale + squared_norm)
-        return gain / (step + (step - sync) * self.accumulation)
+        saved = (step - sync) * (1 - self._share)
+        return gain / (step - saved + (step - sync) * self._share * self.accumulation)
 
     def _choose_batch_size(self) -> None:
         nodes, replicas = len(self.allocation), devices_of(self.allocation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning_egeria.cluster.freezing_runs import FreezingRun
 from lightning_egeria.cluster.jobs import Allocation, Cluster, Policy, check
 from lightning_egeria.cluster.records import Interval, JobState, Record
 from lightning_egeria.cluster.simulated import SimulatedJob
@@ -18,6 +19,8 @@ def simulate(
     cluster: Cluster,
     policy: Policy,
     interval_s: float = 60,
+    freezing: Mapping[str, FreezingRun] | None = None,
+    reclaim: bool = True,
 ) -> Record:
     """Run a workload until its last job has ended.
 
@@ -30,6 +33,8 @@ def simulate(
         cluster: the devices.
         policy: decides. It must be new: some remember jobs.
         interval_s: seconds between two decisions.
+        freezing: how jobs freeze layers, by application. Jobs of others do not.
+        reclaim: tell the policy that these need less time, so that it can take devices from them.
 
     Raises:
         ArgumentError: ``interval_s`` is not positive.
@@ -40,7 +45,13 @@ def simulate(
         raise ArgumentError(f"interval_s must be positive, got {interval_s}")
     ordered = sorted(workload, key=lambda submission: submission.time)
     jobs = {
-        submission.name: SimulatedJob(submission, applications[submission.application], policy.adapts_batch_size)
+        submission.name: SimulatedJob(
+            submission,
+            applications[submission.application],
+            policy.adapts_batch_size,
+            (freezing or {}).get(submission.application),
+            reclaim,
+        )
         for submission in ordered
     }
     record = Record(policy.name, cluster.nodes, interval_s, {name: job.submission.time for name, job in jobs.items()})

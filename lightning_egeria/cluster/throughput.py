@@ -40,6 +40,10 @@ class ThroughputModel:
     within: tuple[float, float]
     gamma: float
 
+    def scaled(self, share: float) -> ThroughputModel:
+        """Return the model of a job whose gradients take this share of the time, because layers are frozen."""
+        return dataclasses.replace(self, compute=(self.compute[0] * share, self.compute[1] * share))
+
     def gradient_seconds(self, local_batch_size: ArrayLike) -> Values:
         """Return the seconds of a forward and backward pass, in the shape of the argument."""
         return np.asarray(self.compute[0] + self.compute[1] * np.asarray(local_batch_size, float))
