@@ -24,6 +24,7 @@ def all_jobs(draw):
     return jobs
 
 
+@settings(deadline=None)
 @given(all_jobs(), st.floats(0, 3))
 def test_a_round_breaks_no_device_gang_or_memory(jobs, credit):
     progress = {job.name: Progress(job.iterations, credit) for job in jobs}
@@ -44,7 +45,7 @@ def test_a_round_breaks_no_device_gang_or_memory(jobs, credit):
         assert credit + sum(turn.depth - job.least_depth for turn in own) >= -1e-6
 
 
-@settings(max_examples=60)
+@settings(deadline=None)
 @given(all_jobs())
 def test_every_job_ends_above_its_floor_and_below_the_ceiling(jobs):
     run = run_rounds(jobs, DEVICES)

@@ -2,7 +2,7 @@
 
 import pytest
 from clusters import example, view
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_egeria.cluster.jobs import Cluster, check, devices_of
@@ -87,18 +87,21 @@ def run(policy, workload):
     return starts, decisions
 
 
+@settings(deadline=None)
 @given(workloads, st.sampled_from([FirstComeFirstServed, BackFill, ShortestRemaining, Tiresias]))
 def test_no_policy_starves_a_job_or_splits_a_gang(workload, policy):
     starts, _ = run(policy(), workload)
     assert len(starts) == len(workload)
 
 
+@settings(deadline=None)
 @given(workloads)
 def test_first_come_first_served_starts_in_order(workload):
     starts, _ = run(FirstComeFirstServed(), workload)
     assert [starts[f"{number}"] for number in range(len(workload))] == sorted(starts.values())
 
 
+@settings(deadline=None)
 @given(workloads, st.sampled_from([0, 100, 300]))
 def test_back_fill_never_delays_the_first_beyond_its_threshold(workload, threshold):
     _, decisions = run(BackFill(threshold), workload)

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_egeria.cluster.search import Choices, search
@@ -91,6 +91,7 @@ def cases(draw):
     return nodes, choices
 
 
+@settings(deadline=None)
 @given(cases())
 def test_any_case_stays_within_its_nodes_and_bound(case):
     nodes, choices = case
