@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -120,6 +121,11 @@ class IterationJob:
         return self.floor * self.cost.depths
 
     @property
+    def usual_depth(self) -> int:
+        """The depth that its iterations need at most to keep to the floor."""
+        return max(1, math.ceil(self.least_depth - 1e-9))
+
+    @property
     def work(self) -> float:
         """Device-seconds with full backprop."""
         return self.gang * self.iterations * self.cost.full_s
@@ -209,5 +215,7 @@ def run_gangs(jobs: Sequence[IterationJob], devices: int, shortest_first: bool =
 def check_gangs(jobs: Sequence[IterationJob], devices: int) -> None:
     """Raise a `SchedulingError` if a job can never run."""
     for job in jobs:
+        if (need := job.cost.memory[job.usual_depth - 1]) > 1:
+            raise SchedulingError(f"{job.name} takes {need:.2f} of a device's memory at its floor, expected at most 1")
         if job.gang > devices:
             raise SchedulingError(f"{job.name} asks for {job.gang} devices at once, expected at most {devices}")

@@ -67,7 +67,8 @@ def plan_round(jobs: Sequence[IterationJob], progress: dict[str, Progress], devi
     busy, memory = [0.0] * devices, [0.0] * devices
     turns: dict[str, list[Turn]] = {}
     for job in sorted(jobs, key=lambda job: -job.gang * progress[job.name].iterations * job.cost.full_s):
-        gang = _gang(job, busy, memory)
+        need = job.cost.memory[job.usual_depth - 1]
+        gang = _gang(job.gang, need, busy, memory)
         if gang is None:
             continue
         left, start = progress[job.name], max(busy[device] for device in gang)
@@ -83,25 +84,32 @@ def plan_round(jobs: Sequence[IterationJob], progress: dict[str, Progress], devi
             turns[job.name] = own
             for device in gang:
                 busy[device] = start
-                memory[device] += job.cost.memory[-1]
-    _deepen(turns, busy, length)
+                memory[device] += need
+    _deepen(turns, busy, memory, length)
     return length, [turn for own in turns.values() for turn in own]
 
 
-def _gang(job: IterationJob, busy: Sequence[float], memory: Sequence[float]) -> list[int] | None:
-    """Return the devices that are free first and have memory for the job; None if there are not so many."""
-    room = [device for device in range(len(busy)) if memory[device] + job.cost.memory[-1] <= 1 + _ROUNDING]
-    return sorted(room, key=busy.__getitem__)[: job.gang] if len(room) >= job.gang else None
+def _gang(size: int, need: float, busy: Sequence[float], memory: Sequence[float]) -> list[int] | None:
+    """Return the devices that are free first and have the memory; None if there are not so many."""
+    room = [device for device in range(len(busy)) if memory[device] + need <= 1 + _ROUNDING]
+    return sorted(room, key=busy.__getitem__)[:size] if len(room) >= size else None
 
 
-def _deepen(turns: dict[str, list[Turn]], busy: list[float], length: float) -> None:
-    """Let the last iterations on their devices go back as far as the round leaves them time."""
+def _deepen(turns: dict[str, list[Turn]], busy: Sequence[float], memory: list[float], length: float) -> None:
+    """Let the last iterations on their devices go back as far as the round leaves them time, and memory."""
     for own in turns.values():
-        last = own[-1]
-        if all(busy[device] <= last.end + _ROUNDING for device in last.devices):
-            seconds = last.job.cost.seconds
-            while last.depth < len(seconds) and last.start + seconds[last.depth] <= length + _ROUNDING:
-                last.depth += 1
+        last, cost = own[-1], own[-1].job.cost
+        if any(busy[device] > last.end + _ROUNDING for device in last.devices):
+            continue
+        while last.depth < cost.depths and last.start + cost.seconds[last.depth] <= length + _ROUNDING:
+            # The memory of the usual depth is there already.
+            if last.depth >= last.job.usual_depth:
+                more = cost.memory[last.depth] - cost.memory[last.depth - 1]
+                if any(memory[device] + more > 1 + _ROUNDING for device in last.devices):
+                    break
+                for device in last.devices:
+                    memory[device] += more
+            last.depth += 1
 
 
 def run_rounds(jobs: Sequence[IterationJob], devices: int) -> IterationRun:

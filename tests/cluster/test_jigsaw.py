@@ -2,11 +2,13 @@
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_egeria.cluster.iterations import IterationCost, IterationJob, ceiling, run_gangs
 from lightning_egeria.cluster.jigsaw import Progress, plan_round, run_rounds
+from lightning_egeria.errors import SchedulingError
 
 DEVICES = 4
 
@@ -16,8 +18,8 @@ def all_jobs(draw):
     jobs = []
     for number in range(draw(st.integers(1, 6))):
         steps = draw(st.lists(st.floats(0.1, 2), min_size=1, max_size=5))
-        memory = draw(st.floats(0.1, 1))
-        cost = IterationCost(tuple(itertools.accumulate(steps)), (memory,) * len(steps))
+        memory = sorted(draw(st.lists(st.floats(0.1, 1), min_size=len(steps), max_size=len(steps))))
+        cost = IterationCost(tuple(itertools.accumulate(steps)), tuple(memory))
         floor = draw(st.floats(1 / len(steps), 1))
         gang, iterations = draw(st.integers(1, DEVICES)), draw(st.integers(1, 60))
         jobs.append(IterationJob(f"{number}", draw(st.floats(0, 30)), gang, iterations, cost, floor))
@@ -37,7 +39,8 @@ def test_a_round_breaks_no_device_gang_or_memory(jobs, credit):
     for device in range(DEVICES):
         here = sorted((turn for turn in turns if device in turn.devices), key=lambda turn: turn.start)
         assert all(first.end <= second.start + 1e-6 for first, second in itertools.pairwise(here))
-        assert sum({turn.job.name: turn.job.cost.memory[-1] for turn in here}.values()) <= 1 + 1e-6
+        deepest = {job.name: max((turn.depth for turn in here if turn.job is job), default=0) for job in jobs}
+        assert sum(job.cost.memory[deepest[job.name] - 1] for job in jobs if deepest[job.name]) <= 1 + 1e-6
     for job in jobs:
         own = [turn for turn in turns if turn.job is job]
         assert len(own) <= job.iterations
@@ -92,3 +95,11 @@ def test_less_backprop_ends_sooner():
         for floor in (1.0, 0.5)
     ]
     assert ends[1] < ends[0] / 1.5
+
+
+def test_a_job_that_fits_only_with_less_backprop_runs_so():
+    cost = IterationCost((1.0, 2.0, 3.0, 4.0), (0.5, 0.9, 1.2, 1.5))
+    run = run_rounds([IterationJob("a", 0, 1, 10, cost, floor=0.5)], 1)
+    assert run.ended == {"a": 20.0}
+    with pytest.raises(SchedulingError, match="memory"):
+        run_rounds([IterationJob("a", 0, 1, 10, cost)], 1)
