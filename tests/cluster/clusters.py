@@ -39,9 +39,9 @@ def published_workload(number: int, load: str = "1.0") -> list[Submission]:
     return read_workload(FOLDER / ("workloads" if load == "1.0" else f"workloads-{load}") / f"workload-{number}.csv")
 
 
-def published_average(policy: str, load: str, number: int) -> float:
-    results = json.loads((FOLDER / "published.json").read_text())
-    return results[f"results-jobload/{policy}-{load}"]["average_jct_s"][f"workload-{number}"]
+def published_average(policy: str, load: str, number: int, results: str = "results-jobload") -> float:
+    averages = json.loads((FOLDER / "published.json").read_text())
+    return averages[f"{results}/{policy}-{load}"]["average_jct_s"][f"workload-{number}"]
 
 
 def view(name: str, **values: object) -> JobView:

@@ -93,6 +93,15 @@ def test_workload_6_is_within_five_percent_and_two_minutes():
 
 @pytest.mark.slow
 @needs_published
+@pytest.mark.parametrize(("name", "seconds"), [("30s", 30), ("2m", 120), ("4m", 240), ("8m", 480)])
+def test_other_intervals_are_within_five_percent(name, seconds):
+    record = simulate(published_workload(6), published_traces(), Cluster.of(16, 4), Pollux(), seconds)
+    published = published_average("pollux", name, 6, "results-period")
+    assert record.average_completion_s == pytest.approx(published, rel=0.05)
+
+
+@pytest.mark.slow
+@needs_published
 @pytest.mark.parametrize("load", ["1.0", "2.0"])
 def test_the_mean_of_eight_workloads_is_within_five_percent(load):
     ours, published = [], []
