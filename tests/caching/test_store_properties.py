@@ -1,6 +1,5 @@
 """In whatever order things happen to a cache directory: what is read is what was written for that very prefix."""
 
-import math
 import os
 import shutil
 import tempfile
@@ -11,19 +10,16 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from stored import level_of, whole_fields
 
 from lightning_egeria.caching.directory import CacheDirectory
-from lightning_egeria.caching.levels import Level, MemoryTier, Pieces, RowForm
+from lightning_egeria.caching.levels import Pieces, RowForm
 from lightning_egeria.caching.samples import encode
 from lightning_egeria.caching.store import ENTRIES, INDEX, LOCK, MANIFEST, ActivationStore, Manifest, StoreError
 
 ENTRY_COUNT = 4
 FIELD_BYTES = 64
-CPU = torch.device("cpu")
-FORMS = {
-    False: RowForm((2, 3), False, (0, 1, 2), torch.float32),
-    True: RowForm((3,), True, (0, 1, 2), torch.float32),
-}
+FORM = RowForm.of(torch.empty(1, 2, 3))
 NUMBERS = st.lists(st.integers(0, ENTRY_COUNT - 1), min_size=1, max_size=ENTRY_COUNT, unique=True)
 RUNS = st.integers(0, 1)
 
@@ -34,7 +30,7 @@ def row_of(version, number):
 
 
 def fields_of(version, number):
-    return encode([version, number])
+    return whole_fields(encode([version, number]))
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -45,11 +41,11 @@ class StoreMachine(RuleBasedStateMachine):
     nobody has touched the files, all of that must be there.
     """
 
-    @initialize(ragged=st.booleans(), host_bytes=st.sampled_from([0, 30, 10**4]), numbers=NUMBERS)
-    def begin(self, ragged, host_bytes, numbers):
+    @initialize(host_bytes=st.sampled_from([0, 30, 10**4]), numbers=NUMBERS)
+    def begin(self, host_bytes, numbers):
         self.folder = tempfile.TemporaryDirectory()
         self.directory = CacheDirectory(Path(self.folder.name) / "cache")
-        self.form, self.host_bytes = FORMS[ragged], host_bytes
+        self.host_bytes = host_bytes
         self.version = self.newest = 0
         self.levels = [None, None]
         self.written = {0: set()}  # of each version: numbers of the entries that must be there
@@ -65,8 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
     def manifest(self, version):
-        size = 4 * math.prod(self.form.row_shape(2))
-        return Manifest(f"{version:x}", ENTRY_COUNT, size, FIELD_BYTES, "torch.float32", self.form.order, {})
+        return Manifest(f"{version:x}", ENTRY_COUNT, FORM.piece_bytes, FIELD_BYTES, "torch.float32", FORM.order, {})
 
     def path(self, version):
         return self.directory.path / f"{version:x}"
@@ -79,8 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
             except StoreError:  # somebody has spoiled what another run has open
                 return None
             assert room > 0
-            host = MemoryTier(self.host_bytes, self.form, ENTRY_COUNT, CPU)
-            self.levels[run] = Level(1, self.form, store, host, MemoryTier(0, self.form, 0, CPU))
+            self.levels[run] = level_of(store, FORM, self.host_bytes)
         return self.levels[run]
 
     def touched(self, version):
@@ -115,10 +109,8 @@ class StoreMachine(RuleBasedStateMachine):
         if level is None:
             return
         rows = torch.stack([row_of(self.version, number) for number in numbers])
-        lengths = np.full(len(numbers), 2) if self.form.ragged else None
-        data = rows.reshape(-1, 3) if self.form.ragged else rows
         fields = tuple(fields_of(self.version, number) for number in numbers)
-        level.write(np.array(numbers), Pieces(data, lengths), fields)
+        level.write(np.array(numbers), Pieces(rows, None), fields)
         if level.store.exists and self.version in self.written:
             self.written[self.version] |= set(numbers)
 

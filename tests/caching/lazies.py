@@ -1,0 +1,56 @@
+"""Lazy batches whose values are known to the test."""
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_egeria.caching.lazy import LazyTensor, plain, show
+from lightning_egeria.caching.tape import Keys, Meta, Tape
+
+
+class Source:
+    """Samples, and the tape that loads them.
+
+    Attributes:
+        loaded: what was loaded: pairs of a position and a tensor's number.
+        touched: how often values were needed.
+    """
+
+    def __init__(self, *tensors, keys=None, owner=None):
+        self.tensors, self.loaded, self.touched = tensors, [], 0
+        self.tape = Tape(keys or Keys(), len(tensors[0]), self._load, self._touch, owner)
+
+    def rows(self, number=0, order=None):
+        """Lazy tensors of one tensor of each sample."""
+        rows = self.tensors[number]
+        places = range(len(rows)) if order is None else order
+        return [show(self.tape.row(place, number, Meta.of(rows[place]))) for place in places]
+
+    def batch(self, number=0):
+        """A lazy batch, as the default collate function makes it."""
+        return torch.stack(self.rows(number))
+
+    def _load(self, places):
+        self.loaded += places
+        return [self.tensors[number][position].clone() for position, number in places]
+
+    def _touch(self):
+        self.touched += 1
+
+
+def lazy(tensor):
+    """A lazy batch with the values of ``tensor``."""
+    return Source(tensor).batch()
+
+
+def is_lazy(tensor):
+    return isinstance(tensor, LazyTensor) and not tensor.is_known
+
+
+def described(tree):
+    """Every tensor as type, strides and bits, for a comparison."""
+    return pytree.tree_map_only(torch.Tensor, _described, tree)
+
+
+def _described(tensor):
+    value = plain(tensor).detach()
+    return str(value.dtype), tuple(value.shape), value.stride(), value.resolve_conj().resolve_neg().tolist()

@@ -1,0 +1,92 @@
+"""The folder of stores."""
+
+import fcntl
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.caching.store import ENTRIES, LOCK, ActivationStore, Manifest, StoreError
+from lightning_egeria.errors import CacheError
+
+
+def manifest(name="store", entries=10, activation_bytes=256, field_bytes=64):
+    return Manifest(name, entries, activation_bytes, field_bytes, "torch.float32", (0, 1), {"model": "Net"})
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = ActivationStore.create(tmp_path / "store", manifest())
+    yield opened
+    opened.close()
+
+
+def row(value, count=64):
+    return torch.full((count,), float(value)).numpy().view(np.uint8)
+
+
+@pytest.mark.parametrize("sizes", [{"activation_bytes": 128}, {"activation_bytes": 512, "field_bytes": 256}])
+def test_store_with_other_slots_is_used_as_it_is(store, sizes):
+    store.write(3, row(3), (64,), b"x")
+    directory = CacheDirectory(store.folder.parent)
+    other, _ = directory.open(manifest(**sizes), 100, 10**9, 0)
+    assert other.read_fields(3) == b"x"
+    assert other.manifest.activation_bytes == 256
+    other.close()
+
+
+def test_looking_at_a_store_keeps_nobody_out(store):
+    """Looking locks a store for a moment."""
+    store.write(3, row(3), (64,), b"x")
+    store.close()
+    with (store.folder / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        letting_go = threading.Timer(0.1, fcntl.flock, (lock, fcntl.LOCK_UN))
+        letting_go.start()
+        other, _ = CacheDirectory(store.folder.parent).open(manifest(), 100, 10**9, 0)
+        letting_go.join()
+    assert other.read_fields(3) == b"x"
+    other.close()
+
+
+def test_a_store_that_is_locked_is_not_deleted(store, monkeypatch):
+    monkeypatch.setattr("lightning_egeria.caching.store.LOCK_PATIENCE_S", 0.01)
+    store.close()
+    with (store.folder / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match="is locked by another process"):
+            CacheDirectory(store.folder.parent).open(manifest(), 100, 10**9, 0)
+    assert (store.folder / ENTRIES).exists()
+
+
+def test_the_oldest_stores_make_room(tmp_path):
+    directory = CacheDirectory(tmp_path / "cache")
+    for age, name in enumerate(("new", "old", "open")):
+        store = ActivationStore.create(directory.path / name, manifest(name, activation_bytes=4096))
+        for number in range(10):
+            store.write(number, row(1, 1024), (1024,), b"")
+        store.close()
+        for file in [*store.folder.iterdir(), store.folder]:
+            os.utime(file, (1000 - 100 * age, 1000 - 100 * age))
+    held = ActivationStore(directory.path / "open")
+    taken = sum(summary.bytes_on_disk for summary in directory.summaries())
+    wanted = manifest("wanted")
+    store, room = directory.open(wanted, 1000, max_bytes=taken, min_free_bytes=0)
+    assert {folder.name for folder in directory.path.iterdir()} == {"new", "open", "wanted"}
+    assert 1000 < room < taken
+    store.close()
+    held.close()
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(CacheError, match="belongs to another user"):
+        CacheDirectory(tmp_path)
+
+
+def test_default_directory_is_in_the_cache_folder_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "lightning_egeria"

@@ -1,0 +1,130 @@
+"""Whether a frozen front is still the same."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_egeria.caching.weights import FrontState
+
+
+def new_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval().requires_grad_(False)
+
+
+def state_of(net):
+    return FrontState([("net", net)])
+
+
+def _replace_data(net):
+    net[0].weight.data = net[0].weight + 1
+
+
+def _swap_data(net):
+    net[0].weight.data = torch.zeros(4, 1, 3, 3).to(memory_format=torch.channels_last)
+
+
+def _one_value(net):
+    net[0].weight.data.view(-1)[17] += 0.1
+
+
+def _by_numpy(net):
+    net[0].bias.numpy()[1] = 5
+
+
+def _parameter(net):
+    net[0].weight = nn.Parameter(net[0].weight + 1, requires_grad=False)
+
+
+def _class(net):
+    net[0].__class__ = type("Other", (nn.Conv2d,), {})
+
+
+CHANGES = {
+    "in place": lambda net: net[0].weight.mul_(2),
+    "of one value": _one_value,
+    "of the data": _replace_data,
+    "of the strides": _swap_data,
+    "by numpy": _by_numpy,
+    "parameter": _parameter,
+    "state dict": lambda net: net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()}),
+    "running statistics": lambda net: net[1].running_var.add_(1),
+    "epsilon": lambda net: setattr(net[1], "eps", 0.1),
+    "padding": lambda net: setattr(net[0], "padding", (1, 1)),
+    "layer": lambda net: setattr(net, "2", nn.Tanh()),
+    "another layer": lambda net: net.append(nn.Tanh()),
+    "forward of a part": lambda net: setattr(net[0], "forward", lambda x: 0 * x),
+    "new buffer": lambda net: net[0].register_buffer("scale", torch.ones(2)),
+    "class": _class,
+    "mode": lambda net: net[1].train(),
+    "gradient": lambda net: net[0].weight.requires_grad_(),
+    "no bias": lambda net: setattr(net[0], "bias", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_change_is_seen(change):
+    net = new_net()
+    state = state_of(net)
+    assert state.is_unchanged()
+    change(net)
+    assert not state.is_unchanged()
+
+
+@pytest.mark.parametrize("name", ["in place", "of one value", "parameter", "running statistics", "mode", "epsilon"])
+def test_change_is_no_equal_state(name):
+    net = new_net()
+    state = state_of(net)
+    CHANGES[name](net)
+    assert not state.is_same()
+
+
+def test_equal_weights_in_other_tensors_are_the_same():
+    net = new_net()
+    state = state_of(net)
+    net[0].weight.data = net[0].weight.clone()
+    assert not state.is_unchanged()
+    assert state.is_same()
+    assert state.is_unchanged()
+
+
+def test_weight_that_comes_back_is_the_same():
+    net = new_net()
+    state, before = state_of(net), net[0].weight.clone()
+    net[0].weight.mul_(3)
+    assert not state.is_unchanged()
+    net[0].weight.copy_(before)
+    assert state.is_unchanged()
+
+
+def test_training_mode_of_others_may_change():
+    """It is part of the key."""
+    net = new_net().train()
+    state = state_of(net)
+    net.eval()
+    assert state.is_unchanged()
+
+
+def test_digest_names_weights_classes_and_attributes():
+    first, second = new_net(), new_net()
+    assert state_of(first).digest == state_of(second).digest
+    others = [first]
+    for name in ("of one value", "running statistics", "epsilon", "class", "layer"):
+        others.append(copy.deepcopy(second))
+        CHANGES[name](others[-1])
+    assert len({state_of(net).digest for net in others}) == len(others)
+
+
+def test_preserved_restores_buffers_and_attributes():
+    net = new_net()
+    state = state_of(net)
+    with state.preserved():
+        net[1].running_mean.add_(1)
+        net[1].num_batches_tracked += 1
+        net[1].eps = 7.0
+        net[1].train()
+        net[1](torch.randn(2, 4, 3, 3))
+        net[1].eval()
+    assert state.is_unchanged()
