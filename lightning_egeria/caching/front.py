@@ -271,7 +271,7 @@ class Front:
         ]
 
     def missing(self) -> str | None:
-        """Return the path of a module whose ``forward`` other code has replaced, or that is no longer part of the model."""
+        """Return the path of a module that other code has replaced, or its ``forward``; None if there is none."""
         for unit in self.units:
             if not unit.is_in_place(self.prefix.module):
                 return unit.path
