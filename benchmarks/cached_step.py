@@ -94,7 +94,7 @@ class Loop:
             progress_bar_callback=None,
             loggers=[],
             fit_loop=types.SimpleNamespace(),
-            strategy=types.SimpleNamespace(model=None),
+            strategy=types.SimpleNamespace(model=None, root_device=torch.device("cpu")),
         )
         self.cache.trainer = self.trainer
         self.cache.setup("fit")

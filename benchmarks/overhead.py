@@ -14,6 +14,7 @@ import io
 import os
 import platform
 import statistics
+import sys
 import time
 
 import lightning as L
@@ -46,6 +47,9 @@ class Alternating(KnowledgeGuidedFreezing):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self._steps = trainer.global_step - self.warm_up
         if self._steps >= 0 and self._steps % self.block == 0:
+            if not self._steps:  # the process has started and measured its precisions before anything is timed
+                while not self.comparison.runner.worker.idle:
+                    time.sleep(0.01)
             now = time.perf_counter()
             if self._steps:
                 self.means[not self.on].append((now - self._block_began) / self.block)
@@ -102,6 +106,8 @@ def measure(model: str, batch: int, every: int, pairs: int) -> None:
     ratios = [a / b for a, b in zip(with_callback, without, strict=True)]
     own = statistics.median(freezing.own_seconds) / block / statistics.median(without)
     savings = freezing.savings()
+    if not savings.evaluations_done:
+        sys.exit(f"no evaluation of {savings.evaluations_late + savings.evaluations_dropped} was done: no core is idle")
     counts = f"{savings.evaluations_done:5d} {savings.evaluations_late:5d} {savings.evaluations_dropped:7d}"
     print(
         f"{model:9s} {every:6d} {statistics.median(without) * 1000:9.1f} ms {statistics.median(ratios):9.3f} "

@@ -39,3 +39,20 @@ class WorkerError(EgeriaError):
 
 class CacheError(EgeriaError):
     """The network does not do what the cache of its frozen prefix rests on, or the cache directory cannot be used."""
+
+
+class TraceError(EgeriaError):
+    """A workload, a trace or a log of the cluster simulator is missing, damaged, or does not reach far enough."""
+
+
+class SchedulingError(EgeriaError):
+    """A cluster policy gave away devices that the cluster does not have, or a job can never run."""
+
+
+def first_of(names: list[str]) -> str:
+    """Return the first of several names for a message, and how many more there are.
+
+    >>> print(first_of(["net.0"]), "-", first_of(["net.0", "net.1", "net.2"]))
+    'net.0' - 'net.0' and 2 more
+    """
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -45,6 +45,11 @@ assert data.stats.hits > 0, data.stats
     "5_several_processes": """
 assert exchanged == [sum(sizes[depth:]) for depth in depths]
 """,
+    "9_cluster": """
+assert all(len(record.completion_times) == len(workload) for record in records.values())
+assert averages["pollux"] < averages["tiresias"] < averages["fcfs"], averages
+assert averages["backfill"] < averages["fcfs"], averages
+""",
 }
 
 

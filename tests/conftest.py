@@ -26,6 +26,9 @@ hypothesis.settings.register_profile("campaign", max_examples=20_000, derandomiz
 # Networks in tests are small: more threads only wait for each other, and for whatever else the machine does.
 torch.set_num_threads(1)
 
+# Pytest catches at the root. Without a handler there, Lightning's logger stops propagating when it is imported.
+logging.getLogger("lightning.pytorch").propagate = True
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(leftovers)
@@ -40,12 +43,6 @@ def _seed() -> None:
 def _first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning keeps the rank of the last Trainer for the whole process, and only the first rank logs and warns."""
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def _logs_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's logger hands nothing on if there was no handler when it was imported; pytest catches at the root."""
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
 
 
 @pytest.fixture(autouse=True)

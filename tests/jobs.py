@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-from datetime import timedelta
 
 import lightning as L
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from agreement import checked
 from lightning.pytorch.strategies import DDPStrategy
 from models import ConvNet
+from ranks import EXCHANGE_TIMEOUT
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -84,7 +84,7 @@ def fit(module, *callbacks, ranks=2, nodes=1, steps=STEPS, strategy=None, ckpt_p
         accelerator="cpu",
         devices=ranks // nodes,
         num_nodes=nodes,
-        strategy=strategy or DDPStrategy(timeout=timedelta(seconds=60)),
+        strategy=strategy or DDPStrategy(timeout=EXCHANGE_TIMEOUT),
         max_steps=steps,
         callbacks=list(callbacks),
         **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -1,10 +1,11 @@
-"""Every test leaves threads, processes and files as it found them.
+"""Every test leaves threads, processes, files and the logging state as it found them.
 
 Several workers (``-n 2``) share the repository's folder. A file that one of them writes there for a moment must not
 fail a test of another, so only the controller looks, before the first test and after the last. Threads, processes,
 temporary folders and the working folder belong to one worker each and are looked at after every test.
 """
 
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -20,6 +21,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Written by the test tools themselves, at any moment.
 _TOOL_FOLDERS = {".git", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 _GRACE_S = 5.0
+# Between the root, where pytest catches records, and the logger of this package.
+_LOGGERS = ["", "lightning", "lightning.fabric", "lightning.pytorch", "lightning.pytorch.lightning_egeria"]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -60,6 +63,30 @@ def _no_file_left(
     yield
     left = set().union(*(_files(folder, tmp_paths) - before[folder] for folder in folders))
     assert not left, f"the test left files outside tmp_path: {sorted(left)}"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    before = logging_state()
+    yield
+    after = logging_state()
+    restore_logging(before)  # otherwise a later test fails, for a reason that nobody finds there
+    changed = {name or "root": (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not changed, f"the test changed (level, propagate, disabled, handlers) of the loggers: {changed}"
+
+
+def logging_state() -> dict[str, tuple[int, bool, bool, list[logging.Handler]]]:
+    loggers = {name: logging.getLogger(name) for name in _LOGGERS}
+    return {name: (log.level, log.propagate, log.disabled, [*log.handlers]) for name, log in loggers.items()}
+
+
+def restore_logging(state: dict[str, tuple[int, bool, bool, list[logging.Handler]]]) -> None:
+    for name, (level, propagate, disabled, handlers) in state.items():
+        logger = logging.getLogger(name)
+        for handler in set(logger.handlers) - set(handlers):
+            handler.close()
+        logger.setLevel(level)
+        logger.propagate, logger.disabled, logger.handlers[:] = propagate, disabled, handlers
 
 
 class _RepositoryCheck:

@@ -7,13 +7,16 @@ import socket
 import sys
 import time
 import traceback
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "torchmetrics", "lightning.pytorch", "lightning_egeria"])
-TIMEOUT_S = 120
+# The reference process has a low priority: on a busy machine it starts late, and the other ranks wait for rank 0.
+TIMEOUT_S = 300
+EXCHANGE_TIMEOUT = timedelta(minutes=4)
 # Without an interface gloo asks what the host's name stands for, which may be nothing.
 LOCAL = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})}
 

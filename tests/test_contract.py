@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import pickle
-from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -13,7 +12,7 @@ from agreement import compare_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from methods import METHODS, WITH_A_PROCESS
 from models import After, Classifier, ConvNet, equal, fit, images, left_behind
-from ranks import all_well, in_ranks
+from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
@@ -101,7 +100,7 @@ def run_on_a_rank(name, folder):
     method = METHODS[name]
     module, callbacks = classifier(), method.active()
     compare = After(lambda trainer, _: compare_ranks(freezing_of(trainer).freezer))
-    strategy = DDPStrategy(timeout=timedelta(seconds=60))
+    strategy = DDPStrategy(timeout=EXCHANGE_TIMEOUT)
     data = method.data(folder, images(80))
     trainer = fit(module, *callbacks, compare, data=data, devices=2, strategy=strategy)
     return digest(dict(module.named_parameters())), events_of(trainer), trainer.global_step

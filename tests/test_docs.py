@@ -19,7 +19,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 SOURCES = sorted((ROOT / "lightning_egeria").rglob("*.py"))
 # What is raised or said with a message of its own. An ArgumentError says what was expected of the argument.
 RAISED = {name for name, _ in inspect.getmembers(errors, inspect.isclass)} - {"ArgumentError"}
-SAID = {"warn", "rank_zero_warn"}
+SAID = {"warn", "rank_zero_warn", "stop", "_no_trial", "_turn_off"}
 
 
 @functools.cache

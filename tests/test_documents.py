@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 CARDS = sorted((ROOT / "lightning_egeria").rglob("README.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *CARDS, *sorted(DOCS.rglob("*.md"))]
 ORIGINAL_TRAINER = L.Trainer
-MOST_WORDS = 12_000
+MOST_WORDS = 13_200  # of which the cluster simulator has 1,200: a card, and its messages
 OF_THE_CACHE = 1_300
 MOST_LINES_OF_README = 110
 
@@ -69,8 +69,9 @@ def small_trainer(*args, **kwargs):
     return ORIGINAL_TRAINER(*args, **{**kwargs, **limits})
 
 
-def without_download(create_model, *args, **kwargs):
-    return create_model(*args, **{**kwargs, "pretrained": False})
+def small_model(create_model, name, **kwargs):
+    """Whatever the network, timm's small one for tests, without a download."""
+    return create_model("test_resnet", **{**kwargs, "pretrained": False})
 
 
 def test_nearly_all_blocks_run():
@@ -86,7 +87,7 @@ def test_block_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(L, "Trainer", small_trainer)
-    monkeypatch.setattr(timm, "create_model", functools.partial(without_download, timm.create_model))
+    monkeypatch.setattr(timm, "create_model", functools.partial(small_model, timm.create_model))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     exec(compile(block, "block", "exec"), {"model": Module(), "datamodule": Data()})
 

@@ -8,7 +8,7 @@ import pytest
 pytest_plugins = "pytester"
 
 LEAKS = """
-import subprocess, sys, tempfile, threading
+import logging, logging.config, subprocess, sys, tempfile, threading
 from pathlib import Path
 
 import pytest
@@ -40,8 +40,22 @@ def test_file_here():
 
 def test_temporary_file():
     tempfile.mkstemp(suffix="left.bin")
+
+def test_disabled_logger():
+    logging.getLogger("lightning.pytorch")
+    logging.config.dictConfig({"version": 1})
+
+def test_logger_is_as_it_was():
+    assert not logging.getLogger("lightning.pytorch").disabled
 """
 
+
+MESSAGES = [
+    "threads running: ['left-thread']",
+    "child processes running: [",
+    "left.bin']",
+    "'lightning.pytorch': ((0, True, False, []), (0, True, True, []))",
+]
 
 ONE_FILE = """
 from pathlib import Path
@@ -72,16 +86,15 @@ def run(pytester, monkeypatch):
 
 def test_leftovers_are_errors_of_their_test(run):
     result = run(LEAKS)
-    result.assert_outcomes(passed=5, errors=4)
-    for message in ("threads running: ['left-thread']", "child processes running: [", "/left.txt']", "left.bin']"):
-        assert message in result.stdout.str()
+    result.assert_outcomes(passed=7, errors=5)
+    assert "/left.txt']" in result.stdout.str()
+    assert [message for message in MESSAGES if message not in result.stdout.str()] == []
 
 
 def test_workers_see_the_leftovers_that_are_theirs(run):
     result = run(LEAKS, "-n", "2")
-    result.assert_outcomes(passed=5, errors=3)
-    for message in ("threads running: ['left-thread']", "child processes running: [", "left.bin']"):
-        assert message in result.stdout.str()
+    result.assert_outcomes(passed=7, errors=4)
+    assert [message for message in MESSAGES if message not in result.stdout.str()] == []
 
 
 def test_a_file_left_in_the_repository_fails_the_run(run):

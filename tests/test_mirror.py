@@ -6,7 +6,7 @@ import pytest
 from leftovers import REPOSITORY
 
 PACKAGE = REPOSITORY / "lightning_egeria"
-ROOMS = ("batches", "network", "profiling", "snapshots", "distributed", "training", "freezing")
+ROOMS = ("batches", "network", "profiling", "snapshots", "distributed", "training", "freezing", "cluster")
 LONGEST_FILE, LONGEST_NAME = 500, 60  # lines, characters
 
 
@@ -18,7 +18,7 @@ def test_each_module_has_a_test_file(room):
     assert missing == []
 
 
-@pytest.mark.parametrize("room", [*ROOMS, "faults", "."])
+@pytest.mark.parametrize("room", [*ROOMS, "faults", "fuzz", "."])
 def test_files_and_names_are_short(room):
     paths = sorted((REPOSITORY / "tests" / room).glob("*.py"))
     assert paths

@@ -1,9 +1,12 @@
 """The notebooks run from top to bottom, do what they promise, and show the outputs of their sources."""
 
+import re
+
 import nbformat
 import pytest
 from ranks import LOCAL
 
+from lightning_egeria.training.freezer import FreezingEvent
 from notebooks.execute import NOTEBOOKS, PROMISES, digest, execute
 
 OUTPUTS_BYTES = 300_000
@@ -21,6 +24,20 @@ def test_outputs_belong_to_the_sources(path):
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in shown)
     assert not [output for output in shown if output.output_type == "error"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_have_the_messages_of_today(path):
+    """They go stale when a message changes, though the sources stay."""
+    event = re.compile(
+        r"step \d+: (froze \d+ of \d+ layer modules, up to '.+'|unfroze, \d+ of \d+ layer modules stay frozen): .+"
+    )
+    for kind in ("freeze", "unfreeze"):
+        assert event.fullmatch(FreezingEvent(3, kind, 1, "scheduled").describe(["stem", "head"]))
+    outputs = [output for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", [])]
+    lines = [line for output in outputs for line in output.get("text", "").splitlines()]
+    said = [line for line in lines if re.match(r"step \d+: (un)?froze", line)]
+    assert [line for line in said if not event.fullmatch(line)] == [], "run `make notebooks`"
 
 
 def test_outputs_are_small():

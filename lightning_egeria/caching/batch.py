@@ -55,6 +55,9 @@ class Owner(Protocol):
     def front_is_unchanged(self) -> bool:
         """Whether the front is the one that entries were computed by."""
 
+    def forget(self, level: Level, entries: Rows) -> None:
+        """Make misses of entries whose samples have changed."""
+
     def computed(self, batch: CachedBatch, node: Node, value: Tensor) -> None:
         """The output at the deepest boundary was computed, for all samples or for those without an entry."""
 
@@ -77,6 +80,7 @@ class CachedBatch:
         tape: its recorded operations.
         eager: whether layer modules run at once; so in a trial.
         calls: number of calls of the front that reached its boundary.
+        matches: how many of them were recorded as the entries were.
         hits: samples of the first such call whose output came from the deepest boundary.
         advanced: samples of it whose output came from a shallower one.
         was_touched: file and line of the program that first needed an input that was not loaded; None if nothing did.
@@ -92,7 +96,7 @@ class CachedBatch:
         self.waited = waited
         self.eager = self.plan.mode is Mode.TRIAL
         self.entries: Rows = np.asarray(self.plan.entries, np.int64)
-        self.calls = self.hits = self.advanced = 0
+        self.calls = self.matches = self.hits = self.advanced = 0
         self.was_touched: str | None = None
         self._older: dict[int, Node] = {}
         self.made_differs = False
@@ -134,7 +138,10 @@ class CachedBatch:
             self._older[depth] = node
             return None
         self.calls += 1
-        if level is None or self.eager or self.plan.checks or node.key != level.key:
+        if level is None or self.eager or node.key != level.key:
+            return None
+        self.matches += 1
+        if self.plan.checks:
             return None
         if not self._owner.is_proven(self.samples) or not self._owner.front_is_unchanged():
             return None
@@ -256,7 +263,7 @@ class CachedBatch:
             if stamp != known[at, 0]:
                 same[at] = False
                 if stamp != level.stamps[entries[at], 0]:  # else it was written anew since
-                    level.forget(entries[at : at + 1])
+                    self._owner.forget(level, entries[at : at + 1])
             else:
                 level.verified[entries[at]] = True
         return same

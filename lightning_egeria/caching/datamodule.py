@@ -122,7 +122,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
 
     @property
     def validation_stats(self) -> CacheStats:
-        """What the cache has done in validation, in the last fit so far; of the last loader, if there are several."""
+        """What the cache has done in validation, in the last fit so far."""
         return self._validation_stats
 
     @property
@@ -177,6 +177,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
                 self._turn_off(reason)
             elif owner is not None:
                 self._cache = PrefixCache(owner, self._notices)
+                self._stats, self._validation_stats = CacheStats(), CacheStats()
                 owner.observers.add(self._cache)
 
     def train_dataloader(self) -> Any:
@@ -209,19 +210,18 @@ class FrozenPrefixCache(pl.LightningDataModule):
         limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes if training else 0)
         views, observes = (self.augmentation_views, owner.will_compare) if training else (0, _never)
 
+        stats = self._stats if training else self._validation_stats
+
         def make_stream(dataset: PlannedDataset, elsewhere: Any) -> Stream:
-            return Stream(name, dataset, directory, limits, views, self.seed, observes, elsewhere, self._notices)
+            return Stream(name, dataset, directory, limits, views, self.seed, observes, elsewhere, self._notices, stats)
 
         arrived = cache.arrived_for_training if training else cache.arrived_for_validation
         line = Line(loader, make_stream, self._epochs if training else _forever, arrived)
         cache.add(name, line)
         if training:
-            self._stats = line.stream.stats
             if self._bar_entry is not None:
                 self._bar_entry.remove()
             self._bar_entry = BarEntry(self.trainer, "cached", line.stream.progress_text)
-        else:
-            self._validation_stats = line.stream.stats
         return line.loader
 
     def _epochs(self, once: bool) -> tuple[int, int | None]:

@@ -67,6 +67,9 @@ class PrefixCache(Observer):
         if self._last is not None:
             self._last.tape.settle()  # what the program has kept of the last batch
         self._last = self._training
+        if self._training is not None and self._front is not None and (path := self._front.missing()) is not None:
+            for line in self.lines.values():
+                line.stream.stop(f"the frozen module {path!r} was replaced, or its forward")
         if self._front is not None:
             self._front.batch = self._training
 

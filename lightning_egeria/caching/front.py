@@ -215,6 +215,15 @@ class FrontUnit:
     def _name(self, context: Context) -> str:
         return f"{self.path} {self._module.training} {context}"
 
+    def is_in_place(self, model: nn.Module) -> bool:
+        """Whether calls of the module still come here."""
+        found: Any = model
+        for name in self.path.split(".") if self.path else ():
+            found = found._modules.get(name)
+            if found is None:
+                return False
+        return found is self._module and vars(found).get("forward") is self
+
     def restore(self) -> None:
         """Give the module its own ``forward`` back, unless other code has replaced it since."""
         if vars(self._module).get("forward") is self:
@@ -260,6 +269,13 @@ class Front:
         self.units = [
             FrontUnit(self, number, path, modules[path], *ends.get(path, (0, 0))) for number, path in enumerate(paths)
         ]
+
+    def missing(self) -> str | None:
+        """Return the path of a module that other code has replaced, or its ``forward``; None if there is none."""
+        for unit in self.units:
+            if not unit.is_in_place(self.prefix.module):
+                return unit.path
+        return None
 
     def renew(self) -> None:
         """Take the weights as they are now for those of the front."""

@@ -41,6 +41,7 @@ COUNT_EVERY_S = 1.0
 AGREEING = 2  # batches of another size with the bits of the entries, before it is used
 QUICK_S = 0.0005  # a look at the dataset that takes less is taken before each batch
 MOVED = 3  # batches in a row with another front, before it is taken for the front
+OTHER = 6  # batches in a row that call the frozen layers in another way, before the cache stops
 STRANGE = 20  # batches in a row without a match, before the cache stops
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 CHANGES_TO_STOP = 3
@@ -59,9 +60,9 @@ class Stream:
         observes: whether a batch so many ahead needs its real input.
         load_elsewhere: loads tensors of samples in a process like the loader's workers; None loads them in this one.
         notices: takes messages.
+        stats: counts what is done.
 
     Attributes:
-        stats: what was done so far.
         front: the frozen front; None if nothing is cached.
         levels: cached boundaries, the deepest last.
         keys: numbers of the computations seen so far.
@@ -78,8 +79,9 @@ class Stream:
         observes: Callable[[int], bool],
         load_elsewhere: Callable[[Plan, list[tuple[int, int]]], list[Tensor]] | None,
         notices: Notices,
+        stats: CacheStats,
     ) -> None:
-        self.stats = CacheStats()
+        self.stats = stats
         self.front: Front | None = None
         self.levels: list[Level] = []
         self.keys = Keys()
@@ -105,6 +107,7 @@ class Stream:
 
     def _forget_front(self) -> None:
         self._trials, self._trial_planned, self._strange, self._changes = 0, False, 0, 0
+        self._other = 0
         self._since_check = self._lazy_batches = self._touches = 0
         self._inputs: tuple[int, ...] = ()
         self._structure: Any = None
@@ -212,8 +215,14 @@ class Stream:
     def forget_verified(self, ids: Rows | None = None) -> None:
         """Compare entries with their samples before they are used again; all entries by default."""
         views = max(1, self._views)
+        self._recording.finish()  # an entry that is written later would count as compared
         for level in self.levels:
             level.verified.reshape(-1, views)[slice(None) if ids is None else ids] = False
+
+    def forget(self, level: Level, entries: Rows) -> None:
+        """Make misses of entries whose samples have changed."""
+        self._recording.finish()
+        level.forget(entries)
 
     def plan(self, ids: Sequence[Any]) -> Plan:
         """Plan the next batch."""
@@ -357,14 +366,13 @@ class Stream:
             return
         served = batch.hits + batch.advanced > 0
         had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
-        self._strange = 0 if served or batch.plan.checks else self._strange + (had_rows and batch.began is not None)
+        self._strange = 0 if served or batch.plan.checks else self._strange + had_rows
+        self._other = 0 if batch.matches else self._other + had_rows
+        if self._other >= OTHER:
+            self.stop(f"the last {OTHER} batches called the frozen layers in another way than before, or not at all")
+            return
         if self._strange >= STRANGE:
-            self.stop(
-                f"the inputs of the last {STRANGE} batches differed from those that entries were computed from (is the "
-                "data random or mixed?)"
-                if batch.made_differs or not any(batch.lazy)
-                else f"the last {STRANGE} batches called the frozen layers in another way than the first one"
-            )
+            self.stop(f"the inputs of the last {STRANGE} batches differed from those of the entries (random or mixed?)")
             return
         self._count_lazy(batch, front)
         judgement = self._accounts.judgement()
@@ -379,12 +387,12 @@ class Stream:
         self._reader.close()
         self._recording.close()
         self.measure_disk()
+        self._dataset.close()
         for level in self.levels:
             level.store.close()
             if remove:
                 self._directory.remove(level.store.folder)
         self.levels = []
-        self._dataset.close()
 
     def measure_disk(self) -> None:
         """Update ``stats.bytes_on_disk``."""
@@ -462,7 +470,9 @@ class Stream:
         if front.renewals >= CHANGES_TO_STOP:
             self.stop("the frozen layers keep changing")
             return
-        self._notices.warn("the frozen layers have changed, so their outputs are cached anew", once="changed")
+        text = "the frozen layers have changed, so their outputs are cached anew"
+        if self._name == "training":
+            self._notices.warn(text, once="changed")
         front.renew()
         self._begin_anew(front)
 
@@ -566,6 +576,7 @@ class Stream:
             str(form),
             str(self._views),
             str(self._seed if self._views else 0),
+            str(node.tape.size),  # rows of other sizes may differ in their last bits
             f"{type(self._dataset.dataset).__qualname__} {len(self._dataset)} {self._structure!r}",
             uuid.uuid4().hex if self._numbers is not None else "",  # numbers of this run only
             self.keys.describe(node.key),

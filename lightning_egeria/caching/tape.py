@@ -204,17 +204,17 @@ class Node:
                 if node is not self and node.call is not None and node.rows is None and not node.is_held:
                     node.value = None  # computed again if it is wanted once more
         if self.value is None:
-            raise CacheError("a lazy tensor could not be computed")
+            raise RuntimeError("a lazy tensor could not be computed")
         return self.value
 
     def call_now(self) -> None:
         """Run the operation; its arguments must have values."""
         if self.call is None:
-            raise CacheError("a leaf has no operation")
+            raise RuntimeError("a leaf has no operation")
         values: dict[Node, Tensor] = {}
         for node in self.arguments():
             if node.value is None:
-                raise CacheError("an argument of a recorded operation has no value")
+                raise RuntimeError("an argument of a recorded operation has no value")
             if node.row is None and node.call is None and node.version != version_of(node.value):
                 raise CacheError(
                     f"a tensor of shape {tuple(node.meta.shape)} changed in place after the frozen layers were called "
@@ -238,7 +238,7 @@ class Tape:
 
     Attributes:
         size: rows of the batch.
-        order: position of the sample in each row; None as long as nothing says that it is another than that of the plan.
+        order: position of the sample in each row; None if it is that of the plan, as far as is known.
     """
 
     def __init__(
@@ -448,5 +448,5 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
 
 def _known(node: Node) -> Tensor:
     if node.value is None:
-        raise CacheError("a leaf of a recorded computation has no value")
+        raise RuntimeError("a leaf of a recorded computation has no value")
     return node.value

@@ -109,9 +109,12 @@ def _no_such_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
     taken = list(parameters_of(target)[0]) if target else []
     if name in taken:
         return f"{wanted}: the configuration does not have this key, but {target} does. Add it with a plus: +{given}"
-    longer = (key for key in _keys(node._get_root()) if key.endswith(f".{given.partition('=')[0]}"))
-    near = next((f" Did you mean {key!r}?" for key in longer), "") or near_match(name, known, f"{parent}{dot}")
-    near = near or near_match(name, taken, f"+{parent}{dot}") or f" Keys: {', '.join(known) or 'none'}"
+    keys = _keys(node._get_root())
+    longer = [key for key in keys if key.endswith(f".{given.partition('=')[0]}")]
+    deeper = [key for key in keys if parent and key.startswith(f"{parent}.") and key.endswith(f".{name}")]
+    near = next((f" Did you mean {key!r}?" for key in longer + deeper), "")
+    near = near or near_match(name, known, f"{parent}{dot}") or near_match(name, taken, f"+{parent}{dot}")
+    near = near or f" Keys: {', '.join(known) or 'none'}"
     return f"{wanted}: no such key.{near}"
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_egeria.demos.schedules import ScheduledModule
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, first_of
 
 HEADS = ("linear.", "fc.", "classifier.", "head.")  # names in the demos, torchvision and timm
 
@@ -96,7 +96,5 @@ def load_weights(net: nn.Module, path: str, left_out: Sequence[str] = HEADS) -> 
         and (name not in state or name not in own or state[name].shape != own[name].shape)
     ]
     if wrong:
-        raise ArgumentError(
-            f"model.weights={path} holds another network: {wrong[0]!r} and {len(wrong) - 1} more differ"
-        )
+        raise ArgumentError(f"model.weights={path} holds another network; tensors that differ: {first_of(wrong)}")
     net.load_state_dict(state, strict=False)

@@ -40,7 +40,7 @@ class InMemoryData(L.LightningDataModule):
     def __init__(self, batch_size: int, num_workers: int) -> None:
         super().__init__()
         if batch_size < 1:
-            raise ArgumentError(f"batch_size must be at least 1, not {batch_size}")
+            raise ArgumentError(f"batch_size must be at least 1, got {batch_size}")
         self.batch_size, self.num_workers = batch_size, num_workers
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -59,7 +59,7 @@ class InMemoryData(L.LightningDataModule):
         """
         if not self.batch_size <= size <= available:
             raise ArgumentError(
-                f"train_size must lie between batch_size ({self.batch_size}) and the {available} {what}, not {size}"
+                f"train_size must lie between batch_size ({self.batch_size}) and the {available} {what}, got {size}"
             )
 
     def _loader(self, samples: Dataset[Any], training: bool = False) -> DataLoader[Any]:
@@ -97,7 +97,7 @@ class DigitsData(InMemoryData):
     ) -> None:
         super().__init__(batch_size, num_workers)
         if not 0 < val_fraction < 1:
-            raise ArgumentError(f"val_fraction must lie between 0 and 1, not {val_fraction}")
+            raise ArgumentError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
         self.channels, self.val_fraction, self.split_seed = channels, val_fraction, split_seed
 
     def setup(self, stage: str) -> None:

@@ -53,7 +53,7 @@ class CifarResNet(nn.Module):
     def __init__(self, depth: int, num_classes: int = 10, in_channels: int = 3) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
-            raise ArgumentError(f"depth must be 6n + 2 with n >= 1 (20, 32, 44, 56, 110, ...), not {depth}")
+            raise ArgumentError(f"depth must be 6n + 2 with n >= 1 (20, 32, 44, 56, 110, ...), got {depth}")
         blocks = (depth - 2) // 6
         self.conv1 = nn.Conv2d(in_channels, 16, kernel_size=3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)

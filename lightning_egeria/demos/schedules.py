@@ -39,7 +39,7 @@ def step_decay(
     [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
     """
     if list(milestones) != sorted(set(milestones)) or not all(0 < share < 1 for share in milestones):
-        raise ArgumentError(f"milestones must be ascending shares of the run between 0 and 1, not {list(milestones)}")
+        raise ArgumentError(f"milestones must be ascending shares of the run between 0 and 1, got {list(milestones)}")
     return MultiStepLR(optimizer, [round(share * total_steps) for share in milestones], gamma)
 
 

@@ -208,7 +208,7 @@ class SquadData(InMemoryData):
     ) -> None:
         super().__init__(batch_size, num_workers)
         if longest < 8:
-            raise ArgumentError(f"longest must be at least 8, not {longest}")
+            raise ArgumentError(f"longest must be at least 8, got {longest}")
         self.root, self.train_size = Path(root), train_size
         self.longest, self.largest_vocabulary = longest, largest_vocabulary
 

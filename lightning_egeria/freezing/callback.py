@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import copy
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from rich import get_console
 from torch import Tensor
 
 from lightning_egeria.errors import CheckpointError
 from lightning_egeria.freezing.arguments import check_arguments, explain_missing
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison
-from lightning_egeria.freezing.display import log_metrics, share_of_step
+from lightning_egeria.freezing.comparison_setup import set_up_comparison
+from lightning_egeria.freezing.display import MetricsLog, share_of_step, why_evaluations_said_nothing
 from lightning_egeria.freezing.guide import Guide
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
-from lightning_egeria.freezing.reference import Precision, ReferenceModel
-from lightning_egeria.freezing.runner import ReferenceRunner, has_idle_core
+from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.savings import Savings, savings_table
 from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.training.callback import PrefixFreezing
-from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
-
-EVALUATIONS_PER_RUN = 50  # bounds the evaluations' cost by that many forwards, however long the run
-EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
-LEAST_STEPS_BETWEEN_EVALUATIONS = 8  # in fewer, whatever learns hardly moves either
 
 
 class KnowledgeGuidedFreezing(PrefixFreezing):
@@ -91,8 +83,6 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self.deterministic = deterministic
         self._guide: Guide | None = None
         self._accumulation = 1
-        self._waits = False  # for each answer, in a deterministic run
-        self._every = 0
 
     @property
     def last_evaluation(self) -> LastEvaluation | None:
@@ -127,13 +117,6 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         comparison = self.comparison
         return comparison is not None and comparison.will_compare(batches_ahead, self._accumulation)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the evaluation interval, which depends on the length of the run."""
-        self._every = self.evaluate_every_n_steps or _interval(trainer)
-        asked = torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
-        self._waits = asked
-        super().on_train_start(trainer, pl_module)
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -151,36 +134,26 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
                 f"the checkpoint was written with a {state['policy']['class']}, and this callback has a "
                 f"{type(policy).__name__}. Pass the same policy, or leave out ckpt_path to start again"
             )
-        most = freezer.chain.max_depth if state is None else state["max_depth"]
-        policy.start(most)
-        before = state["comparison"] if state is not None else {"precision": None, "crops": None}
-        precision = before["precision"] or self.reference_precision
-        if precision == "auto" and self._waits:
-            precision = "float32"  # the fastest precision may differ from run to run
-        samples = self.evaluation_samples
-        make = functools.partial(ReferenceModel, freezer.chain, samples, precision, before["crops"] or None)
-        background = has_idle_core(trainer.strategy.root_device) if self.background is None else self.background
-        comparison = ReferenceComparison(
+        policy.start(freezer.chain.max_depth if state is None else state["max_depth"])
+        comparison = set_up_comparison(
+            trainer,
             freezer,
             policy,
-            ReferenceRunner(make, freezer.chain.entries, background, self.timeout_s),
-            self._every,
-            samples,
-            wait_s=self.timeout_s if self._waits else 0.0,
-            adapt=self.evaluate_every_n_steps is None,
-            notices=self.notices,
+            self.notices,
+            None if state is None else state["comparison"],
+            evaluate_every_n_steps=self.evaluate_every_n_steps,
+            samples=self.evaluation_samples,
+            precision=self.reference_precision,
+            background=self.background,
+            timeout_s=self.timeout_s,
+            deterministic=self.deterministic,
         )
         self._guide = Guide(freezer, policy, comparison)  # from here on, `stop_method` cleans up after an error
         if state is not None:
-            with checkpoint_read():
-                policy.load_state_dict(state["policy"]["state"])
-                comparison.load_state_dict(state["comparison"])
-            allowed = min(most, freezer.chain.max_depth)
-            if allowed < most or not comparison.runner.has_snapshot:
-                policy.start(allowed)
+            self._guide.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        return [comparison]
+        return [comparison, MetricsLog(trainer, self._guide)]
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""
@@ -190,25 +163,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     def method_state(self) -> dict[str, Any]:
         """Return the state of policy and comparison, and in a deterministic run the reference's weights."""
         assert self._guide is not None  # `start_method` has made it
-        return {
-            "policy": self._guide.state_dict(),
-            "comparison": self._guide.comparison.state_dict(with_reference=self._waits),
-            "max_depth": self._guide.freezer.chain.max_depth,
-        }
+        return self._guide.state_dict()
 
     def choose_depth(self, step: int) -> Decision | None:
         """Return the decision of the policy."""
         return self._guide.decide(step, self.learning_rate) if self._guide is not None else None
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Decide, and log metrics after each evaluation step and change of depth."""
-        before = (len(self.events), self.comparison and self.comparison.next_evaluation)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        now = (len(self.events), self.comparison and self.comparison.next_evaluation)
-        if self._guide is not None and before[1] is not None and now != before:
-            log_metrics(trainer, self._guide)
 
     def report(self, event: FreezingEvent) -> None:
         """Log a freeze or unfreeze, and the share of a step that the frozen layer modules took."""
@@ -227,14 +186,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
                 "fine-tune trained weights"
             )
         if self._guide is not None and trainer.is_global_zero:
+            reason = why_evaluations_said_nothing(self._guide)
+            if reason is not None and not self.events:
+                self.notices.inform(f"nothing froze: {reason}")
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             # Use the console of Rich's progress bar; the bar draws over text from other consoles.
             get_console().print(savings_table(self.savings(), metrics))
-
-
-def _interval(trainer: pl.Trainer) -> int:
-    """Steps between evaluations, from the length of the run. The Trainer must have its data loaders."""
-    steps = trainer.estimated_stepping_batches
-    if math.isinf(steps) or steps < 0:
-        return EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN
-    return max(LEAST_STEPS_BETWEEN_EVALUATIONS, round(steps / EVALUATIONS_PER_RUN))

@@ -100,6 +100,11 @@ class ReferenceComparison(Observer):
         """Whether this rank compares, and the policy needs plasticity now."""
         return self._freezer.ranks.leads and self._policy.wants_reference and not self.evaluations.stopped
 
+    @property
+    def waits(self) -> bool:
+        """Whether training waits for each answer, so that decisions do not depend on timing."""
+        return self.evaluations.wait_s > 0
+
     def will_compare(self, batches_ahead: int, accumulation: int = 1) -> bool:
         """Whether the batch that comes ``batches_ahead`` after the last one may be captured.
 
@@ -128,7 +133,7 @@ class ReferenceComparison(Observer):
             self._gathered.start()
         due = step + self._steps_per_batch >= self.next_evaluation
         if due and self._capture is None and self.runner.has_snapshot and self.wants_reference:
-            if not self.evaluations.wait_s and not self.runner.ready():
+            if not self.waits and not self.runner.ready():
                 return  # the reference is still busy and could not take the step
             self._capture = self.evaluations.capture()
             self._capture.start()
@@ -173,7 +178,7 @@ class ReferenceComparison(Observer):
         self._steps_per_batch = step - self._step_before  # more than one with several optimizers
         due = self.is_due(step)
         plasticity = self.evaluations.collect(due)
-        if due and not self.evaluations.wait_s:
+        if due and not self.waits:
             self._send()
             if plasticity is None:  # a reference in this thread has answered already
                 plasticity = self.evaluations.collect(due=False)
@@ -186,7 +191,7 @@ class ReferenceComparison(Observer):
         """Return each layer module's share of a step; None if not measured, and with ``wait_s``."""
         shares = self.costs.layer_shares(len(self._prefix.chain))
         known = [share for share in shares if share is not None]
-        return known if len(known) == len(shares) and not self.evaluations.wait_s else None
+        return known if len(known) == len(shares) and not self.waits else None
 
     def is_due(self, step: int) -> bool:
         """Whether optimizer step ``step`` is an evaluation step; the same on all ranks."""
@@ -209,7 +214,7 @@ class ReferenceComparison(Observer):
         if self.is_due(step):
             self.next_evaluation = step + self.evaluate_every_n_steps
             if self._freezer.ranks.leads:
-                if self.evaluations.wait_s:
+                if self.waits:
                     # Not before the decision: a change of the prefix would void the answer and keep the worker busy.
                     self._send()
                 with self.costs.evaluating():

@@ -7,6 +7,7 @@ import math
 import lightning.pytorch as pl
 
 from lightning_egeria.freezing.guide import Guide
+from lightning_egeria.training.observers import Observer
 
 
 def share_of_step(guide: Guide, depth: int) -> float | None:
@@ -16,8 +17,50 @@ def share_of_step(guide: Guide, depth: int) -> float | None:
     return sum(known) if known and len(known) == len(values) else None
 
 
+def why_evaluations_said_nothing(guide: Guide) -> str | None:
+    """Return why the policy saw few or no evaluations, and what to do; None if it saw enough, or needs none."""
+    counts, every = guide.comparison.evaluations.counts, guide.comparison.evaluate_every_n_steps
+    lost = counts.late + counts.dropped
+    if not guide.policy.wants_reference or counts.failed:
+        return None
+    if counts.done + lost == 0:
+        return f"the run ended before the first evaluation, after {every} steps. Lower evaluate_every_n_steps"
+    if counts.late and lost > counts.done:
+        return (
+            f"{lost} of {lost + counts.done} evaluations came late or were dropped. Leave a core idle for the "
+            "reference model, raise evaluate_every_n_steps, or set background=False"
+        )
+    return None
+
+
+class MetricsLog(Observer):
+    """Logs the state to the Trainer's loggers, under ``egeria/``, after each evaluation step and change of depth.
+
+    Add it behind the comparison.
+
+    Args:
+        trainer: the Trainer.
+        guide: guide of the run.
+    """
+
+    def __init__(self, trainer: pl.Trainer, guide: Guide) -> None:
+        self._trainer = trainer
+        self._guide = guide
+        self._logged = self._now()
+
+    def optimizer_step(self, step: int) -> None:
+        """Log if there is something new."""
+        now = self._now()
+        if now != self._logged:
+            self._logged = now
+            log_metrics(self._trainer, self._guide)
+
+    def _now(self) -> tuple[int, int]:
+        return len(self._guide.freezer.events), self._guide.comparison.next_evaluation
+
+
 def log_metrics(trainer: pl.Trainer, guide: Guide) -> None:
-    """Log the state after an evaluation step to the Trainer's loggers, under ``egeria/``."""
+    """Log the state to the Trainer's loggers, under ``egeria/``."""
     if not trainer.loggers:
         return
     prefix, comparison = guide.freezer.prefix, guide.comparison

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_egeria.distributed.ranks import DepthBroadcast
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison, slopes_of
 from lightning_egeria.freezing.policy import Policy
+from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.freezer import Decision, Freezer
 
 
@@ -56,8 +58,28 @@ class Guide:
         return Decision(agreed.depth, agreed.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the class and state of the policy, in plain types."""
-        return {"class": type(self.policy).__name__, "state": self.policy.state_dict()}
+        """Return the state of policy and comparison, in plain types and tensors.
+
+        In a deterministic run it has the reference's weights.
+        """
+        return {
+            "policy": {"class": type(self.policy).__name__, "state": self.policy.state_dict()},
+            "comparison": self.comparison.state_dict(with_reference=self.comparison.waits),
+            "max_depth": self.freezer.chain.max_depth,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of `state_dict`; the policy starts again if it may freeze less, or has no reference.
+
+        Raises:
+            CheckpointError: if the state is damaged or does not fit.
+        """
+        with checkpoint_read():
+            self.policy.load_state_dict(state["policy"]["state"])
+            self.comparison.load_state_dict(state["comparison"])
+        allowed = min(state["max_depth"], self.freezer.chain.max_depth)
+        if allowed < state["max_depth"] or not self.comparison.runner.has_snapshot:
+            self.policy.start(allowed)
 
     def _decide(self, step: int, learning_rate: float, due: bool) -> Decision | None:
         self.plasticity = None

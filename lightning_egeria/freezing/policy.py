@@ -213,8 +213,8 @@ class FreezingPolicy(Annealing):
         if not depth:
             return None
         found, limit = plasticity[depth - 1], self._limit(depth, work)
-        evaluations = self._at_rest[depth - 1]
-        return Decision(depth, f"plasticity {found:.1e} stayed below {limit:.1e} for {evaluations} evaluations")
+        evaluations = in_words(self._at_rest[depth - 1])
+        return Decision(depth, f"plasticity {found:.1e} stayed below {limit:.1e} for {evaluations}")
 
     def _compared(self, plasticity: Sequence[float]) -> Decision | None:
         """Compare pre-trained layer modules with one another after the first evaluations."""
@@ -259,3 +259,12 @@ class FreezingPolicy(Annealing):
             self._compares = bool(state["compares"])
             self._highest_lr = number_of(state["highest_lr"])
             self._load_rates(state)
+
+
+def in_words(evaluations: int) -> str:
+    """Return a number of evaluations for a message.
+
+    >>> in_words(1), in_words(4)
+    ('1 evaluation', '4 evaluations')
+    """
+    return f"{evaluations} evaluation{'' if evaluations == 1 else 's'}"

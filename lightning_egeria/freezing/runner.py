@@ -78,7 +78,8 @@ class ReferenceRunner:
 
     Attributes:
         evaluation_bytes: bytes sent for the last evaluation, without a snapshot.
-        snapshot_bytes: size of the last snapshot in bytes.
+        snapshot: the latest snapshot, packed; None without one.
+        snapshot_bytes: its size in bytes.
     """
 
     def __init__(
@@ -95,14 +96,14 @@ class ReferenceRunner:
         self._make = make
         self._background = background
         self._place: _Place | None = None
-        self._snapshot: PackedObject | None = None
+        self.snapshot: PackedObject | None = None
         self._named: dict[str, int] = {}  # weights and buffers among its tensors
         self._number = 0
 
     @property
     def has_snapshot(self) -> bool:
         """Whether there is a snapshot to compare with."""
-        return self._snapshot is not None
+        return self.snapshot is not None
 
     @property
     def worker(self) -> Worker | None:
@@ -128,10 +129,10 @@ class ReferenceRunner:
 
     def snapshot_tensors(self) -> dict[str, Tensor] | None:
         """Return weights and buffers of the snapshot by name, for a checkpoint; None without a snapshot."""
-        if self._snapshot is None:
+        if self.snapshot is None:
             return None
-        self._snapshot.wait()
-        return {name: self._snapshot.tensors[place] for name, place in self._named.items()}
+        self.snapshot.wait()
+        return {name: self.snapshot.tensors[place] for name, place in self._named.items()}
 
     def restore_snapshot(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Restore a snapshot from the structure of ``module`` and the tensors of `snapshot_tensors`.
@@ -163,7 +164,7 @@ class ReferenceRunner:
         """Drop the snapshot and end the process. Safe to call twice."""
         if self.worker is not None:
             self.worker.close()
-        self._place = self._snapshot = None
+        self._place = self.snapshot = None
 
     def ready(self) -> bool:
         """Whether the reference is free. Ends a process that hangs, and replaces one that has ended."""
@@ -182,13 +183,13 @@ class ReferenceRunner:
         Raises:
             Exception: if an argument cannot be pickled.
         """
-        assert self._snapshot is not None, "an evaluation needs a snapshot first"
+        assert self.snapshot is not None, "an evaluation needs a snapshot first"
         place = self._free_place()
         if place is None:
             return None
         packed = _gathered(pack(evaluation), evaluation.network, weights).to_host()
         self.evaluation_bytes = packed.size_bytes
-        return place.evaluate(packed, self._snapshot, self._number)
+        return place.evaluate(packed, self.snapshot, self._number)
 
     def _free_place(self) -> _Place | None:
         place = self._place
@@ -209,7 +210,7 @@ class ReferenceRunner:
 
     def _keep(self, packed: PackedObject) -> None:
         self._place = self._place or _Place(self._make, self._background)
-        self._snapshot, self.snapshot_bytes = packed, packed.size_bytes
+        self.snapshot, self.snapshot_bytes = packed, packed.size_bytes
         self._number += 1
 
 

@@ -107,11 +107,13 @@ def _sums(savings: Savings) -> list[tuple[str, str]]:
         verdict = f"none ({saved:.1f} s)"
     else:
         verdict = f"{saved:.1f} s"
+    lost = savings.evaluations_late + savings.evaluations_dropped
+    done = f"{savings.evaluations_done} of {savings.evaluations_done + lost}" if lost else f"{savings.evaluations_done}"
     return [
         ("frozen", f"{savings.frozen_depth}/{len(savings.layer_modules)}"),
         ("step before the first freeze", _milliseconds(savings.step_seconds_before)),
         ("step after the last freeze", _milliseconds(savings.step_seconds_after)),
-        ("evaluations", f"{savings.evaluations_done} ({savings.evaluation_seconds:.1f} s)"),
+        ("evaluations", f"{done} ({savings.evaluation_seconds:.1f} s)"),
         ("estimated time saved", verdict),
     ]
 

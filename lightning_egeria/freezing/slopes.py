@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.freezing.annealing import Annealing
+from lightning_egeria.freezing.policy import in_words
 from lightning_egeria.profiling.trend import PlasticitySeries
 from lightning_egeria.training.checkpoints import checkpoint_read, count_of, is_whole, number_of
 from lightning_egeria.training.freezer import Decision
@@ -195,7 +196,7 @@ class SlopePolicy(Annealing):
         return Decision(
             depth,
             f"plasticity slope {track.slope:.2e} stayed below {self.tolerance * track.largest_slope:.2e} for "
-            f"{track.calm} evaluations",
+            + in_words(track.calm),
         )
 
     def _follow(self, track: _Track, value: float) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_egeria.errors import LayerChainError, TooFewLayersError
+from lightning_egeria.errors import LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.tracing import ModuleCall, StepTrace, leaf_of, walk
 
 Boundary = tuple[str, ModuleCall]  # name of the layer module, the call whose output ends it
@@ -211,7 +211,7 @@ def separate_shared_weights(
     notes: list[str] = []
     for (first, last), leaves in sorted(shared.items(), key=lambda item: item[0]):
         names = [name for parameter, name in trace.parameter_names.items() if parameter in leaves]
-        label = (repr(names[0]) if names else "a weight") + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        label = first_of(names) if names else "a weight"
         if last < beyond:
             notes.append(f"{boundaries[first][0]!r} to {boundaries[last][0]!r} share {label} and freeze together")
             cut[first:last] = [True] * (last - first)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_egeria.errors import CheckpointError
+from lightning_egeria.errors import CheckpointError, first_of
 from lightning_egeria.network.chain import LayerChain
 
 SETTLING_STEPS = 40  # after which 1.5 % of a running statistic is older than the freeze
@@ -227,8 +227,7 @@ class FrozenPrefix:
         if missing:
             model = type(self.module).__name__
             raise CheckpointError(
-                f"the checkpoint's layer chain does not fit {model}: the model lacks {missing[0]!r}"
-                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+                f"the checkpoint's layer chain does not fit {model}: the model lacks {first_of(missing)}"
             )
 
 

@@ -17,7 +17,6 @@ import os
 import pickle
 import queue
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -29,11 +28,10 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.errors import WorkerError
+from lightning_egeria.snapshots.framing import read_part, write_parts
 from lightning_egeria.snapshots.packing import PackedObject, pack, unpack
 
 NICENESS = 10  # of 19: with every core taken, a worker gets about a tenth of one
-_LENGTH = struct.Struct("<Q")
-_PIECE_BYTES = 16 * 2**20
 
 
 class Worker:
@@ -121,7 +119,7 @@ class Worker:
                 for packed in arguments:
                     packed.wait()
                 _send(stdin, *arguments)
-                succeeded, value = pickle.loads(_receive(stdout))
+                succeeded, value = pickle.loads(read_part(stdout))
             except (OSError, EOFError):
                 self.ended = True
                 status = self._process.wait()
@@ -159,7 +157,7 @@ def serve() -> None:
             reply = pickle.dumps((True, target(*map(unpack, arguments))))
         except Exception as error:  # the user's modules may raise anything
             reply = pickle.dumps((False, f"{type(error).__name__}: {error}"))
-        _write(answers, [reply])
+        write_parts(answers, [reply])
 
 
 def _fail(error: Exception, *_: Any) -> None:
@@ -177,45 +175,19 @@ def _read(requests: BinaryIO, arrived: queue.SimpleQueue[list[PackedObject]]) ->
 
 def _send(stream: Any, *objects: PackedObject) -> None:
     described = [[(tensor.dtype, tuple(tensor.shape)) for tensor in packed.tensors] for packed in objects]
-    _write(stream, [pickle.dumps(described)])
+    write_parts(stream, [pickle.dumps(described)])
     for packed in objects:
         data = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in packed.tensors]
-        _write(stream, [packed.structure, *data])
+        write_parts(stream, [packed.structure, *data])
 
 
 def _receive_objects(stream: Any) -> list[PackedObject]:
     objects = []
-    for kinds in pickle.loads(_receive(stream)):
-        structure = _receive(stream)
-        objects.append(PackedObject(structure, [_tensor(_receive(stream), *kind) for kind in kinds]))
+    for kinds in pickle.loads(read_part(stream)):
+        structure = read_part(stream)
+        objects.append(PackedObject(structure, [_tensor(read_part(stream), *kind) for kind in kinds]))
     return objects
 
 
 def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
-
-
-def _write(stream: Any, parts: list[Any]) -> None:
-    for part in parts:
-        stream.write(_LENGTH.pack(len(part)))
-        stream.write(part)
-    stream.flush()
-
-
-def _receive(stream: Any) -> bytearray:
-    (length,) = _LENGTH.unpack(_read_exactly(stream, _LENGTH.size))
-    return _read_exactly(stream, length)
-
-
-def _read_exactly(stream: Any, length: int) -> bytearray:
-    """Grow the buffer as bytes arrive: a library that prints before `serve` would look like a huge length."""
-    data = bytearray()
-    filled = 0
-    while filled < length:
-        if filled == len(data):
-            data += bytes(min(_PIECE_BYTES, length - filled))
-        count = stream.readinto(memoryview(data)[filled:])
-        if not count:
-            raise EOFError
-        filled += count
-    return data

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
+from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError, first_of
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.limits import depth_limit
 from lightning_egeria.training.adapter import ObserverCallback
@@ -317,8 +317,8 @@ class PrefixFreezing(ObserverCallback):
         if not new or freezer is None:
             return
         self.notices.warn(
-            f"{new[0]!r} and {len(new) - 1} more parameters started training after the layer modules were found. "
-            "Everything is unfrozen, and the layer modules are found again"
+            f"parameters started training after the layer modules were found: {first_of(new)}. Everything is unfrozen, "
+            "and the layer modules are found again"
         )
         freezer.freeze_to(0, "more parameters started training")
         self._close()
@@ -341,6 +341,7 @@ class PrefixFreezing(ObserverCallback):
             self.stop_method()
             for observer in (self.freezer, *self._own_observers):
                 self.observers.remove(observer)
+            self._own_observers = []  # they may hold the Trainer, which cannot be copied
             self.freezer.close()
 
 

@@ -25,7 +25,10 @@ def log_line(text: str) -> None:
 def _above_the_bar() -> contextlib.AbstractContextManager[object]:
     """Takes TQDM's bars, which stand at the end of an open line, off the terminal meanwhile."""
     tqdm = sys.modules.get("tqdm")
-    return tqdm.tqdm.external_write_mode() if tqdm is not None else contextlib.nullcontext()
+    # Without a bar, tqdm would make a lock for several processes first.
+    if tqdm is None or not getattr(tqdm.tqdm, "_instances", True):
+        return contextlib.nullcontext()
+    return tqdm.tqdm.external_write_mode()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import CheckpointError, TooFewLayersError
+from lightning_egeria.errors import CheckpointError, TooFewLayersError, first_of
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.trainable import TrainableParameters, without_part_in
 from lightning_egeria.training.first_step import FirstStep
@@ -83,8 +83,8 @@ class LayerSearch:
             if not fixed:
                 raise
             self._notices.warn(
-                f"{error}. {fixed[0]!r} and {len(fixed) - 1} more parameters are not training yet. The callback looks "
-                "for layer modules again at the start of each epoch",
+                f"{error}. Parameters that are not training yet: {first_of(fixed)}. The callback looks for layer "
+                "modules again at the start of each epoch",
                 once="too few layer modules",
             )
             return None

@@ -96,7 +96,7 @@ def freezing_of(cli):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
-def test_trains_as_yaml_says_and_again_from_the_file_that_the_run_leaves(configuration, tmp_path):
+def test_a_run_is_repeated_from_the_file_it_leaves(configuration, tmp_path):
     first = run("--config", configuration)
     assert isinstance(first.datamodule, FrozenPrefixCache)
     assert isinstance(first.datamodule.datamodule, Data)

@@ -40,7 +40,7 @@ def configure(tmp_path):
     GlobalHydra.instance().clear()
 
 
-def test_every_folder_of_the_configuration_is_a_group_tested_here():
+def test_every_folder_of_the_configuration_is_tested_here():
     assert {path.name for path in CONFIG_DIR.iterdir() if path.is_dir()} == set(GROUPS)
 
 

@@ -16,6 +16,8 @@ MISTAKES = [
     ("callbacks.freezing.policy.tolerence=0.1", ["policy.tolerence", "policy.tolerance'?"]),
     ("callbacks=none callbacks.freezing.timeout_s=9", ["callbacks.freezing: no such key. Keys: none"]),
     ("modle=resnet56", ["modle: no such key.", "Did you mean 'model'?"]),
+    ("callbacks.freezing.tolerance=0.1", ["Did you mean 'callbacks.freezing.policy.tolerance'?"]),
+    ("model.lr=0.2", ["Did you mean 'model.optimizer.lr'?"]),
     ("optimizer.lr=0.2", ["optimizer: no such key.", "Did you mean 'model.optimizer.lr'?"]),
     ("trainer.limit_train_batches=2", ["lightning.Trainer does", "+trainer.limit_train_batches=2"]),
     ("trainer.limit_train_batch=2", ["Did you mean '+trainer.limit_train_batches'?"]),
@@ -55,7 +57,7 @@ MISTAKES = [
     # Out of range.
     ("ckpt_path=nowhere.ckpt", ["ckpt_path=nowhere.ckpt", "no such file"]),
     ("trainer.accelerator=none", ["trainer: ", "accelerator='none'", "Available names"]),
-    ("model.net.depth=21", ["model.net: depth must be 6n + 2", "not 21"]),
+    ("model.net.depth=21", ["model.net: depth must be 6n + 2", "got 21"]),
     ("callbacks.freezing.policy.tolerance=0", ["callbacks.freezing.policy: tolerance must be greater than 0"]),
 ]
 EXPERIMENTS = [
@@ -134,7 +136,7 @@ def test_a_key_of_the_users_own_is_no_mistake(message_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_tracebacks_for_who_asks_and_for_errors_that_are_none_of_the_configuration(tmp_path):
+def test_tracebacks_on_request_and_for_other_errors(tmp_path):
     command = [sys.executable, "-m", "lightning_egeria.cli.train"]
     root = str(Path(__file__).parents[2])
 

@@ -1,7 +1,5 @@
 """The application, run in this process as the console script runs it."""
 
-import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -10,51 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
+from cli_runs import SCRIPTED, SMALL, results
 from ranks import LOCAL, free_port
 
 from lightning_egeria.cli.train import main
 from lightning_egeria.report.command import main as draw
 
-SMALL = (
-    "model.net.depth=8",
-    "trainer=cpu",
-    "trainer.max_epochs=1",
-    "+trainer.limit_train_batches=4",
-    "+trainer.limit_val_batches=1",
-    "+trainer.enable_progress_bar=false",
-    "data.batch_size=8",
-)
-# Freezes the first layer module after the second step.
-SCRIPTED = (
-    "~callbacks.freezing.policy",
-    "+callbacks.freezing.policy={_target_: lightning_egeria.ScriptedPolicy, schedule: {2: 1}}",
-    "callbacks.freezing.background=False",
-)
 COMMAND = (sys.executable, "-m", "lightning_egeria.cli.train")
-
-
-@pytest.fixture
-def egeria_train(tmp_path, monkeypatch):
-    """Run `egeria-train` with overrides from an empty folder; return its run directory, a new one each time."""
-    counter = itertools.count()
-
-    def run(*overrides, flags=(), small=SMALL, own_folder=True):
-        run_dir = tmp_path / f"run{next(counter)}"
-        folder = [f"hydra.run.dir={run_dir}"] if own_folder else []
-        monkeypatch.setattr(sys, "argv", ["egeria-train", *flags, *small, *folder, *overrides])
-        main()
-        return run_dir
-
-    monkeypatch.chdir(tmp_path)
-    # Hydra sets it for the process, and each run anew.
-    monkeypatch.setitem(os.environ, "HYDRA_MAIN_MODULE", "lightning_egeria.cli.train")
-    yield run
-    GlobalHydra.instance().clear()
-
-
-def results(run_dir):
-    return json.loads((run_dir / "savings.json").read_text())
 
 
 def test_trains_and_leaves_its_figures(egeria_train, capsys):
@@ -134,45 +94,6 @@ def test_debug_profiler_leaves_the_time_of_each_hook(egeria_train):
     assert "KnowledgeGuidedFreezing.on_train_batch_end" in report
 
 
-def test_a_multirun_shares_one_cache(egeria_train, tmp_path):
-    cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
-    options = ["trainer.max_epochs=8", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
-    egeria_train("seed=1,1,2", *SCRIPTED, *cache, *options, flags=["-m"])
-
-    first, again, other = (results(tmp_path / "sweep" / str(job))["cache"] for job in range(3))
-    assert first["off"] is again["off"] is other["off"] is None
-    # Trained to the same weights, the second finds what the first has left; the third must not.
-    assert again["hits"] > first["hits"]
-    assert (again["wrong"], other["wrong"]) == (0, 0)
-    assert other["written"] > 40
-    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
-
-
-def test_a_multirun_over_groups(egeria_train, tmp_path):
-    egeria_train("callbacks=none,freezing", "logger=none", f"hydra.sweep.dir={tmp_path / 'sweep'}", flags=["-m"])
-    assert [bool(results(tmp_path / "sweep" / job)["savings"]) for job in "01"] == [False, True]
-
-
-def test_a_multirun_ends_with_a_comparison(egeria_train, tmp_path, capsys):
-    egeria_train("callbacks=none", "logger=none", "seed=1,2", "run_dir=sweep", flags=["-m"])
-    head, _, *rows, drawn = capsys.readouterr().out.splitlines()[-5:]
-    assert head.split()[:2] == ["run", "frozen"]
-    assert "val/acc" in head
-    assert [row.split()[:2] for row in rows] == [["seed=1", "-"], ["seed=2", "-"]]
-    assert drawn == "report in sweep/report/report.html"
-    assert "seed=2" in (tmp_path / "sweep" / "report" / "report.html").read_text()
-    # All in the one folder that was asked for.
-    assert not (tmp_path / "runs").exists()
-    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"0", "1", "multirun.yaml", "report"}
-
-
-def test_a_multirun_compares_what_all_runs_have_logged(egeria_train, capsys):
-    small = [override for override in SMALL if "limit_val" not in override]
-    options = ["callbacks=none", "logger=none", "+trainer.limit_val_batches=0,1", "run_dir=sweep"]
-    egeria_train(*options, flags=["-m"], small=small)
-    assert "train/loss" in capsys.readouterr().out.splitlines()[-5]
-
-
 def test_a_run_leaves_all_in_one_folder(egeria_train, tmp_path):
     egeria_train("callbacks=none", "run_dir=here/one", own_folder=False)
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
@@ -219,13 +140,6 @@ def test_on_two_processes(tmp_path):
     savings = results(run_dir)["savings"]
     assert savings["frozen_depth"] == 1
     assert savings["gradient_bytes_after"] < savings["gradient_bytes_before"]
-
-
-def test_several_processes_are_refused_in_a_multirun(egeria_train, tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        egeria_train("trainer=ddp", "seed=1", f"hydra.sweep.dir={tmp_path / 'sweep'}", flags=["-m"])
-    assert exit_.value.code == 2
-    assert "a multirun cannot have jobs of several processes" in capsys.readouterr().err
 
 
 def test_the_metric_of_a_sweeper_must_be_one_that_is_logged(egeria_train, capsys):

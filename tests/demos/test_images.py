@@ -17,7 +17,7 @@ def test_samples_are_normalised_per_channel():
     assert image.amax(dim=(1, 2)).tolist() == [1.0, 0.5, 0.0]
 
 
-def test_without_augmentation_a_sample_is_the_same_each_time_and_with_it_is_not():
+def test_samples_differ_only_with_augmentation():
     images = torch.randint(256, (1, 3, 32, 32), dtype=torch.uint8)
     plain = LabelledImages(images, torch.tensor([0]), (0.5,) * 3, (0.5,) * 3)
     augmented = LabelledImages(images, torch.tensor([0]), (0.5,) * 3, (0.5,) * 3, augment=True)
@@ -39,7 +39,7 @@ def test_shift_and_flip_only_moves_mirrors_and_fills_with_zeros():
 
 
 @given(labels=st.lists(st.integers(0, 3), min_size=1, max_size=60), data=st.data())
-def test_balanced_prefix_takes_ascending_indices_with_class_counts_as_equal_as_they_can_be(labels, data):
+def test_balanced_prefix_is_ascending_and_balanced(labels, data):
     size = data.draw(st.integers(0, len(labels)))
 
     indices = balanced_prefix(torch.tensor(labels), size).tolist()

@@ -90,7 +90,7 @@ class Net(nn.Module):
         return {"out": self.conv(images)}
 
 
-def test_pixels_without_a_label_count_neither_for_the_loss_nor_for_the_metric(mosaics):
+def test_pixels_without_a_label_do_not_count(mosaics):
     data = CamVidData(str(mosaics), batch_size=5)
     model = ImageSegmenter(Net(), 11, partial(torch.optim.SGD, lr=0.1))
     trainer = L.Trainer(

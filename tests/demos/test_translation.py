@@ -55,7 +55,7 @@ def test_what_is_missing_is_named(root):
         TranslationData(str(root), batch_size=2).setup("fit")
 
 
-def test_a_word_sees_those_before_it_only_and_padding_is_not_seen():
+def test_a_word_sees_only_earlier_words_and_no_padding():
     torch.manual_seed(0)
     net = TranslationTransformer(20, 20, width=16, layers=2, heads=2).eval()
     source, target = torch.randint(4, 20, (2, 5)), torch.randint(4, 20, (2, 6))

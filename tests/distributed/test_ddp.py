@@ -2,7 +2,6 @@
 
 import itertools
 import os
-from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -22,7 +21,7 @@ from jobs import (
     train_by_hand,
 )
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import all_well, in_ranks
+from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
@@ -172,7 +171,7 @@ def test_gradient_accumulation_exchanges_once_in_a_window():
 
 def run_with_arguments(arguments, kwargs):
     module, watch = Module(), Watch()
-    strategy = DDPStrategy(timeout=timedelta(seconds=60), **arguments)
+    strategy = DDPStrategy(timeout=EXCHANGE_TIMEOUT, **arguments)
     fit(module, watch, scripted({3: 1, 6: 2, 9: 0}), steps=12, strategy=strategy, **kwargs)
     return watch.digests, watch.bytes
 

@@ -4,7 +4,6 @@ import copy
 import functools
 import itertools
 import os
-from datetime import timedelta
 
 import lightning as L
 import pytest
@@ -15,7 +14,7 @@ from collectives import Collectives
 from jobs import Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
 from lightning.pytorch.strategies import ModelParallelStrategy
 from models import slow
-from ranks import all_well, in_ranks
+from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -53,7 +52,7 @@ def whole(module):
 
 def strategy(ranks=2, **arguments):
     return ModelParallelStrategy(
-        data_parallel_size=ranks, tensor_parallel_size=1, timeout=timedelta(seconds=60), **arguments
+        data_parallel_size=ranks, tensor_parallel_size=1, timeout=EXCHANGE_TIMEOUT, **arguments
     )
 
 
@@ -120,7 +119,7 @@ class Snapshots(L.Callback):
         self._weights = {name: p.full_tensor().clone() for name, p in pl_module.net.named_parameters()}
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        evaluation, snapshot = self.freezing.last_evaluation, self.freezing.comparison.runner._snapshot
+        evaluation, snapshot = self.freezing.last_evaluation, self.freezing.comparison.runner.snapshot
         if evaluation is not None and evaluation is not self._evaluation:
             self.plasticity.append(evaluation.plasticity)
         self._evaluation = evaluation
@@ -305,5 +304,5 @@ def test_tensor_parallelism_is_refused():
 
 
 def run_tensor_parallel():
-    divided = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, timeout=timedelta(seconds=60))
+    divided = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, timeout=EXCHANGE_TIMEOUT)
     fit(Sharded(), KnowledgeGuidedFreezing(ScriptedPolicy({})), strategy=divided, steps=2)

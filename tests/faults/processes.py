@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -157,6 +158,8 @@ def after_a_while(chance: random.Random, longest_s: float, number: signal.Signal
 
 def _in_process(job: Job, begin: Callable[[], None] | None) -> None:
     os.setsid()  # whatever it starts belongs to its session
+    # Semaphores have its number in their names: another program's may be left to its resource tracker meanwhile.
+    multiprocessing.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored by what runs in the background
     log = os.open(job.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
@@ -188,13 +191,11 @@ GRACE_S = 10.0  # for shared memory of other programs to go
 
 
 def _left_by(pid: int, shared: set[str]) -> list[str]:
-    new = _shared_memory() - shared
+    new = {name for name in _shared_memory() - shared if not name.startswith("sem.mp-") or f"mp-{pid}-" in name}
     deadline = time.monotonic() + GRACE_S
     while new and time.monotonic() < deadline:  # perhaps of another program that runs beside, and ends
         new = (new - _mapped(new)) & _shared_memory()
         time.sleep(0.1)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # a job that another worker has killed leaves them to its resource tracker
-        new = {name for name in new if not name.startswith("sem.mp-")}
     return [f"process {other}" for other in _session(pid)] + [f"shared memory {name}" for name in sorted(new)]
 
 

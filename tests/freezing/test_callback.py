@@ -153,7 +153,7 @@ def test_the_evaluation_interval_follows_the_length_of_the_run():
         callback = freezing(Observing(bootstrap=False))
         net = module()
         fit(net, callback, At(2, lambda trainer, _: setattr(trainer, "should_stop", True)), epochs=epochs)
-        every[epochs] = callback._every
+        every[epochs] = callback.comparison.evaluate_every_n_steps
     assert every == {2: 8, 100: 10}  # 5 steps an epoch: 10 and 500 steps in all, 50 evaluations
 
 

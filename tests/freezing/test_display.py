@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from models import Classifier, loader, mlp
 from torch.utils.data import TensorDataset
 
-from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
+from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 
 
 class Module(Classifier):
@@ -116,3 +116,29 @@ def test_what_it_saves_is_said_once_it_was_measured(caplog):
     line = next(record.getMessage() for record in caplog.records if ": froze " in record.getMessage())
     assert "stayed below" in line
     assert line.endswith("% of a step")
+
+
+def test_a_run_that_lost_its_evaluations_says_so(caplog, capsys):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.lightning_egeria")
+
+    class Loses(L.Callback):
+        def on_train_end(self, trainer, pl_module):
+            callback.comparison.evaluations.counts.late += 30
+
+    callback = KnowledgeGuidedFreezing(
+        FreezingPolicy(1e-12, pretrained=True, peer_tolerance=0), evaluate_every_n_steps=2, background=False
+    )
+    fit(callback, Loses())
+    (line,) = [record.getMessage() for record in caplog.records if "nothing froze" in record.getMessage()]
+    counts = callback.comparison.evaluations.counts
+    assert counts.done == 20
+    assert line.startswith("freezing: nothing froze: 30 of 50 evaluations came late or were dropped.")
+    assert "20 of 50" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_before_its_first_evaluation_says_so(caplog):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.lightning_egeria")
+    fit(KnowledgeGuidedFreezing(FreezingPolicy(pretrained=True), evaluate_every_n_steps=100, background=False))
+    fit(KnowledgeGuidedFreezing(ScriptedPolicy({}), evaluate_every_n_steps=100))  # needs no evaluation
+    (line,) = [record.getMessage() for record in caplog.records if "nothing froze" in record.getMessage()]
+    assert line.startswith("freezing: nothing froze: the run ended before the first evaluation, after 100 steps.")

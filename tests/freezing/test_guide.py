@@ -103,10 +103,50 @@ class TestOneProcess:
         assert math.isnan(first)
         assert others == [2.0, 3.0]
 
-    def test_its_state_names_the_policy(self):
-        policy = Asked()
-        policy.state_dict = lambda: {"told": 3}
-        assert guide_of(policy).state_dict() == {"class": "Asked", "state": {"told": 3}}
+
+class Resumed(Asked):
+    """Has a state, and notes each start."""
+
+    def __init__(self):
+        super().__init__()
+        self.started, self.loaded = [], None
+
+    def start(self, max_depth):
+        self.started.append(max_depth)
+
+    def state_dict(self):
+        return {"told": 3}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+class TestState:
+    def test_it_names_the_policy_and_holds_the_comparison(self):
+        guide = Run(Resumed()).steps(3).guide
+        state = guide.state_dict()
+        assert state["policy"] == {"class": "Resumed", "state": {"told": 3}}
+        assert state["comparison"]["next_evaluation"] == 4
+        assert state["max_depth"] == 2
+        assert state["comparison"]["reference"] is None
+
+    def test_with_the_reference_the_policy_goes_on(self):
+        guide, other = Run(Resumed(), wait_s=60.0).steps(3).guide, Run(Resumed(), wait_s=60.0).guide
+        other.comparison.runner.drop_snapshot()
+        other.load_state_dict(guide.state_dict())
+        assert (other.policy.loaded, other.policy.started) == ({"told": 3}, [])
+        assert other.comparison.next_evaluation == 4
+
+    def test_without_the_reference_it_starts_again(self):
+        guide, other = Run(Resumed()).steps(3).guide, Run(Resumed()).guide
+        other.comparison.runner.drop_snapshot()
+        other.load_state_dict(guide.state_dict())
+        assert (other.policy.loaded, other.policy.started) == ({"told": 3}, [2])
+
+    def test_it_starts_again_if_less_may_freeze(self):
+        state, other = Run(Resumed()).guide.state_dict(), Run(Resumed()).guide
+        other.load_state_dict({**state, "max_depth": 5})
+        assert other.policy.started == [2]
 
 
 class TestSeveralRanks:

@@ -40,7 +40,7 @@ def test_the_table_has_five_sums_and_the_metrics():
         ["frozen", "1/2"],
         ["step before the first freeze", "200.0 ms"],
         ["step after the last freeze", "150.0 ms"],
-        ["evaluations", "30 (1.5 s)"],
+        ["evaluations", "30 of 37 (1.5 s)"],
         ["estimated time saved", "12.5 s"],
         ["val/acc", "0.9877"],
     ]

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
@@ -10,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from ranks import all_well, in_ranks
+from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -146,7 +145,7 @@ def run_ranks(folder):
     module = Module()
     module.net = Slow()
     recorder = RunRecorder(Path(folder, "egeria.json"))
-    fit(recorder, module=module, devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=60)))
+    fit(recorder, module=module, devices=2, strategy=DDPStrategy(timeout=EXCHANGE_TIMEOUT))
     return len(recorder.record.steps)
 
 
@@ -164,7 +163,7 @@ def test_the_command_is_in_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
-def test_a_record_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path):
+def test_training_goes_on_if_the_record_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     recorder = RunRecorder(tmp_path / "file" / "egeria.json")
     with pytest.warns(UserWarning, match="cannot write the record of the run to .* Training continues") as told:

@@ -54,10 +54,10 @@ def test_tensors(value):
 
 def test_a_snapshot_does_not_follow_the_model():
     net = nn.Linear(2, 2)
-    parcel = pack(net).to_host()
+    packed = pack(net).to_host()
     before = net.weight.detach().clone()
     nn.init.zeros_(net.weight)
-    found = unpack(parcel)
+    found = unpack(packed)
     assert torch.equal(found.weight, before)
     assert isinstance(found.weight, nn.Parameter)
     assert not found.weight.requires_grad
@@ -66,16 +66,16 @@ def test_a_snapshot_does_not_follow_the_model():
 def test_tied_weights_stay_tied_and_travel_once():
     net = nn.ModuleDict({"a": nn.Linear(100, 100, bias=False), "b": nn.Linear(100, 100, bias=False)})
     net["b"].weight = net["a"].weight
-    parcel = pack(net)
-    assert len(parcel.tensors) == 1
-    found = unpack(parcel.to_host())
+    packed = pack(net)
+    assert len(packed.tensors) == 1
+    found = unpack(packed.to_host())
     assert found["a"].weight is found["b"].weight
 
 
 def test_the_size_is_that_of_the_tensors_and_little_more():
-    parcel = pack(nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))))
+    packed = pack(nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))))
     weights = 10 * (64 * 64 + 64) * 4
-    assert weights < parcel.size_bytes < 1.1 * weights
+    assert weights < packed.size_bytes < 1.1 * weights
 
 
 def test_classes_functions_and_hooks_that_no_module_holds():

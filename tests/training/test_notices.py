@@ -1,6 +1,8 @@
 """What the user is told, once and by one process."""
 
 import logging
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -27,6 +29,15 @@ def test_lines_appear_where_those_of_lightning_do(notices, caplog):
     (record,) = caplog.records
     assert record.name.startswith("lightning.pytorch.")
     assert record.message == "freezing: 3 layer modules froze"
+
+
+def test_without_a_bar_no_lock_for_several_processes_is_made():
+    """A killed process would leave its semaphore."""
+    program = (
+        "import tqdm, tqdm.std; from lightning_egeria.training.notices import log_line; log_line('text');"
+        "raise SystemExit(hasattr(tqdm.std.TqdmDefaultWriteLock, 'mp_lock'))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_warning_begins_with_its_topic(notices):

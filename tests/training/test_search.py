@@ -58,7 +58,7 @@ def test_too_few_that_learn_are_told_and_may_be_more_later(told):
     assert found_in(searching, net) is None
     assert not searching.is_looking
     (text,) = told.warnings
-    assert "'0.weight' and 9 more parameters are not training yet" in text
+    assert "Parameters that are not training yet: '0.weight' and 9 more." in text
     assert searching.trainable.new_in(net) == []
     net.requires_grad_(True)
     assert searching.trainable.new_in(net)[0] == "0.bias"

@@ -153,7 +153,7 @@ def test_front_is_changed_for_one_forward(compare):
 
         run.fit(Stepping(step))
 
-    compare(program)
+    compare(program, served=None)  # the weights do not come back to the last bit
 
 
 # Weight averaging.

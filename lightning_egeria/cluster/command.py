@@ -1,0 +1,101 @@
+"""`egeria-cluster`: run a workload under cluster policies and compare them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_egeria.cluster.example import write_example
+from lightning_egeria.cluster.jobs import Cluster
+from lightning_egeria.cluster.policies import POLICIES
+from lightning_egeria.cluster.records import Record
+from lightning_egeria.cluster.simulator import simulate
+from lightning_egeria.cluster.traces import read_applications
+from lightning_egeria.cluster.workloads import read_workload
+from lightning_egeria.errors import EgeriaError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="egeria-cluster", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="simulate|example")
+    running = commands.add_parser("simulate", help="run a workload; write its log and pictures")
+    running.add_argument("--policy", nargs="+", choices=sorted(POLICIES), default=["pollux"], help="default: pollux")
+    running.add_argument(
+        "--workload", type=Path, required=True, help="CSV: name,time,application,num_replicas,batch_size"
+    )
+    running.add_argument("--traces", type=Path, help="default: traces/ beside the workload, or one folder above")
+    running.add_argument("--nodes", type=int, default=16, help="default: 16")
+    running.add_argument("--devices", type=int, default=4, help="of a node; default: 4")
+    running.add_argument("--interval", type=float, default=60, help="seconds between two decisions; default: 60")
+    running.add_argument("--out", type=Path, default=Path("simulation"), help="folder to write to; default: simulation")
+    writing = commands.add_parser("example", help="write a small workload and its traces")
+    writing.add_argument("folder", type=Path)
+    writing.add_argument("--jobs", type=int, default=40, help="default: 40")
+    writing.add_argument("--seed", type=int, default=0, help="default: 0")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "example":
+            print(f"wrote {write_example(options.folder, options.jobs, seed=options.seed)} and traces/ beside it")
+        else:
+            _simulate(options)
+    except EgeriaError as error:
+        print(f"egeria-cluster: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        print("egeria-cluster needs matplotlib: pip install 'lightning-egeria[report]'", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"egeria-cluster: cannot write {error.filename}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    # matplotlib takes a second to import, and may be missing: better before the simulation than after it
+    from lightning_egeria.cluster import drawing
+
+    workload = read_workload(options.workload)
+    beside, above = (folder / "traces" for folder in list(options.workload.resolve().parents)[:2])
+    traces = options.traces or (beside if beside.is_dir() else above)
+    applications = read_applications(traces, sorted({job.application for job in workload}))
+    cluster = Cluster.of(options.nodes, options.devices)
+    options.out.mkdir(parents=True, exist_ok=True)
+    records = []
+    for name in options.policy:
+        print(f"{name}: {len(workload)} jobs on {cluster.devices} devices", file=sys.stderr, flush=True)
+        records.append(simulate(workload, applications, cluster, POLICIES[name](), options.interval))
+        records[-1].write(options.out / f"{name}.jsonl")
+        drawing.devices(records[-1]).savefig(options.out / f"devices-{name}.png", dpi=150)
+    drawing.completion_times(records).savefig(options.out / "completion-times.png", dpi=150)
+    drawing.utilisation(records).savefig(options.out / "utilisation.png", dpi=150)
+    Console().print(_table(records))
+    print(f"wrote logs and pictures to {options.out}")
+
+
+def _table(records: Sequence[Record]) -> Table:
+    table = Table("policy", "average completion", "longest", "makespan", "utilisation", "restarts")
+    for record in records:
+        restarts: dict[str, int] = {}
+        for interval in record.intervals:
+            restarts |= {name: job.restarts for name, job in interval.jobs.items()}
+        table.add_row(
+            record.policy,
+            f"{record.average_completion_s:.0f} s",
+            f"{max(record.completion_times.values()):.0f} s",
+            f"{record.makespan_s:.0f} s",
+            f"{record.utilisation:.0%}",
+            str(sum(restarts.values())),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The log of a simulation, as lines of JSON.
+
+The first line describes the simulation: ``policy``, ``nodes`` (devices of each), ``interval_s`` and ``submitted`` (time
+of each job). Each other line is the end of an interval: its ``time``, the ``jobs`` that have arrived and not ended,
+with their new allocation, and when each job ``completed`` that has ended since the last line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_egeria.cluster.jobs import Allocation, devices_of
+from lightning_egeria.errors import TraceError
+
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """A job at the end of an interval.
+
+    Attributes:
+        allocation: its devices from now on.
+        epoch: epochs it has ended.
+        progress: in steps of the initial batch size.
+        batch_size: over all devices; 0 without any.
+        restarts: how often its devices have changed.
+    """
+
+    allocation: Allocation
+    epoch: int
+    progress: float
+    batch_size: int
+    restarts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """The cluster at the end of an interval.
+
+    Attributes:
+        time: in seconds.
+        jobs: that have arrived and not ended.
+        completed: when each job ended that has ended in this interval.
+    """
+
+    time: float
+    jobs: dict[str, JobState]
+    completed: dict[str, float]
+
+    @property
+    def devices(self) -> int:
+        """Devices in use from now on."""
+        return sum(devices_of(job.allocation) for job in self.jobs.values())
+
+
+@dataclasses.dataclass
+class Record:
+    """What happened in a simulation.
+
+    Attributes:
+        policy: its name.
+        nodes: devices of each node.
+        interval_s: seconds between two decisions.
+        submitted: time of each job, in the order of arrival.
+        intervals: in order.
+    """
+
+    policy: str
+    nodes: tuple[int, ...]
+    interval_s: float
+    submitted: dict[str, float]
+    intervals: list[Interval] = dataclasses.field(default_factory=list)
+
+    @property
+    def completion_times(self) -> dict[str, float]:
+        """Seconds from submission to end of each job that has ended."""
+        ends = {name: end for interval in self.intervals for name, end in interval.completed.items()}
+        return {name: ends[name] - time for name, time in self.submitted.items() if name in ends}
+
+    @property
+    def average_completion_s(self) -> float:
+        """Mean of `completion_times`."""
+        times = self.completion_times.values()
+        return sum(times) / len(times)
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first submission to the last end."""
+        ends = [end for interval in self.intervals for end in interval.completed.values()]
+        return max(ends) - min(self.submitted.values())
+
+    @property
+    def utilisation(self) -> float:
+        """Mean share of devices that a job holds, from the first submission to the last end."""
+        used = sum(interval.devices for interval in self.intervals) * self.interval_s
+        return used / (sum(self.nodes) * self.makespan_s)
+
+    def write(self, path: Path) -> None:
+        """Write the log."""
+        with path.open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in self._lines())
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        described = dataclasses.asdict(self)
+        intervals = described.pop("intervals")
+        yield described
+        yield from intervals
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Read a log.
+
+        Raises:
+            TraceError: the file cannot be read, or a line of it is no line of a log.
+        """
+        try:
+            first, *lines = (json.loads(line) for line in path.read_text().splitlines())
+            record = cls(**first)
+            record.nodes = tuple(map(int, record.nodes))
+            for line in lines:
+                jobs = {name: _job_state(**job) for name, job in line.pop("jobs").items()}
+                record.intervals.append(Interval(jobs=jobs, **line))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise TraceError(f"{path} is no log of a simulation, one JSON object a line: {error}") from error
+        return record
+
+
+def _job_state(allocation: list[list[int]], **values: Any) -> JobState:
+    return JobState(allocation=tuple((int(node), int(count)) for node, count in allocation), **values)

@@ -1,0 +1,68 @@
+"""`egeria-cluster`: from an example to logs, pictures and a table; mistakes in one line."""
+
+import sys
+
+import pytest
+
+from lightning_egeria.cluster.command import main
+from lightning_egeria.cluster.records import Record
+
+
+@pytest.fixture
+def workload(tmp_path, capsys):
+    assert main(["example", str(tmp_path / "example"), "--jobs", "6"]) == 0
+    capsys.readouterr()
+    return tmp_path / "example" / "workload.csv"
+
+
+def test_simulate_writes_logs_and_pictures(workload, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ["--workload", str(workload), "--out", str(out), "--nodes", "4", "--interval", "120"]
+    assert main(["simulate", "--policy", "pollux", "tiresias", *options]) == 0
+    shown = capsys.readouterr().out
+    for name in ("pollux", "tiresias"):
+        record = Record.read(out / f"{name}.jsonl")
+        assert (record.policy, len(record.completion_times)) == (name, 6)
+        assert f"{record.average_completion_s:.0f} s" in shown
+    pictures = {path.name for path in out.glob("*.png")}
+    assert pictures == {"devices-pollux.png", "devices-tiresias.png", "completion-times.png", "utilisation.png"}
+
+
+def test_traces_are_found_one_folder_above(workload, tmp_path):
+    below = workload.parent / "workloads"
+    below.mkdir()
+    moved = workload.rename(below / "workload.csv")
+    options = ["--workload", str(moved), "--out", str(tmp_path / "out"), "--policy", "fcfs"]
+    assert main(["simulate", *options]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workload", "missing.csv"], "missing.csv cannot be read"),
+        (["--traces", "nowhere"], "no traces of ranking, vision in nowhere"),
+        (["--nodes", "0"], "at least one device"),
+        (["--interval", "0"], "interval_s"),
+        (["--nodes", "1"], "waiting on an idle cluster"),
+    ],
+)
+def test_a_mistake_is_one_line(workload, tmp_path, capsys, options, message):
+    arguments = ["simulate", "--policy", "fcfs", "--workload", str(workload), "--out", str(tmp_path / "out"), *options]
+    assert main(arguments) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("egeria-cluster: ")
+    assert message in last
+
+
+def test_an_unwritable_folder_is_named(workload, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["simulate", "--workload", str(workload), "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_without_matplotlib_it_says_so(workload, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "lightning_egeria.cluster.drawing", raising=False)
+    monkeypatch.delattr("lightning_egeria.cluster.drawing", raising=False)
+    assert main(["simulate", "--workload", str(workload), "--out", str(tmp_path / "out")]) == 2
+    assert "lightning-egeria[report]" in capsys.readouterr().err

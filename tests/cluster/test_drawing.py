@@ -1,0 +1,34 @@
+"""The pictures show what the record holds."""
+
+import numpy as np
+import pytest
+from clusters import example
+
+from lightning_egeria.cluster import drawing
+from lightning_egeria.cluster.jobs import Cluster
+from lightning_egeria.cluster.simulator import simulate
+from lightning_egeria.cluster.tiresias import Tiresias
+
+
+@pytest.fixture
+def record():
+    workload, applications = example(jobs=5)
+    return simulate(workload, applications, Cluster.of(4, 4), Tiresias())
+
+
+def test_each_held_device_is_coloured(record):
+    (image,) = drawing.devices(record).axes[0].images
+    coloured = ~np.isnan(np.ma.filled(image.get_array(), np.nan))
+    assert coloured.sum(axis=0).tolist() == [interval.devices for interval in record.intervals]
+
+
+def test_completion_times_rise_to_all_jobs(record):
+    (line,) = drawing.completion_times([record]).axes[0].lines
+    assert line.get_ydata()[-1] == 1
+    assert sorted(line.get_xdata()[1:]) == pytest.approx(sorted(t / 60 for t in record.completion_times.values()))
+
+
+def test_utilisation_has_a_line_for_each_record(record):
+    (axes,) = drawing.utilisation([record, record]).axes
+    assert len(axes.lines) == 2
+    assert axes.lines[0].get_ydata()[0] == record.intervals[0].devices / 16

@@ -1,0 +1,69 @@
+"""Figures show what was recorded."""
+
+import io
+
+import pytest
+from report_runs import run
+
+from lightning_egeria import report
+
+
+def test_a_plain_run_has_its_times_only():
+    assert list(report.figures(run("plain"))) == ["step_time", "phases"]
+
+
+def test_a_run_with_freezing_and_cache_has_all_of_its_own():
+    assert list(report.figures(run("ours", frozen_at=9))) == ["plasticity", "depth", "step_time", "phases", "cache"]
+
+
+def test_several_runs_are_compared():
+    drawn = report.figures([run("plain"), run("ours", 0.5, frozen_at=9)])
+    assert next(iter(drawn)) == "accuracy"
+    labels = [text.get_text() for text in drawn["accuracy"].axes[0].get_legend().get_texts()]
+    assert labels == ["plain: 30.0 s", "ours: 15.0 s, 2.00x"]
+
+
+def test_lines_are_what_was_recorded():
+    record = run("ours", frozen_at=9)
+    top, bottom = report.figures(record)["plasticity"].axes
+    assert [list(line.get_ydata()) for line in top.lines[:3]] == [
+        [point.plasticity[index] for point in record.evaluations] for index in range(3)
+    ]
+    assert list(bottom.lines[2].get_ydata()) == [1e-4] * 5  # the size of a slope that falls
+    (steps,) = report.figures(record)["step_time"].axes
+    assert list(steps.lines[0].get_ydata()) == pytest.approx([times.seconds * 1e3 for times in record.steps])
+
+
+def test_names_are_drawn_as_they_are():
+    ours = run("$\\frac$", 0.5, frozen_at=9)
+    ours.layer_modules[0] = "net.$\\sqrt$"
+    for figure in report.figures([run("plain"), ours]).values():
+        figure.savefig(io.BytesIO(), format="svg")  # a formula of LaTeX that has no end would raise
+    (legend,) = [axes.get_legend() for axes in report.figures(ours)["plasticity"].axes if axes.get_legend() is not None]
+    assert legend.get_texts()[0].get_text() == "net.$\\sqrt$"
+
+
+def test_phases_before_and_after():
+    (axes,) = report.figures(run("ours", frozen_at=9))["phases"].axes
+    totals = [text.get_text().strip() for text in axes.texts]
+    assert totals == ["36.0 ms", "16.0 ms"]
+
+
+def test_fine_tuning_has_no_slopes(tmp_path):
+    record = run("ours", frozen_at=9)
+    for point in record.evaluations:
+        point.slopes = [None, None, None]
+    figure = report.figures(record)["plasticity"]
+    assert len(figure.axes) == 1
+    figure.savefig(tmp_path / "one.png")
+
+
+def test_a_run_whose_evaluations_say_nothing_is_drawn(tmp_path):
+    record = run("ours", frozen_at=9)
+    for point in record.evaluations:
+        point.slopes = point.plasticity = [None, 0.0, None]
+    report.figures(record)["plasticity"].savefig(tmp_path / "one.png")
+
+
+def test_pictures_show_themselves_in_a_notebook():
+    assert all(figure._repr_png_().startswith(b"\x89PNG") for figure in report.figures(run("plain")).values())
