@@ -11,8 +11,15 @@ from lightning_egeria.caching.stats import Accounts, CacheStats
 def batch(hits=0, advanced=0, samples=4, seconds=0.1, lazy=0, touched=None, eager=False):
     lazies = tuple(at < lazy for at in range(samples))
     return types.SimpleNamespace(
-        hits=hits, advanced=advanced, samples=samples, lazy=lazies, was_touched=touched,
-        began=10.0, ended=10.0 + seconds, waited=0.0, eager=eager,
+        hits=hits,
+        advanced=advanced,
+        samples=samples,
+        lazy=lazies,
+        was_touched=touched,
+        began=10.0,
+        ended=10.0 + seconds,
+        waited=0.0,
+        eager=eager,
     )
 
 
