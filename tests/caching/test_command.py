@@ -4,19 +4,18 @@ import os
 import shutil
 
 import pytest
-from cached_runs import Classifier, fit, images, loader_of
+from programs.harness import Run
+from programs.parts import Classifier, ConvNet, images, loader
 
 from lightning_egeria.caching.command import main
 from lightning_egeria.caching.store import ENTRIES, LOCK, MANIFEST, ActivationStore
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
-
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
-    cache_dir = tmp_path_factory.mktemp("run") / "cache"
-    fit(Classifier(), loader_of(images()), {1: 2}, {"cache_dir": cache_dir})
-    return cache_dir
+    run = Run(True, tmp_path_factory.mktemp("run") / "run")
+    run.fit(Classifier(ConvNet()), loader(images(40), batch_size=8), schedule={1: 2})
+    return run.cache_dir
 
 
 @pytest.fixture
@@ -40,9 +39,9 @@ def only(cache_dir):
 def test_ls_says_what_is_there(cache_dir, capsys):
     assert run("ls", cache_dir) == 0
     output = capsys.readouterr().out
-    assert "Classifier, net.a.2" in output
+    assert "Classifier, net.b.2" in output
     assert "TensorDataset" in output
-    assert "8x8x8 torch.float32" in output
+    assert "4x6x6 torch.float32" in output
     assert "40 of 40" in output
     assert "0 min ago" in output
     assert "1 stores" in output
