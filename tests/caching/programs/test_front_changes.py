@@ -253,6 +253,14 @@ def test_depth_changes(compare, schedule, workers, net):
     compare(program)
 
 
+@pytest.mark.parametrize("schedule", grid(SCHEDULES, every=3))
+def test_depth_changes_while_entries_are_written(compare, schedule):
+    def program(run):
+        run.fit(Validated(), None, val=loader(shuffle=False), schedule=schedule, max_epochs=6)
+
+    compare(program, disk_seconds=0.005, served=None)
+
+
 @pytest.mark.parametrize("net", [Net, ConvNet])
 def test_reads_while_the_depth_changes(compare, net):
     def program(run):
