@@ -17,9 +17,11 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Iterator
 
 import lightning
 import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from timm.models import VisionTransformer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -70,6 +72,16 @@ class Token(nn.Module):
         return tokens[:, 0]
 
 
+class Fetcher(_DataFetcher):
+    """Asks for the loader and its batches as Lightning's training loop does: all others get ordinary ones."""
+
+    def loader(self, data: FrozenPrefixCache) -> DataLoader:
+        return data.train_dataloader()
+
+    def batches(self, loader: DataLoader) -> Iterator:
+        return iter(loader)
+
+
 class Loop:
     """Training with the callback and the cache, hook by hook as Lightning does it; one call is one step."""
 
@@ -98,7 +110,8 @@ class Loop:
         )
         self.cache.trainer = self.trainer
         self.cache.setup("fit")
-        self.loader = self.cache.train_dataloader()
+        self.fetcher = Fetcher()
+        self.loader = self.fetcher.loader(self.cache)
         self.callback.on_fit_start(self.trainer, self.model)
         self.callback.on_train_start(self.trainer, self.model)
         self.batches = iter(())
@@ -108,7 +121,7 @@ class Loop:
         started = time.perf_counter()
         batch = next(self.batches, None)
         if batch is None:
-            self.batches = iter(self.loader)
+            self.batches = self.fetcher.batches(self.loader)
             started = time.perf_counter()
             batch = next(self.batches)
         fetched = time.perf_counter()
@@ -199,7 +212,7 @@ def main() -> None:
                     triples.append((*loop.step(), by_hand.step()))
                 fulls.append(uncut.step())
             misses = loop.cache.stats.misses - before
-            assert loop.callback.frozen_depth == loop.cache.stats.cut == frozen, loop.cache.stats
+            assert loop.callback.frozen_depth == loop.cache.stats.depth == frozen, loop.cache.stats
             loop.close()
         ours, with_fetch, hand = (statistics.median(column) for column in zip(*triples, strict=True))
         ratio, fetch_ratio = (statistics.median(triple[i] / triple[2] for triple in triples) for i in (0, 1))
