@@ -321,11 +321,7 @@ def test_data_module_is_the_users_own(compare):
         trainer.fit(module, datamodule=wrapped, ckpt_path=path)
         run.note(wrapped.loaded)
 
-<<<<<<< HEAD
     compare(program, served=None)  # the second fit has nothing left to train
-=======
-    compare(program, served=None)  # the second fit has nothing to train
->>>>>>> cases
 
 
 @pytest.mark.parametrize("net", [Net, ConvNet])
