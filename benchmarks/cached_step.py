@@ -20,6 +20,7 @@ import types
 
 import lightning
 import torch
+from lightning.pytorch.loops.fetchers import _DataFetcher
 from timm.models import VisionTransformer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -70,8 +71,11 @@ class Token(nn.Module):
         return tokens[:, 0]
 
 
-class Loop:
-    """Training with the callback and the cache, hook by hook as Lightning does it; one call is one step."""
+class Loop(_DataFetcher):
+    """Training with the callback and the cache, hook by hook as Lightning does it; one call is one step.
+
+    The cache serves loops of Lightning only, which it knows by their data fetcher.
+    """
 
     def __init__(self, name: str, frozen: int, data: TensorDataset, batch_size: int, cache_dir: str, host_bytes: int):
         self.model = new_model(name)
@@ -199,7 +203,7 @@ def main() -> None:
                     triples.append((*loop.step(), by_hand.step()))
                 fulls.append(uncut.step())
             misses = loop.cache.stats.misses - before
-            assert loop.callback.frozen_depth == loop.cache.stats.cut == frozen, loop.cache.stats
+            assert loop.callback.frozen_depth == loop.cache.stats.depth == frozen, loop.cache.stats
             loop.close()
         ours, with_fetch, hand = (statistics.median(column) for column in zip(*triples, strict=True))
         ratio, fetch_ratio = (statistics.median(triple[i] / triple[2] for triple in triples) for i in (0, 1))
