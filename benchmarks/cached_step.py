@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Iterator
 
 import lightning
 import torch
@@ -71,11 +72,18 @@ class Token(nn.Module):
         return tokens[:, 0]
 
 
-class Loop(_DataFetcher):
-    """Training with the callback and the cache, hook by hook as Lightning does it; one call is one step.
+class Fetcher(_DataFetcher):
+    """Asks for the loader and its batches as Lightning's training loop does: all others get ordinary ones."""
 
-    The cache serves loops of Lightning only, which it knows by their data fetcher.
-    """
+    def loader(self, data: FrozenPrefixCache) -> DataLoader:
+        return data.train_dataloader()
+
+    def batches(self, loader: DataLoader) -> Iterator:
+        return iter(loader)
+
+
+class Loop:
+    """Training with the callback and the cache, hook by hook as Lightning does it; one call is one step."""
 
     def __init__(self, name: str, frozen: int, data: TensorDataset, batch_size: int, cache_dir: str, host_bytes: int):
         self.model = new_model(name)
@@ -102,7 +110,8 @@ class Loop(_DataFetcher):
         )
         self.cache.trainer = self.trainer
         self.cache.setup("fit")
-        self.loader = self.cache.train_dataloader()
+        self.fetcher = Fetcher()
+        self.loader = self.fetcher.loader(self.cache)
         self.callback.on_fit_start(self.trainer, self.model)
         self.callback.on_train_start(self.trainer, self.model)
         self.batches = iter(())
@@ -112,7 +121,7 @@ class Loop(_DataFetcher):
         started = time.perf_counter()
         batch = next(self.batches, None)
         if batch is None:
-            self.batches = iter(self.loader)
+            self.batches = self.fetcher.batches(self.loader)
             started = time.perf_counter()
             batch = next(self.batches)
         fetched = time.perf_counter()

@@ -64,6 +64,9 @@ class Owner(Protocol):
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
 
+    def touched_late(self, batch: CachedBatch) -> None:
+        """The program reads inputs after the end of their batch."""
+
 
 class CachedBatch:
     """A batch of a training or validation loader while something is frozen.
@@ -99,6 +102,8 @@ class CachedBatch:
         self.calls = self.matches = self.hits = self.advanced = 0
         self.was_touched: str | None = None
         self._older: dict[int, Node] = {}
+        self._versions: dict[int, int] = {}
+        self._is_over = False
         self.made_differs = False
         self.began: float | torch.cuda.Event | None = None
         self.ended: float | torch.cuda.Event | None = None
@@ -162,6 +167,8 @@ class CachedBatch:
             if start.meta.shape[1:] != form.empty(0, torch.device("meta")).shape[1:]:
                 continue  # samples of another size
             pieces, read_rows, stamps = read.future.result()
+            if self._versions.setdefault(id(read), version_of(pieces.data)) != version_of(pieces.data):
+                continue  # the program has changed in place what it got of an earlier call
             chosen = np.arange(len(read.places)) if read.rows is None else read.rows
             sound = read_rows[chosen] & self._is_of(read, stamps[chosen], made)
             if not sound.any():
@@ -190,7 +197,7 @@ class CachedBatch:
             parts.append((np.flatnonzero(missing), found))
             computed = True
         whole = parts[0][1]
-        if len(parts) > 1 or self.calls > 1:
+        if len(parts) > 1 or whole.is_inference():
             whole = level.form.empty(self.samples, front.device)
             for places, rows in parts:
                 whole[torch.from_numpy(places).to(front.device)] = rows
@@ -213,6 +220,7 @@ class CachedBatch:
         if self.front is not None and self.front is self._owner.front and node.value is not None:
             self.ended = self.ended or mark(self.front.device)
             self._owner.computed(self, node, node.value)
+            self.tape.is_over = self.tape.is_over or self.eager  # in a trial, labels are lazy too
 
     def rows(self, level: Level) -> Tensor | None:
         """Return the rows of all samples from a level; None if one is missing."""
@@ -246,6 +254,7 @@ class CachedBatch:
     def finish(self) -> None:
         """The batch is over: compute what the program still holds of the front."""
         self.tape.settle(computed_only=True)
+        self._is_over = True
         for read in self.reads:
             read.future.cancel()
         self._owner.finish(self)
@@ -269,6 +278,8 @@ class CachedBatch:
         return same
 
     def _touched(self) -> None:
+        if self._is_over and self.was_touched is None:
+            self._owner.touched_late(self)
         if self.was_touched is None and any(self.lazy):
             frame: Any = sys._getframe(1)
             while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):

@@ -107,6 +107,8 @@ def _nodes_of(
     func: Any, flat: list[Any], spec: pytree.TreeSpec, lazies: list[LazyTensor], written: tuple[int, ...]
 ) -> tuple[tuple[Node, ...], pytree.TreeSpec] | None:
     tape = lazies[0].node.tape
+    if tape.is_over:
+        return None
     for leaf in flat:
         if isinstance(leaf, LazyTensor):
             if leaf.node.tape is not tape or leaf.node.key == UNKNOWN or leaf.requires_grad:
@@ -230,7 +232,7 @@ class LazyTensor(Tensor):
         elif kind in (_Kind.WRITES, _Kind.WRITES_AT_RANDOM):
             written = [leaf for leaf in _written(func, args, kwargs or {}) if isinstance(leaf, LazyTensor)]
             if written and kind is _Kind.WRITES and _record_write(func, flat, spec, lazies, written):
-                return args[0] if len(written) == 1 and written[0] is args[0] else tuple(written)
+                return written[0]
             for tape in {id(lazy.node.tape): lazy.node.tape for lazy in written}.values():
                 tape.change()
         elif kind is _Kind.RESHAPES and isinstance(args[0], LazyTensor):

@@ -197,8 +197,9 @@ def _part_of(kind: str, first: Any, dtype: Any = "", last: Any = False) -> _Part
     if kind == _OPAQUE and type(first) is str:
         return _Part(kind, 0, value=Opaque(first))
     if kind == _ABSENT and type(last) is str and len(dtype) == 2:
-        shape, stride = _shape(first), _shape(dtype[0])
-        if len(shape) == len(stride) and dtype[1] in _TORCH_DTYPES:
+        shape, stride = _shape(first), tuple(dtype[0])
+        fits = len(shape) == len(stride) and all(type(size) is int and 0 <= size < 2**48 for size in stride)
+        if fits and dtype[1] in _TORCH_DTYPES:
             return _Part(kind, 0, value=Absent(shape, stride, dtype[1], last))
     if kind == _TENSOR:
         shape, known = _shape(first), _torch_dtype(dtype)

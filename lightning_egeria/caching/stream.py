@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,7 @@ class Stream:
         self._seen_indices = False
         self._leaves_out = True
         self._data_seconds, self._told_of_data = 1.0, False
+        self._dropped: list[Path] = []
         self._forget_front()
 
     def _forget_front(self) -> None:
@@ -175,6 +177,7 @@ class Stream:
         self._reader.cancel()
         self._planned.clear()
         self._trial_planned = False
+        self._remove_dropped()
         for level in self.levels:
             with contextlib.suppress(StoreError, OSError):  # then its entries are missing one by one
                 level.store.refresh()
@@ -324,7 +327,8 @@ class Stream:
                 return loaded.batch, None
         front = self.front if plan.front == self._fronts else None
         batch = CachedBatch(self, front, loaded, reads, waited)
-        return batch.batch, batch
+        given, batch.batch = batch.batch, None  # what the program does not hold must not seem to be held
+        return given, batch
 
     def load(self, batch: CachedBatch, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load tensors of samples."""
@@ -381,6 +385,12 @@ class Stream:
         elif judgement is not None:
             self._notices.inform(f"the cache of {self._name} pays: {judgement[1]}")
 
+    def touched_late(self, batch: CachedBatch) -> None:
+        """The program reads inputs after the end of their batch."""
+        lazy = sum(batch.lazy)
+        self.stats.not_loaded -= lazy
+        self.stats.loaded_after_all += lazy
+
     def close(self, remove: bool = False) -> None:
         """Stop reading and writing; ``remove`` the stores too, or leave them on disk. Safe to call twice."""
         self.front = None
@@ -391,8 +401,9 @@ class Stream:
         for level in self.levels:
             level.store.close()
             if remove:
-                self._directory.remove(level.store.folder)
+                self._dropped.append(level.store.folder)
         self.levels = []
+        self._remove_dropped()
 
     def measure_disk(self) -> None:
         """Update ``stats.bytes_on_disk``."""
@@ -597,10 +608,16 @@ class Stream:
         if levels:
             self._reader.cancel()
             self._recording.finish()
+        self._dataset.close()  # an open store is not removed
         for level in list(levels):
             self.levels.remove(level)
             level.store.close()
-            self._directory.remove(level.store.folder)
+            self._dropped.append(level.store.folder)
+        self._remove_dropped()
+
+    def _remove_dropped(self) -> None:
+        """Remove stores that are of no use; those that a worker process still has open later."""
+        self._dropped = [folder for folder in self._dropped if not self._directory.remove(folder) and folder.exists()]
 
 
 def seed_of(seed: int, sample_id: int, view: int) -> int:

@@ -238,6 +238,7 @@ class Tape:
 
     Attributes:
         size: rows of the batch.
+        is_over: whether nothing more is recorded.
         order: position of the sample in each row; None if it is that of the plan, as far as is known.
     """
 
@@ -253,6 +254,7 @@ class Tape:
         self.keys = keys
         self.size = size
         self.order: list[int] | None = None
+        self.is_over = False
         self._load_rows = load_rows
         self._touched = touched
         self._count = itertools.count()

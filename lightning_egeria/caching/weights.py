@@ -28,6 +28,8 @@ class FrontState:
     """
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]]) -> None:
+        units = list(units)
+        tops = {id(unit) for _, unit in units}
         found = {id(m): (f"{path}.{name}", m) for path, unit in units for name, m in unit.named_modules()}
         self._modules = list(found.values())
         # A module that trains may change its mode between training and validation; the mode is part of the key then.
@@ -39,6 +41,8 @@ class FrontState:
             if _is_attribute(name, value)
         ]
         self._classes = [(module, type(module)) for _, module in self._modules]
+        self._forwards = [(vars(m), vars(m).get("forward")) for _, m in self._modules if id(m) not in tops]
+        self._sizes = [(held, len(held)) for _, m in self._modules for held in (m._modules, m._parameters, m._buffers)]
         self._children = [(m._modules, name, child) for _, m in self._modules for name, child in m._modules.items()]
         self._note()
         self._values = self._digest_of(self._held)
@@ -46,6 +50,10 @@ class FrontState:
     def is_unchanged(self) -> bool:
         """Whether everything is the same; on a GPU, as far as a look without waiting for it tells."""
         if any(held.get(name) is not tensor for held, name, tensor in self._held):
+            return False
+        if any(len(held) != size for held, size in self._sizes):
+            return False
+        if any(held.get("forward") is not forward for held, forward in self._forwards):
             return False
         if any(held.get(name) is not child for held, name, child in self._children):
             return False
@@ -70,14 +78,14 @@ class FrontState:
     def preserved(self) -> Iterator[None]:
         """Restore buffers and plain attributes on exit, for runs that the program did not ask for."""
         found = [buffer for _, module in self._modules for buffer in module.buffers(recurse=False)]
-        buffers = [(buffer, buffer.clone(), version_of(buffer)) for buffer in found]
+        buffers = [(buffer, buffer.clone()) for buffer in found]
         attributes = [(vars(m), {k: v for k, v in vars(m).items() if _is_attribute(k, v)}) for _, m in self._modules]
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, value, version in buffers:
-                    if version_of(buffer) != version:
+                for buffer, value in buffers:
+                    if not buffer.is_inference():
                         buffer.copy_(value)
             for held, plain in attributes:
                 held.update(plain)

@@ -247,6 +247,7 @@ class Example:
     validates: bool
     accumulates: int
     schedule: tuple
+    disk_seconds: float
     acts: tuple
 
 
@@ -262,6 +263,7 @@ EXAMPLES = st.builds(
     validates=st.booleans(),
     accumulates=st.sampled_from([1, 1, 2]),
     schedule=st.sampled_from([((2, 2),), ((1, 2),), ((2, 1), (5, 2)), ((1, 2), (7, 0)), ((1, 1), (6, 0), (8, 2))]),
+    disk_seconds=st.sampled_from([0.0, 0.0, 0.005]),
     acts=st.lists(st.sampled_from(sorted(PLACES)).flatmap(_act), max_size=4).map(tuple),
 )
 
@@ -322,7 +324,9 @@ def check(example):
     with tempfile.TemporaryDirectory() as folder:
         plain = harness.ran(lambda run: train(example, run), False, Path(folder) / "plain")
         hypothesis.assume(plain.error is None)  # such as a change in place of what autograd needs
-        cached = harness.ran(lambda run: train(example, run), True, Path(folder) / "cached")
+        cached = harness.ran(
+            lambda run: train(example, run), True, Path(folder) / "cached", disk_seconds=example.disk_seconds
+        )
         harness.assert_same(plain, cached)
         assert cached.warnings <= plain.warnings
         assert len(set(cached.messages)) == len(cached.messages)

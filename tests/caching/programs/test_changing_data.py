@@ -127,6 +127,19 @@ def test_data_change_in_each_epoch(compare, name, hook):
     compare(program, served=None)
 
 
+@pytest.mark.parametrize("name", ["targets in place", "one input in place", "setting", "set_epoch"])
+@pytest.mark.parametrize("seconds", [0.003, pytest.param(0.02, marks=pytest.mark.slow)])
+def test_data_change_while_entries_are_written(compare, name, seconds):
+    """The disk is slow: entries of the old data are still to be written when the data change."""
+
+    def program(run):
+        dataset = Labelled()
+        change = on(on_train_epoch_end=lambda trainer, module: CHANGES[name](dataset, trainer.current_epoch))
+        run.fit(Classifier(), loader(dataset), change, max_epochs=6)
+
+    compare(program, served=None, disk_seconds=seconds)
+
+
 @pytest.mark.parametrize("name", ["inputs in place", "one input in place", "setting"])
 @pytest.mark.parametrize("again", ["in the step", "in a callback"])
 def test_changed_samples_in_two_forwards(compare, name, again):

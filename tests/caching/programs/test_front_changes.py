@@ -95,7 +95,7 @@ def test_front_is_changed_once(compare, change, place):
             return F.cross_entropy(module.net(x), y)
 
         changes = {"batch end": on(on_train_batch_end=now), "batch start": on(on_train_batch_start=now)}
-        run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=6)
+        run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=9)
 
     run = compare(program, dropout=True)  # a copy of the front has its modes, and the cache holds it in evaluation mode
     assert _hits(run) > run.hits_before + 12 or run.messages, "the cache is of no use any longer, and does not say so"
@@ -145,10 +145,10 @@ def test_front_is_changed_for_one_forward(compare):
         def step(module, x, y):
             moved = run.batches % 3 == 2
             if moved:
-                module.net.a[0].weight.data.add_(1)
+                module.net.a[0].weight.data.mul_(2)
             loss = F.cross_entropy(module.net(x), y)
             if moved:
-                module.net.a[0].weight.data.sub_(1)
+                module.net.a[0].weight.data.div_(2)
             return loss
 
         run.fit(Stepping(step))
@@ -251,6 +251,14 @@ def test_depth_changes(compare, schedule, workers, net):
         run.fit(Validated(net()), data, val=loader(data.dataset, shuffle=False), schedule=schedule, max_epochs=6)
 
     compare(program)
+
+
+@pytest.mark.parametrize("schedule", grid(SCHEDULES, every=3))
+def test_depth_changes_while_entries_are_written(compare, schedule):
+    def program(run):
+        run.fit(Validated(), None, val=loader(shuffle=False), schedule=schedule, max_epochs=6)
+
+    compare(program, disk_seconds=0.005, served=None)
 
 
 @pytest.mark.parametrize("net", [Net, ConvNet])
