@@ -6,7 +6,7 @@ import pytest
 from leftovers import REPOSITORY
 
 PACKAGE = REPOSITORY / "lightning_egeria"
-ROOMS = ("batches", "network", "profiling", "snapshots", "distributed", "training", "freezing", "cluster")
+ROOMS = ("batches", "network", "profiling", "snapshots", "distributed", "training", "freezing", "caching", "cluster")
 LONGEST_FILE, LONGEST_NAME = 500, 60  # lines, characters
 
 

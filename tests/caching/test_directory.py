@@ -90,3 +90,25 @@ def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
 def test_default_directory_is_in_the_cache_folder_of_the_user(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "lightning_egeria"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda path: path.write_text(""), "cannot be made"),
+        (lambda path: path.mkdir() or path.chmod(0o777), "others may write to the cache directory .*; `chmod 700` it"),
+        (lambda path: path.symlink_to(path.parent / "nowhere" / "at all"), "cannot be made"),
+    ],
+    ids=["file", "writable by all", "link to nowhere"],
+)
+def test_directory_that_cannot_be_used(tmp_path, prepare, message):
+    prepare(tmp_path / "cache")
+    with pytest.raises(CacheError, match=message):
+        CacheDirectory(tmp_path / "cache")
+
+
+def test_directory_must_be_there_to_be_looked_at(tmp_path):
+    with pytest.raises(CacheError, match="cannot be read"):
+        CacheDirectory(tmp_path / "cache", make=False)
+    assert CacheDirectory(tmp_path / "made" / "with parents").summaries() == []
+    assert (tmp_path / "made" / "with parents").stat().st_mode & 0o077 == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_egeria.caching.store import (
@@ -106,6 +106,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(store, tmp_path):
         ActivationStore(store.folder)
 
 
+@settings(max_examples=40, deadline=None)  # drawing one takes long
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda c: st.dictionaries(st.text(), c)))
 def test_any_json_is_a_manifest_or_a_store_error(value):
     try:
