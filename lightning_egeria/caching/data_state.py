@@ -32,7 +32,7 @@ def digests_of(dataset: Any) -> dict[str, str]:
     >>> before = digests_of(data)
     >>> data.targets[1] = 5
     >>> changed(before, digests_of(data))
-    'targets'
+    'targets[1]'
     """
     return {path: _digest(value) for path, value in _reach(dataset)}
 

@@ -183,6 +183,13 @@ class FrozenPrefixCache(pl.LightningDataModule):
     def train_dataloader(self) -> Any:
         """Return the user's DataLoader, with a plan behind each batch if it can have one."""
         loader = self.datamodule.train_dataloader()
+        model = getattr(self.trainer, "lightning_module", None)
+        if self._cache is not None and model is not None and holds_shards(model):  # only now, not in `setup`
+            self._close()
+            self._turn_off(
+                "FSDP2 gathers the weights of a layer on all ranks together, and a rank that has the layer's outputs "
+                "would not take part"
+            )
         return self._line("training", loader) if self._cache is not None and is_asked_by_loop() else loader
 
     def _val_dataloader(self) -> Any:
@@ -273,12 +280,6 @@ class FrozenPrefixCache(pl.LightningDataModule):
             )
         if getattr(self.trainer, "overfit_batches", 0):
             return "overfit_batches replaces the sampler"
-        model = getattr(self.trainer, "lightning_module", None)
-        if model is not None and holds_shards(model):
-            return (
-                "FSDP2 gathers the weights of a layer on all ranks together, and a rank that has the layer's outputs "
-                "would not take part"
-            )
         if getattr(self.trainer, "fast_dev_run", False):
             return "fast_dev_run"
         return None

@@ -140,13 +140,13 @@ class Stream:
         self.stats.off = None if front is not None else "nothing is frozen"
         self._data = digests_of(self._dataset.dataset) if front is not None else {}
 
-    def stop(self, reason: str) -> None:
-        """Cache nothing more until another front is frozen."""
+    def stop(self, reason: str, once: str | None = None) -> None:
+        """Cache nothing more until another front is frozen; warn, for one problem of all streams only ``once``."""
         self._drop(self.levels)
         self.front = None
         self.stats.depth = 0
         self.stats.off = reason
-        self._notices.warn(f"the cache of {self._name} is off: {reason}", once=reason)
+        self._notices.warn(f"the cache of {self._name} is off: {reason}", once=once or reason)
 
     def front_is_unchanged(self) -> bool:
         """Whether weights, buffers and modes of the front are those that entries were computed by."""
@@ -559,7 +559,7 @@ class Stream:
         try:
             store, room = self._directory.open(manifest, size, self._limits.max_bytes, self._limits.min_free_bytes)
         except (StoreError, CacheError) as error:
-            self.stop(str(error))
+            self.stop(str(error), once="the disk")
             return
         host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
         device_bytes = self._limits.device_bytes if front.device.type != "cpu" else 0
