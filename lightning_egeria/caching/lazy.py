@@ -204,7 +204,7 @@ class LazyTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute what leaves torch; all else goes to `__torch_dispatch__`."""
-        if func in _reads():
+        if func in _reads() or any(word in getattr(func, "__name__", "") for word in _OTHER_KERNELS):
             lazies = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, LazyTensor)]
             if func in _memory():  # the caller may write to it
                 for lazy in lazies:

@@ -61,9 +61,10 @@ class Stream:
         observes: whether a batch so many ahead needs its real input.
         load_elsewhere: loads tensors of samples in a process like the loader's workers; None loads them in this one.
         notices: takes messages.
-        stats: counts what is done.
+        stats: counts what is done; None makes one.
 
     Attributes:
+        stats: what was done so far.
         front: the frozen front; None if nothing is cached.
         levels: cached boundaries, the deepest last.
         keys: numbers of the computations seen so far.
@@ -80,9 +81,9 @@ class Stream:
         observes: Callable[[int], bool],
         load_elsewhere: Callable[[Plan, list[tuple[int, int]]], list[Tensor]] | None,
         notices: Notices,
-        stats: CacheStats,
+        stats: CacheStats | None = None,
     ) -> None:
-        self.stats = stats
+        self.stats = stats if stats is not None else CacheStats()
         self.front: Front | None = None
         self.levels: list[Level] = []
         self.keys = Keys()
