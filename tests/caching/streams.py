@@ -11,6 +11,7 @@ from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.recording import Limits
+from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.training.notices import Notices
 
@@ -40,18 +41,16 @@ class Drive:
         batches: the batches under the cache, in order.
     """
 
-    def __init__(self, folder, data=None, depth=2, net=None, collate=None, observes=lambda ahead: False, **options):
+    def __init__(self, folder, data=None, depth=2, net=None, observes=lambda ahead: False, views=0, **limits):
         torch.manual_seed(0)
         self.net = (net or Net()).eval()
         self.plain = copy.deepcopy(self.net)
         self.data = Counting(vectors() if data is None else data)
-        self.planned = PlannedDataset(self.data, collate or torch.utils.data.default_collate)
-        limits = {"max_bytes": 10**9, "min_free_bytes": 0, "host_bytes": 10**9, "device_bytes": 0}
-        room = Limits(**{name: options.pop(name, value) for name, value in limits.items()})
-        views, seed = options.pop("views", 0), options.pop("seed", 0)
+        self.planned = PlannedDataset(self.data, torch.utils.data.default_collate)
+        room = Limits(**{"max_bytes": 10**9, "min_free_bytes": 0, "host_bytes": 10**9, "device_bytes": 0} | limits)
         directory, self.notices = CacheDirectory(folder / "cache"), Notices("cache")
         self.stream = Stream(
-            "training", self.planned, directory, room, views, seed, observes, None, self.notices, **options
+            "training", self.planned, directory, room, views, 0, observes, None, self.notices, CacheStats()
         )
         self.front, self.batches = new_front(depth, self.net), []
         self.stream.start(self.front, keep=False)
