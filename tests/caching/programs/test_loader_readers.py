@@ -44,6 +44,7 @@ def test_another_reader_of_the_loader(compare, read, when, workers):
                 read(run, trainer.train_dataloader)
 
         run.fit(Classifier(), loader(num_workers=workers), on(**{WHEN[when]: look}), max_epochs=4)
+        run.kept = None  # an iterator, and its workers
 
     compare(program)
 

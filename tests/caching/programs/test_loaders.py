@@ -125,11 +125,14 @@ SAMPLERS = {
 @pytest.mark.parametrize("options", grid(SAMPLERS, every=4))
 @WORKERS
 def test_sampler(compare, options, workers):
+    if workers and options is SAMPLERS["tensor indices"]:
+        pytest.skip("torch keeps a thread in this process that shares tensors with workers")
+
     def program(run):
         run.fit(Classifier(), loader(num_workers=workers, **options()), max_epochs=5, limit_train_batches=5)
 
-    # Samples in batches of a size that never comes again, and ids that are not the same object twice.
-    compare(program, served=None if options in (SAMPLERS["growing"], SAMPLERS["tensor indices"]) else True)
+    # Samples in batches of a size that never comes again, and a loader without a length.
+    compare(program, served=None if options in (SAMPLERS["growing"], SAMPLERS["endless"]) else True)
 
 
 def test_sampler_that_follows_the_losses(compare):
