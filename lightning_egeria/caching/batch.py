@@ -155,6 +155,8 @@ class CachedBatch:
         return output
 
     def _assembled(self, level: Level, node: Node, front: Front) -> Tensor | None:
+        if tuple(node.meta.shape) != tuple(level.form.empty(self.samples, torch.device("meta")).shape):
+            return None  # rows of another size, or of other samples
         made = self.stamps(node)
         missing = np.ones(self.samples, bool)
         parts: list[tuple[Rows, Tensor]] = []

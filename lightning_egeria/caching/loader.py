@@ -186,8 +186,10 @@ class _Plans:
         return len(self._batch_sampler)
 
     def __iter__(self) -> Iterator[Plan]:
+        return self._plans(iter(self._batch_sampler))  # at once, as a DataLoader asks its sampler
+
+    def _plans(self, batches: Iterator[Any]) -> Iterator[Plan]:
         waiting: deque[Plan] = deque()
-        batches = iter(self._batch_sampler)
         asked = 0
         while True:
             ahead = self._ahead if self._stream.front is not None else 0

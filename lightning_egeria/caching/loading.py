@@ -282,6 +282,7 @@ def _send(batch: Any, keep_rows: bool = False) -> Any:
         if lazy.node.key < 0 or len(order) > MAX_STEPS or any(len(node.siblings) > 1 for node in order):
             return plain(lazy)
         loaded = all(node.value is not None for node in order if node.row is not None)
+        value = plain(lazy) if loaded else None
         places = {node: at for at, node in enumerate(order)}
         stacked = {row for node in order if node.rows is not None for row in node.arguments()}
         keep = keep_rows or any(node.row is not None and node not in stacked for node in order)
@@ -291,10 +292,11 @@ def _send(batch: Any, keep_rows: bool = False) -> Any:
                 steps.append((node.row, node.meta, node.value if keep else None))
             elif node.call is not None:
                 flat = tuple(_Step(places[leaf]) if isinstance(leaf, Node) else leaf for leaf in node.call.flat)
-                steps.append((str(node.call.run), flat, node.call.spec, node.meta))
+                stack = node.value if node.rows is not None else None  # rows are taken of it, not loaded again
+                steps.append((str(node.call.run), flat, node.call.spec, node.meta, stack))
             else:
                 steps.append((node.value,))
-        return Sent(tuple(steps), plain(lazy) if loaded else None)
+        return Sent(tuple(steps), value)
 
     return change_leaves(batch, LazyTensor, send)
 
@@ -321,11 +323,12 @@ def receive(batch: Any, tape: Tape) -> Any:
             elif len(step) == 1:
                 nodes.append(tape.outside(step[0]))
             else:
-                name, flat, spec, meta = step
+                name, flat, spec, meta, stack = step
                 arguments = [nodes[leaf.number] if isinstance(leaf, _Step) else leaf for leaf in flat]
                 made = tape.record(name, operation(name), arguments, spec, [meta])
                 if made is None:
                     raise TypeError(f"an argument of {name} has no name")
+                made[0].value = stack
                 nodes.append(made[0])
         nodes[-1].value = sent.value
         return show(nodes[-1])

@@ -346,7 +346,7 @@ class Stream:
             self._finish_trial(batch, node, value, front)
             return
         level = self.level_at(front.depth)
-        if level is None or node.key != level.key:
+        if level is None or node.key != level.key or value.shape[:1] != (batch.samples,):
             return
         if not self.front_is_unchanged():
             self._front_moved(front)
