@@ -21,7 +21,7 @@ from programs.parts import (
     vectors,
 )
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 EPOCHS = 5
 
@@ -328,13 +328,34 @@ def test_labels_are_drawn(compare):
     compare(program, served=None)
 
 
+def _scaled(samples):
+    x, y = default_collate(samples)
+    return x * 2, y
+
+
 @pytest.mark.parametrize("read", [False, True])
-def test_few_samples_are_augmented(compare, read):
+@pytest.mark.parametrize("collate", [default_collate, _scaled])
+def test_few_samples_are_augmented(compare, read, collate):
     """One sample in twenty, with and without others that read the batch."""
 
     def program(run):
         dataset = Samples(lambda d, i: (d.x[i] + torch.rand(()) if i == 13 else d.x[i], d.y[i]))
         reader = on(on_train_batch_end=lambda *args: run.note(args[-2][0].mean()) if run.batches % 3 == 2 else None)
-        run.fit(Classifier(), loader(dataset), *([reader] if read else []), max_epochs=EPOCHS)
+        data = loader(dataset, collate_fn=collate)
+        run.fit(Classifier(), data, *([reader] if read else []), max_epochs=EPOCHS)
 
     compare(program, served=None)
+
+
+@pytest.mark.parametrize("collate", [default_collate, _scaled])
+def test_each_sample_is_loaded_once(compare, collate):
+    """While the front is frozen and inputs are loaded, no sample is loaded more often than without the cache."""
+    counts = []
+
+    def program(run):
+        dataset = Random(lambda x, i, d: x + torch.rand(()) if i == 13 else x)
+        run.fit(Classifier(), loader(dataset, collate_fn=collate), max_epochs=EPOCHS)
+        counts.append(dataset.calls)
+
+    compare(program, served=None)
+    assert counts[1] <= counts[0]
