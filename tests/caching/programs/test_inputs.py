@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs.parts import CLASSES, Classifier, ConvNet, Stepping, Validated, data_of, grid, images, loader
+from programs.parts import CLASSES, Classifier, ConvNet, Samples, Stepping, Validated, data_of, grid, images, loader
 from torch import nn
 from torch.nn import functional as F
 
@@ -124,6 +124,31 @@ def test_change_that_begins_late(compare, change):
 @pytest.mark.parametrize("change", grid(DRAWN, every=7))
 def test_change_that_ends_early(compare, change):
     compare(lambda run: _fit_with(run, change, lambda run: run.batches < 6, max_epochs=4), served=None)
+
+
+# Of the rows of a batch. The labels follow.
+ROWS = {
+    "all but the first": lambda part: part[1:],
+    "half": lambda part: part[: len(part) // 2],
+    "doubled": lambda part: torch.cat([part, part]),
+    "in reverse": lambda part: part.flip(0),
+    "one again": lambda part: torch.cat([part, part[:1]]),
+    "by index": lambda part: part[torch.tensor([2, 0, 1])],
+}
+
+
+@pytest.mark.parametrize(("rows", "kind", "period"), grid(ROWS, ["tensor", "numpy"], [1, 3], every=5))
+def test_network_gets_other_rows(compare, rows, kind, period):
+    def program(run):
+        def step(module, x, y):
+            if run.batches % period == 0:
+                x, y = rows(x), rows(y)
+            return F.cross_entropy(module.net(x), y)
+
+        dataset = Samples(lambda d, i: (d.x[i].numpy() if kind == "numpy" else d.x[i], d.y[i]))
+        run.fit(Stepping(step), loader(dataset), max_epochs=4)
+
+    compare(program, served=None)
 
 
 def test_mixed_labels_beside_mixed_inputs(compare):
