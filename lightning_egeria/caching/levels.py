@@ -58,10 +58,6 @@ class RowForm:
         """Of one piece."""
         return math.prod(self.piece) * self.dtype.itemsize
 
-    def row_shape(self, length: int) -> tuple[int, ...]:
-        """Shape of a row in memory order."""
-        return (length, *self.piece) if self.ragged else self.piece
-
     def to_memory(self, batch: Tensor) -> Tensor:
         """A view of ``batch`` with the dimensions in the order of memory; `from_memory` is the inverse."""
         return batch.permute(self.order)

@@ -440,9 +440,7 @@ class Stream:
             return
         reruns, first = self._reruns
         if 2 * reruns > COUNTED:
-            depth = sum(unit.number < first and unit.depth > 0 for unit in front.units)
             self.stop(f"something reads the output of {front.units[first].path!r} in most batches")
-            del depth
         elif 2 * self._touches > COUNTED:
             self._leaves_out = False
             self._notices.inform(f"{batch.was_touched} reads the input in most batches, so samples are loaded again")
