@@ -148,7 +148,7 @@ class CachedBatch:
         self.matches += 1
         if self.plan.checks:
             return None
-        if not self._owner.is_proven(self.samples) or not self._owner.front_is_unchanged():
+        if not self._owner.is_proven(self.samples):
             return None
         output = self._assembled(level, node, front)
         self.ended = self.ended or mark(front.device)
@@ -175,6 +175,8 @@ class CachedBatch:
             sound = read_rows[chosen] & self._is_of(read, stamps[chosen], made)
             if not sound.any():
                 continue
+            if not parts and not self._owner.front_is_unchanged():
+                return None
             rows = pieces.batch(form, None, front.device)
             if read.rows is not None or not sound.all() or not read_rows.all():
                 kept = (np.cumsum(read_rows) - 1)[chosen[sound]]

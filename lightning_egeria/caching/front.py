@@ -12,12 +12,13 @@ from torch.nn.modules import module as _hooks
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.lazy import LazyTensor, node_of, plain, show
-from lightning_egeria.caching.tape import UNKNOWN, Meta, Node, Tape, Unit, version_of
+from lightning_egeria.caching.tape import UNKNOWN, Call, Meta, Node, Tape, Unit, version_of
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.network.prefix import FrozenPrefix
 
 _GLOBAL_HOOKS = (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks)
 _ONE = pytree.tree_flatten(((0,), {}))[1]  # structure of a call with one positional argument
+_Form = tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]]  # results, their structure, changed arguments
 
 
 class Batch(Protocol):
@@ -53,7 +54,7 @@ class Context(NamedTuple):
     @classmethod
     def current(cls, devices: tuple[str, ...]) -> Context:
         """Return the modes that are on."""
-        casts = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+        casts = tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices])
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts)
 
 
@@ -73,6 +74,11 @@ class _UnitCall(Unit):
             for device, enabled, dtype in context.autocast:
                 run = functools.partial(_cast, device, enabled, dtype, run)
             return run()
+
+
+def _needs_grad(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad
 
 
 def _cast(device: str, enabled: bool, dtype: torch.dtype, run: Callable[[], Any]) -> Any:
@@ -102,7 +108,8 @@ class FrontUnit:
         ]
         self._module = module
         self._before = vars(module).get("forward")
-        self._forms: dict[Any, tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]] | None] = {}
+        self._forms: dict[Any, _Form | None] = {}
+        self._seen: dict[Any, tuple[tuple[int, ...], _UnitCall, _Form]] = {}
         vars(module)["forward"] = self
 
     @property
@@ -115,6 +122,10 @@ class FrontUnit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, or run the module."""
+        if len(args) == 1 and not kwargs and type(args[0]) is LazyTensor:
+            recorded = self._recorded_before(args[0])
+            if recorded is not None:
+                return self._hand_on(args[0].node.tape.owner, list(args), *recorded)
         one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         flat, spec = (list(args), _ONE) if one else pytree.tree_flatten((args, kwargs))
         tape, batch = self._tape_of(flat)
@@ -137,7 +148,30 @@ class FrontUnit:
             nodes = tape.record(self._name(context), _UnitCall(self, context), leaves, spec, *form[::2])
             if nodes is None:
                 return self._untracked(flat, spec)
+            if one and not form[2]:
+                run = _UnitCall(self, context)
+                self._seen[self._call_of(leaves[0], context)] = tuple(node.key for node in nodes), run, form
         return self._hand_on(batch, flat, nodes, form)
+
+    def _recorded_before(self, lazy: LazyTensor) -> tuple[tuple[Node, ...], _Form] | None:
+        """Record a call with one argument as such a call was recorded in another batch; None if none was."""
+        node = lazy.node
+        batch = node.tape.owner
+        if batch is None or batch.eager or batch.front is not self.front or node.key == UNKNOWN:
+            return None
+        if any(self._hooks) or any(_GLOBAL_HOOKS) or _needs_grad(lazy):
+            return None
+        seen = self._seen.get(self._call_of(node, Context.current(self.front.devices)))
+        if seen is None:
+            return None
+        if not self.number:
+            batch.enter()
+        keys, run, form = seen
+        return node.tape.add(keys, Call(run, (node,), _ONE), form[0]), form
+
+    def _call_of(self, node: Node, context: Context) -> tuple[Any, ...]:
+        """What the results of a call with one argument follow from."""
+        return node.tape.keys, node.key, node.meta, self._module.training, context
 
     def _untracked(self, flat: list[Any], spec: pytree.TreeSpec) -> Any:
         """Run the module, as without the cache."""
@@ -147,7 +181,7 @@ class FrontUnit:
 
     def _run(
         self, tape: Tape, flat: list[Any], leaves: list[Any], spec: pytree.TreeSpec, context: Context
-    ) -> tuple[Any, tuple[Node, ...] | None, tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]] | None]:
+    ) -> tuple[Any, tuple[Node, ...] | None, _Form | None]:
         """Run the module now, and record the call with its results."""
         values = [plain(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         versions = [version_of(value) if isinstance(value, Tensor) else 0 for value in values]
@@ -178,7 +212,7 @@ class FrontUnit:
         batch: Batch,
         flat: list[Any],
         nodes: tuple[Node, ...],
-        form: tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]],
+        form: _Form,
     ) -> Any:
         """Return lazy results; at a boundary, the cached or computed output."""
         _, structure, written = form
@@ -195,13 +229,13 @@ class FrontUnit:
                     batch.reached(node)
                     node.value = None  # the program may change it in place
                 shown[self.output_leaf] = served
-        return pytree.tree_unflatten(shown, structure)
+        return shown[0] if structure.is_leaf() else pytree.tree_unflatten(shown, structure)
 
     def _tape_of(self, flat: list[Any]) -> tuple[Tape | None, Batch | None]:
         """The tape to record on, and its batch; None if the module has to run."""
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         lazies = [leaf for leaf in tensors if isinstance(leaf, LazyTensor) and leaf.node.key != UNKNOWN]
-        if any(tensor.requires_grad for tensor in tensors):
+        if any(map(_needs_grad, tensors)):
             return None, None
         batch = lazies[0].node.tape.owner if lazies else self.front.batch
         if batch is None or batch.front is not self.front or any(x.node.tape is not batch.tape for x in lazies):

@@ -97,6 +97,7 @@ class Stream:
         self._planned: dict[int, list[Read]] = {}
         self._next, self._received, self._largest = 0, -1, 0
         self._epoch = 0
+        self._is_first = True  # the first batch of an epoch reads all weights of the front
         self._epochs: int | None = None
         self._fronts = 0
         self._recorded, self._counted_at = 0.0, 0.0
@@ -150,8 +151,10 @@ class Stream:
 
     def front_is_unchanged(self) -> bool:
         """Whether weights, buffers and modes of the front are those that entries were computed by."""
-        front = self.front
-        return front is not None and (front.state.is_unchanged() or front.state.is_same())
+        if self.front is None:
+            return False
+        first, self._is_first = self._is_first, False
+        return self.front.state.is_unchanged(fully=first) or self.front.state.is_same()
 
     def level_at(self, depth: int) -> Level | None:
         """Return the level of a boundary."""
@@ -175,6 +178,7 @@ class Stream:
             epochs: number of all epochs, if each of them has every sample once at most; None if nobody knows.
         """
         self._epoch, self._epochs = epoch, epochs
+        self._is_first = True
         self._reader.cancel()
         self._planned.clear()
         self._trial_planned = False

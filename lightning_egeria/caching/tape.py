@@ -313,16 +313,14 @@ class Tape:
             key = self.keys.number(tuple(parts))
         except TypeError:  # it cannot be hashed
             return None
+        names = [key, *(self.keys.number((Of(key), output)) for output in range(1, len(metas)))]
+        return self.add(names, Call(run, tuple(flat), spec, written, sized), metas, number)
+
+    def add(self, keys: Iterable[int], call: Call, metas: Sequence[Meta], rows: int | None = None) -> tuple[Node, ...]:
+        """Return new nodes for the results of a call, whose keys are known."""
         nodes = tuple(
-            Node(
-                self,
-                meta,
-                self.keys.number((Of(key), output)) if output else key,
-                Call(run, tuple(flat), spec, written, sized),
-                rows=number,
-                number=next(self._count),
-            )
-            for output, meta in enumerate(metas)
+            Node(self, meta, key, call, rows=rows, number=next(self._count))
+            for key, meta in zip(keys, metas, strict=True)
         )
         for node in nodes:
             node.siblings = nodes
