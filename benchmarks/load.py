@@ -31,7 +31,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
-from lightning_egeria.caching.store import ActivationStore, Manifest
+from lightning_egeria.caching.manifest import Manifest
+from lightning_egeria.caching.store import ActivationStore
 
 ENTRIES, ENTRY_BYTES, FIELD_BYTES = 20_000, 16 << 10, 64
 STEPS = 20

@@ -14,10 +14,12 @@ import xxhash
 from torch import Tensor
 
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.levels import Flags, Level, Pieces, Rows
+from lightning_egeria.caching.keys import Keys
+from lightning_egeria.caching.levels import Flags, Level, Rows
 from lightning_egeria.caching.loading import receive, stamp_of
 from lightning_egeria.caching.plan import Loaded, Mode
-from lightning_egeria.caching.tape import Keys, Node, Tape, replay, version_of
+from lightning_egeria.caching.replay import replay
+from lightning_egeria.caching.tape import Node, Tape, version_of
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.snapshots.digests import bytes_of
 
@@ -27,7 +29,7 @@ class Read(NamedTuple):
 
     level: Level
     places: Rows
-    future: Future[tuple[Pieces, Flags, npt.NDArray[np.uint64]]]
+    future: Future[tuple[Tensor, Flags, npt.NDArray[np.uint64]]]
     rows: Rows | None = None
 
 
@@ -155,7 +157,7 @@ class CachedBatch:
         return output
 
     def _assembled(self, level: Level, node: Node, front: Front) -> Tensor | None:
-        if tuple(node.meta.shape) != tuple(level.form.empty(self.samples, torch.device("meta")).shape):
+        if node.meta.shape != (self.samples, *level.form.batch_shape):
             return None  # rows of another size, or of other samples
         made = self.stamps(node)
         missing = np.ones(self.samples, bool)
@@ -166,10 +168,10 @@ class CachedBatch:
             form = read.level.form
             if start is None or start.key != read.level.key or made is None:
                 continue
-            if start.meta.shape[1:] != form.empty(0, torch.device("meta")).shape[1:]:
+            if start.meta.shape[1:] != form.batch_shape:
                 continue  # samples of another size
-            pieces, read_rows, stamps = read.future.result()
-            if self._versions.setdefault(id(read), version_of(pieces.data)) != version_of(pieces.data):
+            data, read_rows, stamps = read.future.result()
+            if self._versions.setdefault(id(read), version_of(data)) != version_of(data):
                 continue  # the program has changed in place what it got of an earlier call
             chosen = np.arange(len(read.places)) if read.rows is None else read.rows
             sound = read_rows[chosen] & self._is_of(read, stamps[chosen], made)
@@ -177,7 +179,7 @@ class CachedBatch:
                 continue
             if not parts and not self._owner.front_is_unchanged():
                 return None
-            rows = pieces.batch(form, None, front.device)
+            rows = form.from_memory(data.to(front.device, non_blocking=True))
             if read.rows is not None or not sound.all() or not read_rows.all():
                 kept = (np.cumsum(read_rows) - 1)[chosen[sound]]
                 rows = rows[torch.from_numpy(kept).to(rows.device)]
@@ -230,8 +232,8 @@ class CachedBatch:
         """Return the rows of all samples from a level; None if one is missing."""
         for read in self.reads:
             if read.level is level and read.rows is None and len(read.places) == self.samples:
-                pieces, sound, _ = read.future.result()
-                return pieces.batch(level.form, None, torch.device("cpu")) if sound.all() else None
+                data, sound, _ = read.future.result()
+                return level.form.from_memory(data) if sound.all() else None
         return None
 
     def stamps(self, node: Node) -> npt.NDArray[np.uint64] | None:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
-from lightning_egeria.caching.store import StoreError
+from lightning_egeria.caching.manifest import StoreError
 from lightning_egeria.errors import ArgumentError, EgeriaError
 
 DAY_S = 86400

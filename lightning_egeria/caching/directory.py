@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_egeria.caching.store import (
+from lightning_egeria.caching.manifest import (
     LOCK,
     MANIFEST,
-    ActivationStore,
     Manifest,
     StoreBusyError,
     StoreError,
@@ -23,6 +22,7 @@ from lightning_egeria.caching.store import (
     read_manifest,
     remove_store,
 )
+from lightning_egeria.caching.store import ActivationStore
 from lightning_egeria.errors import CacheError
 
 MOST_TIMES_LARGER = 1024  # may the entries of a store be that is there than those that are wanted

@@ -94,7 +94,7 @@ class PrefixCache(Observer):
     def measure_disk(self) -> None:
         """Update ``bytes_on_disk`` of all statistics."""
         for line in self.lines.values():
-            line.stream.measure_disk()
+            line.stream.levels.measure_disk()
 
     def close(self, remove: bool) -> None:
         """Leave the model as it was; ``remove`` what was cached on disk, or leave it. Safe to call twice."""

@@ -18,12 +18,14 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_egeria.batches.tree import change_leaves
 from lightning_egeria.caching.data_state import changed, moving_of
+from lightning_egeria.caching.keys import Keys
 from lightning_egeria.caching.lazy import LazyTensor, plain, show
 from lightning_egeria.caching.levels import STAMP_BYTES
+from lightning_egeria.caching.manifest import StoreError
 from lightning_egeria.caching.plan import Loaded, Mode, Plan, Sent, operation
 from lightning_egeria.caching.samples import Absent, Opaque, decode, encode, leaves_of, with_leaves
-from lightning_egeria.caching.store import ActivationStore, StoreError
-from lightning_egeria.caching.tape import Keys, Meta, Node, Tape
+from lightning_egeria.caching.store import ActivationStore
+from lightning_egeria.caching.tape import Meta, Node, Tape
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
 MAX_STEPS = 20_000  # operations in a collate function that are sent to the training process

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.background import WriteBehind
-from lightning_egeria.caching.levels import STAMP_BYTES, Level, Pieces, RowForm, Rows, pieces_of
+from lightning_egeria.caching.levels import STAMP_BYTES, Level, RowForm, Rows, chosen
 from lightning_egeria.caching.stats import CacheStats
 
 
@@ -81,16 +81,15 @@ class Recording:
         if not new.any():
             return
         places = np.flatnonzero(new).tolist()
-        rows = pieces_of(level.form, activation[torch.from_numpy(new).to(activation.device)], None)
+        rows = level.form.to_memory(activation[torch.from_numpy(new).to(activation.device)])
         if level.device.capacity:
             level.device.put(entries[new], rows)
-        chosen = [fields[place] for place in places]
-        size = rows.data.nbytes + sum(len(one) for one in chosen if one is not None)
+        encoded = [fields[place] for place in places]
+        size = rows.nbytes + sum(len(one) for one in encoded if one is not None)
         if self._has_room(levels, size):
             self._stats.to_write += len(places)
-            host = dataclasses.replace(rows, data=rows.data.cpu())
-            older = tuple(reversed(levels[:-1]))
-            self._writer.submit(lambda: self._write(level, older, entries[new], host, chosen, made[new]), size)
+            host, older = rows.cpu(), tuple(reversed(levels[:-1]))
+            self._writer.submit(lambda: self._write(level, older, entries[new], host, encoded, made[new]), size)
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -106,14 +105,15 @@ class Recording:
         level: Level,
         older: Sequence[Level],
         entries: Rows,
-        rows: Pieces,
+        rows: Tensor,
         fields: list[bytes | None],
         made: npt.NDArray[np.uint64],
     ) -> None:
         for at, one in enumerate(fields):
             fields[at] = one if one is not None else _fields_in(older, int(entries[at]))
-        kept = np.array([one is not None for one in fields])
-        entries, rows, made = entries[kept], rows.select(kept), made[kept]
+        kept = np.flatnonzero([one is not None for one in fields])
+        if len(kept) < len(entries):
+            entries, rows, made = entries[kept], chosen(rows, kept), made[kept]
         heads = [int(one).to_bytes(STAMP_BYTES, "little") for one in made]
         try:
             found = [one for one in fields if one is not None]

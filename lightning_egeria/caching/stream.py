@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import hashlib
-import operator
-import time
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from lightning_egeria.caching.background import ReadAhead
-from lightning_egeria.caching.batch import CachedBatch, Read
-from lightning_egeria.caching.data_state import changed, digests_of
+from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.levels import Level, MemoryTier, RowForm, Rows
+from lightning_egeria.caching.habits import Habits
+from lightning_egeria.caching.keys import Keys
+from lightning_egeria.caching.level_set import LevelSet
+from lightning_egeria.caching.levels import Level, RowForm, Rows
 from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.manifest import StoreError
+from lightning_egeria.caching.origin import Origin
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
-from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
+from lightning_egeria.caching.planner import Planner
+from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.samples import without_inputs
 from lightning_egeria.caching.stats import Accounts, CacheStats
-from lightning_egeria.caching.store import FORMAT, Manifest, StoreError
-from lightning_egeria.caching.tape import Keys, Node
-from lightning_egeria.caching.trial import is_rounding, same_bits, smaller_sizes, try_boundary
+from lightning_egeria.caching.tape import Node
+from lightning_egeria.caching.trial import BatchSizes, is_rounding, same_bits, smaller_sizes, try_boundary
 from lightning_egeria.errors import CacheError
 from lightning_egeria.training.notices import Notices
 
-CHECK_EVERY_N_BATCHES = 200
-FIRST_CHECK = 20
 TRIALS = 10  # batches that may show nothing, before the cache stops
-COUNTED = 20  # lazy batches, before it is decided whether inputs are left out and where the boundary is
-COUNT_EVERY_S = 1.0
-AGREEING = 2  # batches of another size with the bits of the entries, before it is used
-QUICK_S = 0.0005  # a look at the dataset that takes less is taken before each batch
 MOVED = 3  # batches in a row with another front, before it is taken for the front
-OTHER = 6  # batches in a row that call the frozen layers in another way, before the cache stops
-STRANGE = 20  # batches in a row without a match, before the cache stops
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 CHANGES_TO_STOP = 3
 
@@ -66,7 +52,7 @@ class Stream:
     Attributes:
         stats: what was done so far.
         front: the frozen front; None if nothing is cached.
-        levels: cached boundaries, the deepest last.
+        levels: the cached boundaries.
         keys: numbers of the computations seen so far.
     """
 
@@ -85,65 +71,38 @@ class Stream:
     ) -> None:
         self.stats = stats if stats is not None else CacheStats()
         self.front: Front | None = None
-        self.levels: list[Level] = []
         self.keys = Keys()
-        self._name, self._dataset, self._directory, self._limits = name, dataset, directory, limits
-        self._views, self._seed, self._observes = views, seed, observes
-        self._load_elsewhere = load_elsewhere
-        self._notices = notices
-        self._recording = Recording(limits, self.stats, lambda text, cause: notices.warn(text, once=cause))
-        self._reader = ReadAhead()
+        self.levels = LevelSet(directory, limits, self.stats, notices, dataset.close)
+        self._name, self._dataset, self._views, self._seed = name, dataset, views, seed
+        self._load_elsewhere, self._notices = load_elsewhere, notices
+        self._planner = Planner(dataset, self.levels, views, seed, observes, notices)
         self._accounts = Accounts(self.stats)
-        self._planned: dict[int, list[Read]] = {}
-        self._next, self._received, self._largest = 0, -1, 0
-        self._epoch = 0
-        self._is_first = True  # the first batch of an epoch reads all weights of the front
+        self._epoch, self._fronts = 0, 0
         self._epochs: int | None = None
-        self._fronts = 0
-        self._recorded, self._counted_at = 0.0, 0.0
-        self._data: dict[str, str] = {}
-        self._numbers: dict[Any, int] | None = None  # of ids that are not indices
-        self._seen_indices = False
-        self._leaves_out = True
-        self._data_seconds, self._told_of_data = 1.0, False
-        self._dropped: list[Path] = []
         self._forget_front()
 
     def _forget_front(self) -> None:
-        self._trials, self._trial_planned, self._strange, self._changes = 0, False, 0, 0
-        self._other = 0
-        self._since_check = self._lazy_batches = self._touches = 0
-        self._inputs: tuple[int, ...] = ()
-        self._structure: Any = None
-        self._sizes: dict[int, bool] = {}
-        self._agreed: dict[int, int] = {}
-        self._smaller: list[int] = []
+        self._habits = Habits()
+        self._trials = self._changes = self._moved = 0
         self._exact = True
-        self._reruns = [0, 10**9]
-        self._moved = 0
         self._renewals = self.front.renewals if self.front is not None else 0
-
-    # --- the front ----------------------------------------------------------------------------------------------------
 
     def start(self, front: Front | None, keep: bool) -> None:
         """Another front is frozen; None: none. ``keep`` what was cached if the front only became deeper."""
-        self._reader.cancel()
+        self.levels.reader.cancel()
         if not keep:
-            self._drop(self.levels)
+            self.levels.drop()
         self.front = front
         self._fronts += 1
-        structure, inputs = self._structure, self._inputs
         self._forget_front()
-        if self.levels:
-            self._structure, self._inputs = structure, inputs
+        self._planner.begin_front(front)
         self._accounts.restart()
-        self.stats.depth = self.levels[-1].depth if self.levels else 0
+        self.stats.depth = self.levels.all[-1].depth if self.levels else 0
         self.stats.off = None if front is not None else "nothing is frozen"
-        self._data = digests_of(self._dataset.dataset) if front is not None else {}
 
     def stop(self, reason: str, once: str | None = None) -> None:
         """Cache nothing more until another front is frozen; warn, for one problem of all streams only ``once``."""
-        self._drop(self.levels)
+        self.levels.drop()
         self.front = None
         self.stats.depth = 0
         self.stats.off = reason
@@ -151,24 +110,19 @@ class Stream:
 
     def front_is_unchanged(self) -> bool:
         """Whether weights, buffers and modes of the front are those that entries were computed by."""
-        if self.front is None:
-            return False
-        first, self._is_first = self._is_first, False
-        return self.front.state.is_unchanged(fully=first) or self.front.state.is_same()
+        return self.front is not None and (self.front.state.is_unchanged() or self.front.state.is_same())
 
     def level_at(self, depth: int) -> Level | None:
         """Return the level of a boundary."""
-        return next((level for level in self.levels if level.depth == depth), None)
+        return self.levels.at(depth)
 
     def is_proven(self, size: int) -> bool:
         """Whether rows in batches of this size have the same bits as in the first one."""
-        return self._sizes.get(size, False)
+        return self._planner.sizes.verdict(size) is True
 
     def size_for(self, count: int, size: int) -> int:
         """Return a size to compute some rows in, with the same bits as in a batch of ``size``."""
-        return min((one for one in self._smaller if count <= one < size), default=size)
-
-    # --- planning -----------------------------------------------------------------------------------------------------
+        return self._planner.sizes.size_for(count, size)
 
     def begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """The loader begins anew; batches that were planned and did not come will not.
@@ -178,148 +132,39 @@ class Stream:
             epochs: number of all epochs, if each of them has every sample once at most; None if nobody knows.
         """
         self._epoch, self._epochs = epoch, epochs
-        self._is_first = True
-        self._reader.cancel()
-        self._planned.clear()
-        self._trial_planned = False
-        self._remove_dropped()
-        for level in self.levels:
-            with contextlib.suppress(StoreError, OSError):  # then its entries are missing one by one
-                level.store.refresh()
-        if len(self.levels) > 1:
-            newest = self.levels[-1].store.index != 0
-            done = [one for one in self.levels[:-1] if not ((one.store.index != 0) & ~newest).any()]
-            self._drop(done)
+        self._planner.begin_epoch(epoch)
+        self.levels.begin_epoch()
         if self.front is not None:
-            self._look_at_data()
-
-    def _look_at_data(self) -> None:
-        """Compare what the dataset holds with what it held before."""
-        started = time.perf_counter()
-        data = digests_of(self._dataset.dataset)
-        self._data_seconds = time.perf_counter() - started
-        name, self._data = changed(self._data, data), data
-        if name is not None and self.levels:
-            if not self._told_of_data:
-                self._told_of_data = True
-                self._notices.inform(
-                    f"the dataset's attribute {name!r} changed, so samples are loaded and compared with their entries"
-                )
-            self.forget_verified()
-
-    def last_look(self, plan: Plan) -> Plan:
-        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
-        if self.front is None or plan.mode is not Mode.FOLLOWED or not plan.stored:
-            return plan
-        if self._data_seconds < QUICK_S:
-            self._look_at_data()
-        entries, stored = np.array(plan.entries, np.int64), np.array(plan.stored)
-        for number, folder in enumerate(plan.stores):
-            level = next((one for one in self.levels if one.store.folder == folder), None)
-            doubtful = ~level.verified[entries] if level is not None else np.ones(len(entries), bool)
-            stored[(stored == number) & doubtful] = -1
-        return dataclasses.replace(plan, stored=tuple(stored.tolist()))
-
-    def forget_verified(self, ids: Rows | None = None) -> None:
-        """Compare entries with their samples before they are used again; all entries by default."""
-        views = max(1, self._views)
-        self._recording.finish()  # an entry that is written later would count as compared
-        for level in self.levels:
-            level.verified.reshape(-1, views)[slice(None) if ids is None else ids] = False
-
-    def forget(self, level: Level, entries: Rows) -> None:
-        """Make misses of entries whose samples have changed."""
-        self._recording.finish()
-        level.forget(entries)
+            self._planner.look_at_data()
 
     def plan(self, ids: Sequence[Any]) -> Plan:
         """Plan the next batch."""
-        number, self._next = self._next, self._next + 1
-        self._largest = max(self._largest, len(ids))
-        plan = Plan(number, tuple(ids), front=self._fronts)
-        self._planned[number] = []
         if self.front is not None and self.front.renewals != self._renewals:
             self._begin_anew(self.front)
-        numbers = self._numbers_of(plan.ids) if self.front is not None else None
-        if self.front is None or numbers is None:
-            return plan
-        view = self._epoch % self._views if self._views else 0
-        entries = np.array(numbers, np.int64) * max(1, self._views) + view
-        seeds = tuple(seed_of(self._seed, one, view) for one in numbers) if self._views else None
-        plan = dataclasses.replace(plan, entries=tuple(entries.tolist()), seeds=seeds)
-        newest = self.level_at(self.front.depth)
-        if self._observes(number - self._received):
-            return plan
-        if newest is None:
-            if self._trial_planned or len(plan.ids) < self._largest:
-                return plan if not self.levels else self._plan_reads(plan, entries)
-            self._trial_planned = True
-            return dataclasses.replace(plan, mode=Mode.TRIAL)
-        return self._plan_reads(plan, entries)
-
-    def _numbers_of(self, ids: Sequence[Any]) -> list[int] | None:
-        """Numbers of samples from their ids: an index is its own number, other ids are counted as they come."""
-        count = len(self._dataset)
-        with contextlib.suppress(TypeError):  # an index may be a tensor or an array with one number
-            indices = [operator.index(one) for one in ids]
-            if self._numbers is None and all(0 <= one < count for one in indices):
-                self._seen_indices = True
-                return indices
-        self._numbers = self._numbers if self._numbers is not None else {}
         try:
-            numbers = [self._numbers.setdefault(one, len(self._numbers)) for one in ids]
-        except TypeError:
-            self.stop(f"the sampler yields {type(ids[0]).__name__} objects, which cannot be hashed")
-            return None
-        if self._seen_indices or max(numbers, default=0) >= count:
-            self.stop(f"the sampler yields more different ids than the {count} samples of the dataset")
-            return None
-        return numbers
+            return self._planner.plan(ids, self.front, self._fronts)
+        except CacheError as error:
+            self.stop(str(error))
+            return self._planner.plan(ids, None, self._fronts)
 
-    def _plan_reads(self, plan: Plan, entries: Rows) -> Plan:
-        size = len(plan.ids)
-        proven = self._sizes.get(size)
-        if proven is False or self.front is None:
-            return plan
-        plan = dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self._inputs, structure=self._structure)
-        checks = self._is_check()
-        stored, pin = np.full(size, -1), self.front.device.type == "cuda"
-        reads = self._planned[plan.number]
-        levels = list(reversed(self.levels))
-        for number, level in enumerate(levels):
-            places = np.flatnonzero((stored < 0) & level.present(entries))
-            if proven is None and len(places) < size:
-                break  # rows of this size are compared, all of them
-            if len(places):
-                stored[places] = number
-                future = self._reader.submit(plan.number, partial(level.read, entries[places], pin))
-                reads.append(Read(level, places, future))
-        if not self._leaves_out or not self._inputs or proven is None or checks:
-            return dataclasses.replace(plan, checks=checks and bool(reads))
-        stamps = np.zeros(size, np.uint64)
-        for number, level in enumerate(levels):
-            stored[(stored == number) & ~level.verified[entries]] = -1
-            stamps = np.where(stored == number, level.stamps[entries, 0], stamps)
-        folders = tuple(level.store.folder for level in levels)
-        return dataclasses.replace(plan, stores=folders, stored=tuple(stored.tolist()), stamps=tuple(stamps.tolist()))
+    def last_look(self, plan: Plan) -> Plan:
+        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
+        return self._planner.last_look(plan) if self.front is not None else plan
 
-    def _is_check(self) -> bool:
-        self._since_check += 1
-        if self._since_check in (FIRST_CHECK, CHECK_EVERY_N_BATCHES):
-            self._since_check %= CHECK_EVERY_N_BATCHES
-            return True
-        return False
+    def forget_verified(self, ids: Rows | None = None) -> None:
+        """Compare entries with their samples before they are used again; all entries by default."""
+        self.levels.forget_verified(ids, self._views)
 
-    # --- batches ------------------------------------------------------------------------------------------------------
+    def forget(self, level: Level, entries: Rows) -> None:
+        """Make misses of entries whose samples have changed."""
+        self.levels.forget(level, entries)
 
     def receive(self, loaded: Loaded, waited: float) -> tuple[Any, CachedBatch | None]:
         """Return the user's batch, and the batch under the cache; None for one without."""
         plan = loaded.plan
-        self._received = plan.number
-        self._reader.used(plan.number)
-        reads = self._planned.pop(plan.number, [])
-        if loaded.drew is not None and self._leaves_out and not self._views:
-            self._leaves_out = False
+        reads, planner = self._planner.received(plan), self._planner
+        if loaded.drew is not None and planner.leaves_out and not self._views:
+            planner.leaves_out = False
             self._notices.inform(
                 f"loading a sample changes {loaded.drew}, so every sample is loaded in each epoch. Only the frozen "
                 "layers are skipped, for samples that come back unchanged. See augmentation_views"
@@ -327,7 +172,7 @@ class Stream:
         if self.front is None or plan.mode is Mode.PLAIN or plan.front != self._fronts:
             if self.front is not None:
                 self.stats.misses += len(plan.ids)
-                self._trial_planned = self._trial_planned and plan.mode is not Mode.TRIAL
+                planner.trial_planned = planner.trial_planned and plan.mode is not Mode.TRIAL
             if plan.mode is Mode.PLAIN:
                 return loaded.batch, None
         front = self.front if plan.front == self._fronts else None
@@ -356,11 +201,12 @@ class Stream:
             self._front_moved(front)
             return
         self._moved = 0
-        if (batch.samples not in self._sizes or batch.plan.checks) and not self._compare(batch, level, value):
+        in_doubt = self._planner.sizes.verdict(batch.samples) is None or batch.plan.checks
+        if in_doubt and not self._compare(batch, level, value):
             return
         made = batch.stamps(node)
-        if made is not None and self._is_read_again and self._sizes.get(batch.samples):
-            self._recording.write(self.levels, batch.entries, value, batch.fields, batch.lazy, made)
+        if made is not None and self._is_read_again and self.is_proven(batch.samples):
+            self.levels.recording.write(self.levels.all, batch.entries, value, batch.fields, batch.lazy, made)
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
@@ -373,17 +219,13 @@ class Stream:
         self._accounts.count(batch)
         if self.level_at(front.depth) is None:
             return
-        served = batch.hits + batch.advanced > 0
-        had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
-        self._strange = 0 if served or batch.plan.checks else self._strange + had_rows
-        self._other = 0 if batch.matches else self._other + had_rows
-        if self._other >= OTHER:
-            self.stop(f"the last {OTHER} batches called the frozen layers in another way than before, or not at all")
+        reason = self._habits.why_stop(batch, front)
+        if reason is not None:
+            self.stop(reason)
             return
-        if self._strange >= STRANGE:
-            self.stop(f"the inputs of the last {STRANGE} batches differed from those of the entries (random or mixed?)")
-            return
-        self._count_lazy(batch, front)
+        if self._habits.reader is not None and self._planner.leaves_out:
+            self._planner.leaves_out = False
+            self._notices.inform(f"{self._habits.reader} reads the input in most batches, so samples are loaded again")
         judgement = self._accounts.judgement()
         if judgement is not None and not judgement[0]:
             self.stop(f"it does not pay: {judgement[1]}")
@@ -399,74 +241,30 @@ class Stream:
     def close(self, remove: bool = False) -> None:
         """Stop reading and writing; ``remove`` the stores too, or leave them on disk. Safe to call twice."""
         self.front = None
-        self._reader.close()
-        self._recording.close()
-        self.measure_disk()
-        self._dataset.close()
-        for level in self.levels:
-            level.store.close()
-            if remove:
-                self._dropped.append(level.store.folder)
-        self.levels = []
-        self._remove_dropped()
-
-    def measure_disk(self) -> None:
-        """Update ``stats.bytes_on_disk``."""
-        if self.levels:
-            self.stats.bytes_on_disk = bytes_on_disk(self.levels)
+        self.levels.close(remove)
 
     def progress_text(self) -> str | None:
         """How much of the deepest level is there, in words; None while nothing is cached, and when all of it is."""
-        if not self.levels or self.front is None or not self._recording.active:
-            return None
-        now = time.monotonic()
-        if now - self._counted_at > COUNT_EVERY_S:  # a bar asks at each step, and there may be millions of entries
-            index = self.levels[-1].store.index
-            self._counted_at, self._recorded = now, np.count_nonzero(index) / max(1, len(index))
-        return f"{self._recorded:.0%}" if self._recorded < 1 else None
-
-    # --- decisions ----------------------------------------------------------------------------------------------------
+        return self.levels.progress_text() if self.front is not None else None
 
     @property
     def _is_read_again(self) -> bool:
         """Whether entries written now may be read before the run ends."""
         return self._epochs is None or self._epoch + max(1, self._views) < self._epochs
 
-    def _count_lazy(self, batch: CachedBatch, front: Front) -> None:
-        ran, front.ran = front.ran, set()
-        if not any(batch.lazy):
-            return
-        self._lazy_batches += 1
-        self._touches += batch.was_touched is not None
-        if batch.hits == batch.samples and ran:
-            self._reruns = [self._reruns[0] + 1, min(self._reruns[1], *ran)]
-        if self._lazy_batches < COUNTED:
-            return
-        reruns, first = self._reruns
-        if 2 * reruns > COUNTED:
-            self.stop(f"something reads the output of {front.units[first].path!r} in most batches")
-        elif 2 * self._touches > COUNTED:
-            self._leaves_out = False
-            self._notices.inform(f"{batch.was_touched} reads the input in most batches, so samples are loaded again")
-        self._lazy_batches = self._touches = 0
-        self._reruns = [0, 10**9]
-
     def _compare(self, batch: CachedBatch, level: Level, value: Tensor) -> bool:
         """Compare entries with what the front computed; return whether they agree."""
-        stored = batch.rows(level)
+        stored, sizes = batch.rows(level), self._planner.sizes
         if stored is None:
-            return batch.samples in self._sizes
+            return sizes.verdict(batch.samples) is not None
         stored = stored.to(value.device)
-        if batch.samples not in self._sizes:
-            self._agreed[batch.samples] = self._agreed.get(batch.samples, 0) + 1
-            if same_bits(stored, value) and self._agreed[batch.samples] < AGREEING:
-                return False
-            self._sizes[batch.samples] = same_bits(stored, value)
-            if not self._sizes[batch.samples]:
+        if sizes.verdict(batch.samples) is None:
+            verdict = sizes.compared(batch.samples, same_bits(stored, value))
+            if verdict is False:
                 self._notices.inform(
                     f"rows in batches of {batch.samples} differ in their last bits, so these batches are not cached"
                 )
-            return self._sizes[batch.samples]
+            return verdict is True
         if same_bits(stored, value) or (not self._exact and is_rounding(stored, value)):
             return True
         self.stats.wrong += batch.samples
@@ -491,15 +289,15 @@ class Stream:
         self._begin_anew(front)
 
     def _begin_anew(self, front: Front) -> None:
-        self._drop(self.levels)
+        self.levels.drop()
         self._forget_front()
-        self._renewals = front.renewals
+        self._planner.begin_front(front)
         self._accounts.restart()
         self.stats.depth = 0
 
     def _no_trial(self, reason: str) -> None:
         self._trials += 1
-        self._trial_planned = False
+        self._planner.trial_planned = False
         if self._trials >= TRIALS:
             self.stop(reason)
 
@@ -519,16 +317,16 @@ class Stream:
         if problem is not None:
             self.stop(f"at {front.units[-1].path!r}, {problem}")
             return
-        self._inputs = tuple(sorted({leaf.row[1] for leaf in node.leaves() if leaf.row is not None}))
-        self._structure = structure
+        self._planner.inputs = tuple(sorted({leaf.row[1] for leaf in node.leaves() if leaf.row is not None}))
+        self._planner.structure = structure
         self._open(batch, node, value, front)
         level = self.level_at(front.depth)
         if level is None:
             return
-        self._sizes, self._smaller = {batch.samples: True}, smaller
+        self._planner.sizes = BatchSizes(batch.samples, smaller)
         if self._is_read_again:
-            fields = [without_inputs(one, self._inputs) if one is not None else None for one in batch.fields]
-            self._recording.write(self.levels, batch.entries, value, fields, batch.lazy, made)
+            fields = [without_inputs(one, self._planner.inputs) if one is not None else None for one in batch.fields]
+            self.levels.recording.write(self.levels.all, batch.entries, value, fields, batch.lazy, made)
         if not self._exact:
             self._notices.inform(
                 "the last bits of a sample's output depend on its place in the batch; they may differ from a run "
@@ -536,98 +334,30 @@ class Stream:
             )
 
     def _open(self, batch: CachedBatch, node: Node, value: Tensor, front: Front) -> None:
-        form = RowForm.of(value)
-        entries = len(self._dataset) * max(1, self._views)
-        longest = max((len(one) for one in batch.fields if one is not None), default=0)
-        field_bytes = max(64, FIELD_SLACK * longest)
-        manifest = Manifest(
-            self._fingerprint(node, form, front),
-            entries,
-            form.piece_bytes,
-            field_bytes,
-            str(form.dtype),
-            form.order,
-            {
-                "model": type(front.prefix.module).__name__,
-                "boundary": front.units[-1].path,
-                "data": type(self._dataset.dataset).__name__,
-                "samples": str(len(self._dataset)),
-                "loader": self._name,
-                "augmentation_views": str(self._views),
-                "row": f"{'x'.join(map(str, form.piece))} {form.dtype}",
-            },
+        origin = Origin(
+            self._name,
+            type(self._dataset.dataset),
+            len(self._dataset),
+            self._planner.structure,
+            self._views,
+            self._seed,
+            uuid.uuid4().hex if self._planner.has_own_ids else "",
+            self.keys.describe(node.key),
+            node.tape.size,
+            front,
         )
-        size = entries * (form.piece_bytes + field_bytes + manifest.header_bytes)
+        form = RowForm.of(value)
+        longest = max((len(one) for one in batch.fields if one is not None), default=0)
+        manifest = origin.manifest(form, max(64, FIELD_SLACK * longest))
         try:
-            store, room = self._directory.open(manifest, size, self._limits.max_bytes, self._limits.min_free_bytes)
+            level, room = self.levels.open(manifest, form, front.depth, node.key, front.device)
         except (StoreError, CacheError) as error:
             self.stop(str(error), once="the disk")
             return
-        host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
-        device_bytes = self._limits.device_bytes if front.device.type != "cpu" else 0
-        device = MemoryTier(device_bytes, form, entries, front.device)
-        stamps, verified = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool)
-        for older in self.levels:
-            older.release_memory()
-        self.levels.append(Level(front.depth, node.key, form, store, host, device, stamps, verified))
-        self._recording.restart(self._taken_by_others())
         self.stats.depth = front.depth
+        size = manifest.entries * (form.row_bytes + manifest.field_bytes + manifest.header_bytes)
         share = "" if size <= room else f", of which {room / size:.0%} fit"
         self._notices.inform(
-            f"the outputs of {front.units[-1].path!r} will take about {size / 1e9:.2f} GB in {store.folder} "
-            f"({entries} entries of {form.piece_bytes} bytes){share}"
+            f"the outputs of {front.units[-1].path!r} will take about {size / 1e9:.2f} GB in {level.store.folder} "
+            f"({manifest.entries} entries of {form.row_bytes} bytes){share}"
         )
-
-    def _fingerprint(self, node: Node, form: RowForm, front: Front) -> str:
-        """Name everything that the entries depend on, in hexadecimal digits."""
-        device = front.device
-        cuda = device.type == "cuda"
-        parts = [
-            str(FORMAT),
-            torch.__version__,
-            torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),
-            torch.get_float32_matmul_precision(),
-            str(form),
-            str(self._views),
-            str(self._seed if self._views else 0),
-            str(node.tape.size),  # rows of other sizes may differ in their last bits
-            f"{type(self._dataset.dataset).__qualname__} {len(self._dataset)} {self._structure!r}",
-            uuid.uuid4().hex if self._numbers is not None else "",  # numbers of this run only
-            self.keys.describe(node.key),
-        ]
-        state = hashlib.blake2b(digest_size=16)
-        for part in parts:
-            state.update(part.encode() + b"\0")
-        state.update(front.state.digest)
-        return state.hexdigest()
-
-    def _taken_by_others(self) -> int:
-        own = {level.store.folder for level in self.levels}
-        with contextlib.suppress(CacheError):  # nobody may read the folder any longer
-            return sum(one.bytes_on_disk for one in self._directory.summaries() if one.folder not in own)
-        return 0
-
-    def _drop(self, levels: Sequence[Level]) -> None:
-        if levels:
-            self._reader.cancel()
-            self._recording.finish()
-        self._dataset.close()  # an open store is not removed
-        for level in list(levels):
-            self.levels.remove(level)
-            level.store.close()
-            self._dropped.append(level.store.folder)
-        self._remove_dropped()
-
-    def _remove_dropped(self) -> None:
-        """Remove stores that are of no use; those that a worker process still has open later."""
-        self._dropped = [folder for folder in self._dropped if not self._directory.remove(folder) and folder.exists()]
-
-
-def seed_of(seed: int, sample_id: int, view: int) -> int:
-    """Return the seed of one view of a sample's randomness: a hash, so that neighbours have nothing in common.
-
-    >>> seed_of(0, 1, 0) != seed_of(0, 0, 1)
-    True
-    """
-    digest = hashlib.blake2b(f"{seed} {sample_id} {view}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") >> 1

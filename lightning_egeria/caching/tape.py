@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_egeria.caching.keys import Keys, Of
 from lightning_egeria.errors import CacheError
 
 SNAPSHOT_BYTES = 2**20  # larger tensors are not copied when an operation on them is recorded
@@ -41,52 +41,6 @@ class Meta(NamedTuple):
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Return a tensor like this one, with any values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
-
-
-class Keys:
-    """Numbers for computations: equal numbers, equal computations.
-
-    >>> keys = Keys()
-    >>> first, second = keys.number(("row", 0)), keys.number(("row", 1))
-    >>> keys.number(("row", 0)) == first, first == second
-    (True, False)
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        self._parts: list[tuple[Any, ...]] = []
-
-    def number(self, parts: tuple[Any, ...]) -> int:
-        """Return the number of a computation. The keys among its parts come wrapped in `Of`."""
-        number = self._numbers.get(parts)
-        if number is None:
-            number = self._numbers[parts] = len(self._parts)
-            self._parts.append(parts)
-        return number
-
-    def describe(self, number: int) -> str:
-        """Return the computation in words, the same in each process; long."""
-        lines: dict[int, str] = {}
-        for at in self._behind(number):
-            words = [f"%{list(lines).index(p.key)}" if isinstance(p, Of) else repr(p) for p in self._parts[at]]
-            lines[at] = " ".join(words)
-        return "\n".join(lines.values())
-
-    def _behind(self, number: int) -> list[int]:
-        found: set[int] = set()
-        waiting = [number]
-        while waiting:
-            at = waiting.pop()
-            if at not in found:
-                found.add(at)
-                waiting += [part.key for part in self._parts[at] if isinstance(part, Of)]
-        return sorted(found)
-
-
-class Of(NamedTuple):
-    """The key of an argument, among the parts of a key."""
-
-    key: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -388,65 +342,3 @@ def _never(node: Node) -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return the counter that rises with each change in place; 0 for a tensor of inference mode, which has none."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | None = None) -> Tensor | None:
-    """Compute a node anew for some samples of its batch, in any order and repeated where a place is.
-
-    Args:
-        node: a result of recorded operations.
-        places: numbers of rows of the batch.
-        given: values of nodes for these samples, in the place of what they are computed from.
-
-    Returns:
-        The value, ``[places, ...]``; None if the computation does not fit another number of samples.
-    """
-    values: dict[Node, Tensor] = dict(given or {})
-    tape = node.tape
-    positions = [tape.order[place] for place in places] if tape.order is not None else list(places)
-    # The rows themselves are wanted only where their stack is not there; loading them again might give others.
-    order = node.before(lambda one: one in values)
-    stacks = [one for one in order if one.rows is not None and one.value is not None]
-    for one in stacks:
-        values[one] = _known(one)[torch.tensor(list(places), device=one.meta.device)]
-    order = node.before(lambda one: one in values)
-    stacked = {argument for one in order if one.rows is not None for argument in one.arguments()}
-    wanted = set(positions)
-    tape.load(one for one in order if one.row is not None and (one not in stacked or one.row[0] in wanted))
-    rows = {one.row: one for one in order if one.row is not None}
-    waiting = Counter(argument for one in order for argument in one.arguments())
-    for one in order:
-        if one in values or (one.row is not None and one in stacked):
-            continue
-        if one.rows is not None:
-            values[one] = torch.stack([_known(rows[position, one.rows]) for position in positions])
-        elif one.row is not None:
-            if len(places) != tape.size or tape.order not in (None, list(range(tape.size))):
-                return None
-            values[one] = _known(rows.get((places[one.row[0]], one.row[1]), one))
-        elif one.call is None:
-            value = _known(one)
-            has_rows = value.ndim > 0 and value.shape[0] == tape.size
-            values[one] = value[torch.tensor(places, device=value.device)] if has_rows else value
-        else:
-            try:
-                results = one.call(values, len(places))
-            except RuntimeError:
-                if len(places) == tape.size:
-                    raise
-                return None  # a shape is written into the program
-            if len(results) != len(one.siblings):
-                return None
-            values.update(zip(one.siblings, results, strict=True))
-        for argument in one.arguments():
-            waiting[argument] -= 1
-            if not waiting[argument]:
-                values.pop(argument, None)
-    found = values[node]
-    return found if found.ndim and found.shape[0] == len(places) else None
-
-
-def _known(node: Node) -> Tensor:
-    if node.value is None:
-        raise RuntimeError("a leaf of a recorded computation has no value")
-    return node.value

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.tape import Node, replay, version_of
+from lightning_egeria.caching.replay import replay
+from lightning_egeria.caching.tape import Node, version_of
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
+AGREEING = 2  # batches of another size with the bits of the entries, before it is used
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
 
 
@@ -66,6 +70,30 @@ def smaller_sizes(node: Node, value: Tensor) -> list[int]:
             if 1 < smaller < size and all(same_bits(replay(node, places), value[places]) for places in tries):
                 found.append(smaller)
     return found
+
+
+class BatchSizes:
+    """Sizes of batches whose rows have the same bits as those that entries were computed in."""
+
+    def __init__(self, size: int | None = None, smaller: Sequence[int] = ()) -> None:
+        self._verdicts: dict[int, bool] = {size: True} if size is not None else {}
+        self._agreed: dict[int, int] = {}
+        self._smaller = list(smaller)
+
+    def verdict(self, size: int) -> bool | None:
+        """Whether rows of this size have the same bits; None if nobody knows yet."""
+        return self._verdicts.get(size)
+
+    def size_for(self, count: int, size: int) -> int:
+        """Return a size to compute some rows in, with the same bits as in a batch of ``size``."""
+        return min((one for one in self._smaller if count <= one < size), default=size)
+
+    def compared(self, size: int, same: bool) -> bool | None:
+        """A batch of a size without verdict had the same bits as its entries, or not; return the verdict."""
+        self._agreed[size] = self._agreed.get(size, 0) + 1
+        if not same or self._agreed[size] >= AGREEING:
+            self._verdicts[size] = same
+        return self._verdicts.get(size)
 
 
 def same_bits(first: Tensor | None, second: Tensor) -> bool:

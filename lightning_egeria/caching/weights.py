@@ -13,18 +13,17 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from lightning_egeria.caching.tape import version_of
 from lightning_egeria.snapshots.digests import digest
 
-LOOKS = 8  # that read other values of a tensor
-LOOK_BYTES = 256  # of each tensor in a look
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class FrontState:
     """Remembers the state of the modules of a frozen front, and tells whether it is still the same.
 
-    A look reads objects and version counters. These do not count writes through ``tensor.data``, so on the CPU it reads
-    some values of each tensor too, others at each look. `is_same` reads all values.
+    On the CPU it reads every weight, which costs little beside a forward pass. On a GPU it reads the version counters,
+    which do not count writes through ``tensor.data``; `is_same` reads the values there too.
 
     Args:
         units: the modules that are left out, by path; their submodules count too.
@@ -53,30 +52,18 @@ class FrontState:
         self._getters = []
         for _, module in self._modules:
             names = [name for name, value in vars(module).items() if _is_attribute(name, value)]
-            names += ["training", "_modules", "_parameters", "_buffers", *({"forward"} & set(vars(module)))]
+            names += ["training", "_modules", "_parameters", "_buffers"]
             self._getters.append((operator.itemgetter(*names), vars(module)))
-        self._differs, self._look = False, 0
         self._note()
         self._values = self._digest_of(self._held)
 
-    def is_unchanged(self, fully: bool = False) -> bool:
-        """Whether everything is the same, as far as a quick look tells; False until `is_same` if that said so.
-
-        Args:
-            fully: read all values that are in the memory of the host.
-        """
-        if self._differs:
-            return False
+    def is_unchanged(self) -> bool:
+        """Whether everything is the same; on a GPU, as far as a look without waiting for it tells."""
         if not self._has_same_objects():
             if not self._has_equal_objects():
                 return False
             self._note_objects()
-        self._look = (self._look + 1) % LOOKS
-        return (
-            self._counters() == self._counted
-            and _hash(self._samples[self._look]) == self._sampled[self._look]
-            and not (fully and _hash(self._bytes) != self._hashed)
-        )
+        return self._mark() == self._marked
 
     def _has_same_objects(self) -> bool:
         found = chain.from_iterable(map(dict.values, self._dicts))
@@ -85,6 +72,7 @@ class FrontState:
                 sum(map(len, self._dicts)) == len(self._objects)
                 and all(map(operator.is_, found, self._objects))
                 and [get(held) for get, held in self._getters] == self._plain
+                and all(held.get("forward") is forward for held, forward in self._forwards)
                 and all(type(module) is kind for module, kind in self._classes)
                 and all(now == before for now, before in self._lists)
             )
@@ -105,8 +93,7 @@ class FrontState:
 
     def is_same(self) -> bool:
         """Whether everything is the same, value by value, though perhaps in other tensors; remembers these."""
-        self._differs = self._digest_of(self._current()) != self._values
-        if self._differs:
+        if self._digest_of(self._current()) != self._values:
             return False
         self._note()
         return self.is_unchanged()
@@ -138,28 +125,26 @@ class FrontState:
     def _note(self) -> None:
         self._held = self._current()
         self._tensors = [tensor for _, _, tensor in self._held]
-        self._note_objects()
+        self._elsewhere = [tensor for tensor in self._tensors if tensor.device.type != "cpu"]
+        self._objects: list[Any] = []  # so that values are compared first
         self._bytes = [
             torch.as_strided(t.detach(), (t.numel(),), (1,)).view(torch.uint8).numpy().data
             for t in self._tensors
             if t.device.type == "cpu" and t.numel() and torch.ops.aten.is_non_overlapping_and_dense(t)
         ]
-        self._samples = [
-            [values[(start := look * len(values) // LOOKS) : start + LOOK_BYTES] for values in self._bytes]
-            for look in range(LOOKS)
-        ]
-        self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._counted = self._counters()
-        self._sampled = [_hash(samples) for samples in self._samples]
-        self._hashed = _hash(self._bytes)
+        self._marked = self._mark()
 
     def _note_objects(self) -> None:
         self._objects = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._plain = [get(held) for get, held in self._getters]
 
-    def _counters(self) -> list[tuple[int, int, bool]]:
-        """Something that differs once a value was written, but through ``tensor.data``."""
-        return [(t.data_ptr(), t._version, t.requires_grad) for t in self._versioned]
+    def _mark(self) -> tuple[list[tuple[int, bool]], list[int], int]:
+        """Something that differs once a value was written, or a tensor needs a gradient."""
+        versions = [version_of(tensor) for tensor in self._elsewhere]
+        state = xxhash.xxh3_64()
+        for values in self._bytes:
+            state.update(values)
+        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors], versions, state.intdigest()
 
     def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
         return digest({f"{at} {name}": tensor for at, (_, name, tensor) in enumerate(held)})
@@ -176,13 +161,6 @@ class FrontState:
 
 
 _MISSING = object()
-
-
-def _hash(parts: list[memoryview]) -> int:
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest()
 
 
 def _is_attribute(name: str, value: Any) -> bool:

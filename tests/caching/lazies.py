@@ -3,8 +3,9 @@
 import torch
 from torch.utils import _pytree as pytree
 
+from lightning_egeria.caching.keys import Keys
 from lightning_egeria.caching.lazy import LazyTensor, plain, show
-from lightning_egeria.caching.tape import Keys, Meta, Tape
+from lightning_egeria.caching.tape import Meta, Tape
 
 
 class Source:

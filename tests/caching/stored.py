@@ -3,16 +3,17 @@
 import numpy as np
 import torch
 
-from lightning_egeria.caching.levels import STAMP_BYTES, Level, MemoryTier, Pieces, RowForm
+from lightning_egeria.caching.levels import STAMP_BYTES, Level, MemoryTier, RowForm
+from lightning_egeria.caching.manifest import Manifest
 from lightning_egeria.caching.samples import bytes_of
-from lightning_egeria.caching.store import ActivationStore, Manifest
+from lightning_egeria.caching.store import ActivationStore
 
 CPU = torch.device("cpu")
 
 
 def new_level(folder, form, entries=10, host_bytes=0, field_bytes=64, depth=1, key=0):
     """A level whose store is in ``folder``, made if it is not there."""
-    manifest = Manifest(folder.name, entries, form.piece_bytes, field_bytes, str(form.dtype), form.order, {})
+    manifest = Manifest(folder.name, entries, form.row_bytes, field_bytes, str(form.dtype), form.order, {})
     return level_of(ActivationStore.create(folder, manifest), form, host_bytes, depth, key)
 
 
@@ -29,7 +30,7 @@ def whole_fields(fields, made=0):
 
 def write(level, numbers, batch, fields=b"sample"):
     """Write the rows of a batch."""
-    rows = Pieces(RowForm.of(batch).to_memory(batch).contiguous(), None)
+    rows = RowForm.of(batch).to_memory(batch)
     return level.write(np.array(numbers), rows, tuple(whole_fields(fields) for _ in numbers))
 
 

@@ -92,7 +92,7 @@ class Drive:
 
     def settle(self):
         """Wait until everything is written."""
-        self.stream._recording.finish()
+        self.stream.levels.recording.finish()
 
     def close(self, remove=False):
         self.stream.close(remove)

@@ -8,7 +8,8 @@ from programs.harness import Run
 from programs.parts import Classifier, ConvNet, images, loader
 
 from lightning_egeria.caching.command import main
-from lightning_egeria.caching.store import ENTRIES, LOCK, MANIFEST, ActivationStore
+from lightning_egeria.caching.manifest import ENTRIES, LOCK, MANIFEST
+from lightning_egeria.caching.store import ActivationStore
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from lightning_egeria import FrozenPrefixCache
 from lightning_egeria.caching import stats
-from lightning_egeria.caching import stream as stream_module
 from lightning_egeria.caching.levels import Level
 from lightning_egeria.errors import ArgumentError
 
@@ -201,7 +200,7 @@ def test_seeds_give_other_views(tmp_path):
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bar_shows_the_share_that_is_recorded(run, monkeypatch, bar):
-    monkeypatch.setattr(stream_module, "COUNT_EVERY_S", -1.0)
+    monkeypatch.setattr("lightning_egeria.caching.level_set.COUNT_EVERY_S", -1.0)
     seen = {}
 
     def look(trainer, module, *_):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
-from lightning_egeria.caching.store import ENTRIES, LOCK, ActivationStore, Manifest, StoreError
+from lightning_egeria.caching.manifest import ENTRIES, LOCK, Manifest, StoreError
+from lightning_egeria.caching.store import ActivationStore
 from lightning_egeria.errors import CacheError
 
 
@@ -53,7 +54,7 @@ def test_looking_at_a_store_keeps_nobody_out(store):
 
 
 def test_a_store_that_is_locked_is_not_deleted(store, monkeypatch):
-    monkeypatch.setattr("lightning_egeria.caching.store.LOCK_PATIENCE_S", 0.01)
+    monkeypatch.setattr("lightning_egeria.caching.manifest.LOCK_PATIENCE_S", 0.01)
     store.close()
     with (store.folder / LOCK).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

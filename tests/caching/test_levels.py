@@ -5,7 +5,7 @@ import pytest
 import torch
 from stored import CPU, level_of, new_level, whole_fields, write
 
-from lightning_egeria.caching.levels import MemoryTier, Pieces, RowForm, pieces_of, stamps_of
+from lightning_egeria.caching.levels import MemoryTier, RowForm, chosen, stamps_of
 from lightning_egeria.caching.store import ActivationStore
 
 BATCHES = {
@@ -31,10 +31,10 @@ def test_rows_come_back_with_their_strides(tmp_path, batch, host_bytes):
     form = RowForm.of(batch)
     level = new_level(tmp_path / "store", form, host_bytes=host_bytes)
     entries = np.array([7, 2, 9, 4])
-    assert level.write(entries, pieces_of(form, batch, None), (whole_fields(b""),) * 4) == 4
+    assert level.write(entries, form.to_memory(batch), (whole_fields(b""),) * 4) == 4
     for _ in range(2):
         rows, sound, _ = level.read(entries[::-1].copy(), pin=False)
-        back = rows.batch(form, None, CPU)
+        back = form.from_memory(rows)
         assert sound.all()
         assert back.equal(batch.flip(0))
         assert back.stride() == batch.stride()
@@ -46,13 +46,13 @@ def test_missing_entries_are_left_out(level):
     write(level, [3, 5], torch.arange(8.0).view(2, 4))
     rows, sound, _ = level.read(np.array([5, 1, 3]), pin=False)
     assert sound.tolist() == [True, False, True]
-    assert rows.data[:, 0].tolist() == [4, 0]
+    assert rows[:, 0].tolist() == [4, 0]
 
 
 def test_entry_is_written_once(level):
     assert write(level, [1], torch.zeros(1, 4)) == 1
     assert write(level, [1, 2], torch.ones(2, 4)) == 1
-    assert level.read(np.array([1, 2]), pin=False)[0].data[:, 0].tolist() == [0, 1]
+    assert level.read(np.array([1, 2]), pin=False)[0][:, 0].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("host_bytes", [0, 10**6])
@@ -88,29 +88,29 @@ def test_stamps_are_known_after_reading(level):
 
 def test_memory_keeps_the_first_that_fit():
     form = RowForm.of(torch.empty(1, 4))
-    tier = MemoryTier(3 * form.piece_bytes, form, 100, CPU)
-    tier.put(np.array([5, 6]), Pieces(torch.tensor([[5.0] * 4, [6.0] * 4]), None))
-    tier.put(np.array([6, 7, 8]), Pieces(torch.tensor([[0.0] * 4, [7.0] * 4, [8.0] * 4]), None))
+    tier = MemoryTier(3 * form.row_bytes, form, 100, CPU)
+    tier.put(np.array([5, 6]), torch.tensor([[5.0] * 4, [6.0] * 4]))
+    tier.put(np.array([6, 7, 8]), torch.tensor([[0.0] * 4, [7.0] * 4, [8.0] * 4]))
     assert tier.holds(np.array([5, 6, 7, 8])).tolist() == [True, True, True, False]
-    assert tier.take(np.array([7, 5, 6])).data[:, 0].tolist() == [7, 5, 6]
+    assert tier.take(np.array([7, 5, 6]))[:, 0].tolist() == [7, 5, 6]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8])
-@pytest.mark.parametrize("piece", [(), (3,), (2, 5), (0, 4)])
-def test_rows_are_chosen_and_kept_without_torch(monkeypatch, dtype, piece):
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0, 4)])
+def test_rows_are_chosen_and_kept_without_torch(monkeypatch, dtype, shape):
     """In the threads beside training, torch would start threads of its own."""
-    rows = torch.randn(6, *piece).to(dtype)
-    kept = np.array([True, False, True, True, False, False])
+    rows = torch.randn(6, *shape).to(dtype)
+    kept = np.array([0, 2, 3])
     wanted = rows[torch.from_numpy(kept)]
     tier = MemoryTier(10**4, RowForm.of(rows), 10, CPU)
     for name in ("__getitem__", "__setitem__", "index_select", "copy_", "clone"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"torch.Tensor.{name}"))
-    chosen = Pieces(rows, None).select(kept)
-    tier.put(np.array([9, 2, 4]), chosen)
+    some = chosen(rows, kept)
+    tier.put(np.array([9, 2, 4]), some)
     taken = tier.take(np.array([4, 9]))
     monkeypatch.undo()
-    assert torch.equal(chosen.data, wanted)
-    assert torch.equal(taken.data, wanted[[2, 0]])
+    assert torch.equal(some, wanted)
+    assert torch.equal(taken, wanted[[2, 0]])
 
 
 def test_a_million_entries_take_little_memory(tmp_path):

@@ -10,10 +10,11 @@ from lazies import is_lazy
 from programs.parts import Samples, vectors
 from torch.utils.data import default_collate
 
+from lightning_egeria.caching.keys import Keys
 from lightning_egeria.caching.lazy import LazyTensor, plain
 from lightning_egeria.caching.loading import PlannedDataset, as_it_is, receive, stamp_of
 from lightning_egeria.caching.plan import Mode, Plan, Sent
-from lightning_egeria.caching.tape import Keys, Tape
+from lightning_egeria.caching.tape import Tape
 
 IDS = (4, 9, 2)
 

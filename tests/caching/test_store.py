@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_egeria.caching.store import (
+from lightning_egeria.caching.manifest import (
     ENTRIES,
     INDEX,
     LOCK,
     MANIFEST,
-    ActivationStore,
     Manifest,
     StoreError,
     is_in_use,
     read_manifest,
     remove_store,
 )
+from lightning_egeria.caching.store import ActivationStore
 
 
 def manifest(name="store", entries=10, activation_bytes=256, field_bytes=64):

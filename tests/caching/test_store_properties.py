@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stored import level_of, whole_fields
 
 from lightning_egeria.caching.directory import CacheDirectory
-from lightning_egeria.caching.levels import Pieces, RowForm
+from lightning_egeria.caching.levels import RowForm
+from lightning_egeria.caching.manifest import ENTRIES, INDEX, LOCK, MANIFEST, Manifest, StoreError
 from lightning_egeria.caching.samples import encode
-from lightning_egeria.caching.store import ENTRIES, INDEX, LOCK, MANIFEST, ActivationStore, Manifest, StoreError
+from lightning_egeria.caching.store import ActivationStore
 
 ENTRY_COUNT = 4
 FIELD_BYTES = 64
@@ -61,7 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
     def manifest(self, version):
-        return Manifest(f"{version:x}", ENTRY_COUNT, FORM.piece_bytes, FIELD_BYTES, "torch.float32", FORM.order, {})
+        return Manifest(f"{version:x}", ENTRY_COUNT, FORM.row_bytes, FIELD_BYTES, "torch.float32", FORM.order, {})
 
     def path(self, version):
         return self.directory.path / f"{version:x}"
@@ -110,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         rows = torch.stack([row_of(self.version, number) for number in numbers])
         fields = tuple(fields_of(self.version, number) for number in numbers)
-        level.write(np.array(numbers), Pieces(rows, None), fields)
+        level.write(np.array(numbers), rows, fields)
         if level.store.exists and self.version in self.written:
             self.written[self.version] |= set(numbers)
 
@@ -127,7 +128,7 @@ class StoreMachine(RuleBasedStateMachine):
         present = level.present(np.array(numbers))
         rows, sound, _ = level.read(np.array(numbers), pin=False)
         found = [number for number, is_sound in zip(numbers, sound, strict=True) if is_sound]
-        for number, row in zip(found, rows.rows(), strict=True):
+        for number, row in zip(found, rows, strict=True):
             assert row.equal(row_of(self.version, number))
         for number, was_there in zip(numbers, present, strict=True):
             fields = level.store.read_fields(number)

@@ -6,9 +6,8 @@ from programs.parts import Net, Samples, vectors
 from streams import Drive
 from torch import nn
 
-from lightning_egeria.caching import stream as module
 from lightning_egeria.caching.plan import Mode
-from lightning_egeria.caching.stream import seed_of
+from lightning_egeria.caching.planner import seed_of
 
 SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -194,7 +193,7 @@ def _stops(one, match, epochs=8, **arguments):
         [one.epoch(**arguments) for _ in range(epochs)]
     assert one.stats.off is not None
     assert one.stats.depth == 0
-    assert one.stream.levels == []
+    assert len(one.stream.levels) == 0
 
 
 class Noise(nn.Module):
@@ -271,9 +270,9 @@ def test_ids_that_cannot_be_numbered(drive, ids, reason):
 
 def test_wrong_entries_are_dropped(drive, monkeypatch):
     """Entries are compared with what the front computes, now and then."""
-    monkeypatch.setattr(module, "FIRST_CHECK", 6)
+    monkeypatch.setattr("lightning_egeria.caching.planner.FIRST_CHECK", 6)
     one = recorded(drive(host_bytes=0))
-    level = one.stream.levels[0]
+    level = one.stream.levels.all[0]
     for number in range(24):
         fields = level.store.read_fields(number)
         level.store.forget(number)
@@ -284,14 +283,14 @@ def test_wrong_entries_are_dropped(drive, monkeypatch):
 
 
 def test_entries_that_stay_wrong_stop_the_cache(drive, monkeypatch):
-    monkeypatch.setattr(module, "FIRST_CHECK", 1)
-    monkeypatch.setattr(module, "CHECK_EVERY_N_BATCHES", 1)
-    monkeypatch.setattr(module, "same_bits", lambda first, second: False)
+    monkeypatch.setattr("lightning_egeria.caching.planner.FIRST_CHECK", 1)
+    monkeypatch.setattr("lightning_egeria.caching.planner.CHECK_EVERY_N_BATCHES", 1)
+    monkeypatch.setattr("lightning_egeria.caching.stream.same_bits", lambda first, second: False)
     _stops(drive(), "entries differ from what the frozen layers compute")
 
 
 def test_progress_is_the_share_that_is_recorded(drive, monkeypatch):
-    monkeypatch.setattr(module, "COUNT_EVERY_S", -1.0)
+    monkeypatch.setattr("lightning_egeria.caching.level_set.COUNT_EVERY_S", -1.0)
     one = drive()
     assert one.stream.progress_text() is None
     recorded(one, order=list(range(12)))

@@ -5,8 +5,10 @@ import torch
 from lazies import Source, is_lazy
 from torch.nn import functional as F
 
+from lightning_egeria.caching.keys import Keys, Of
 from lightning_egeria.caching.lazy import plain
-from lightning_egeria.caching.tape import Keys, Meta, Of, replay
+from lightning_egeria.caching.replay import replay
+from lightning_egeria.caching.tape import Meta
 from lightning_egeria.errors import CacheError
 
 X, W = torch.randn(6, 4), torch.randn(4, 4)

@@ -18,16 +18,9 @@ import torch
 import xxhash
 
 from lightning_egeria.caching.levels import STAMP_BYTES, Level, MemoryTier, RowForm
+from lightning_egeria.caching.manifest import ENTRIES, INDEX, MANIFEST, Manifest, StoreError, read_manifest
 from lightning_egeria.caching.samples import Absent, Opaque, decode, encode
-from lightning_egeria.caching.store import (
-    ENTRIES,
-    INDEX,
-    MANIFEST,
-    ActivationStore,
-    Manifest,
-    StoreError,
-    read_manifest,
-)
+from lightning_egeria.caching.store import ActivationStore
 from lightning_egeria.errors import CheckpointError, RecordError
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
@@ -247,8 +240,8 @@ def forged_format(folder: Path) -> Format:
             raise WrongError("these are not the fields")
         if not sound[0]:
             return MISS
-        (got,) = rows.rows()
-        if got.shape[-len(form.piece) :] != form.piece or got.numpy().tobytes() != body[front : front + got.nbytes]:
+        (got,) = rows
+        if got.shape != form.shape or got.numpy().tobytes() != body[front : front + got.nbytes]:
             raise WrongError(f"{got.shape} is not what lies in the file")
         return EXACT if got.numpy().tobytes() == row else OTHER
 

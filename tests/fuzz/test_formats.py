@@ -17,17 +17,9 @@ from stored import bits
 
 from lightning_egeria.caching.command import main as egeria_cache
 from lightning_egeria.caching.directory import CacheDirectory
+from lightning_egeria.caching.manifest import ENTRIES, INDEX, LOCK, MANIFEST, StoreError, is_in_use, remove_store
 from lightning_egeria.caching.samples import decode, encode
-from lightning_egeria.caching.store import (
-    ENTRIES,
-    INDEX,
-    LOCK,
-    MANIFEST,
-    ActivationStore,
-    StoreError,
-    is_in_use,
-    remove_store,
-)
+from lightning_egeria.caching.store import ActivationStore
 from lightning_egeria.errors import CheckpointError, RecordError
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.report import figures

@@ -1,0 +1,217 @@
+"""What to load for each batch: which samples have entries, and which are loaded whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import operator
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lightning_egeria.caching.batch import Read
+from lightning_egeria.caching.data_state import changed, digests_of
+from lightning_egeria.caching.front import Front
+from lightning_egeria.caching.level_set import LevelSet
+from lightning_egeria.caching.levels import Rows
+from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.plan import Mode, Plan
+from lightning_egeria.caching.trial import BatchSizes
+from lightning_egeria.errors import CacheError
+from lightning_egeria.training.notices import Notices
+
+CHECK_EVERY_N_BATCHES = 200
+FIRST_CHECK = 20
+QUICK_S = 0.0005  # a look at the dataset that takes less is taken before each batch
+
+
+class Planner:
+    """Plans the batches of one loader.
+
+    Args:
+        dataset: the user's dataset, asked for planned batches.
+        levels: the cached boundaries.
+        views: variants of each sample to cache; 0 loads samples as they come.
+        seed: seed of the views.
+        observes: whether a batch so many ahead needs its real input.
+        notices: takes messages.
+
+    Attributes:
+        sizes: sizes of batches that entries may be used in.
+        inputs: numbers of the tensors of a sample that only the front reads.
+        structure: structure of a sample.
+        leaves_out: whether the inputs of cached samples are left out.
+        trial_planned: a batch for a trial is on its way.
+    """
+
+    def __init__(
+        self,
+        dataset: PlannedDataset,
+        levels: LevelSet,
+        views: int,
+        seed: int,
+        observes: Callable[[int], bool],
+        notices: Notices,
+    ) -> None:
+        self.sizes = BatchSizes()
+        self.inputs: tuple[int, ...] = ()
+        self.structure: Any = None
+        self.leaves_out = True
+        self.trial_planned = False
+        self._dataset, self._levels, self._notices = dataset, levels, notices
+        self._views, self._seed, self._observes = views, seed, observes
+        self._reads: dict[int, list[Read]] = {}
+        self._next, self._received, self._largest, self._epoch = 0, -1, 0, 0
+        self._since_check = 0
+        self._numbers: dict[Any, int] | None = None  # of ids that are not indices
+        self._seen_indices = False
+        self._data: dict[str, str] = {}
+        self._data_seconds, self._told_of_data = 1.0, False
+
+    @property
+    def has_own_ids(self) -> bool:
+        """Whether ids are not indices, so that their numbers are those of this run only."""
+        return self._numbers is not None
+
+    def begin_front(self, front: Front | None) -> None:
+        """Another front is frozen, or the same with other weights; None: none."""
+        if not self._levels:
+            self.inputs, self.structure = (), None
+        self.sizes = BatchSizes()
+        self.trial_planned, self._since_check = False, 0
+        self._data = digests_of(self._dataset.dataset) if front is not None else {}
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Batches that were planned and did not come will not."""
+        self._epoch = epoch
+        self._reads.clear()
+        self.trial_planned = False
+
+    def look_at_data(self) -> None:
+        """Compare what the dataset holds with what it held before."""
+        started = time.perf_counter()
+        data = digests_of(self._dataset.dataset)
+        self._data_seconds = time.perf_counter() - started
+        name, self._data = changed(self._data, data), data
+        if name is not None and len(self._levels):
+            if not self._told_of_data:
+                self._told_of_data = True
+                self._notices.inform(
+                    f"the dataset's attribute {name!r} changed, so samples are loaded and compared with their entries"
+                )
+            self._levels.forget_verified(None, self._views)
+
+    def plan(self, ids: Sequence[Any], front: Front | None, fronts: int) -> Plan:
+        """Plan the next batch.
+
+        Args:
+            ids: sample ids.
+            front: the frozen front; None if nothing is cached.
+            fronts: number of the front.
+
+        Raises:
+            CacheError: the ids cannot be numbered.
+        """
+        number, self._next = self._next, self._next + 1
+        self._largest = max(self._largest, len(ids))
+        plan = Plan(number, tuple(ids), front=fronts)
+        self._reads[number] = []
+        if front is None:
+            return plan
+        numbers = self._numbers_of(plan.ids)
+        view = self._epoch % self._views if self._views else 0
+        entries = np.array(numbers, np.int64) * max(1, self._views) + view
+        seeds = tuple(seed_of(self._seed, one, view) for one in numbers) if self._views else None
+        plan = dataclasses.replace(plan, entries=tuple(entries.tolist()), seeds=seeds)
+        if self._observes(number - self._received):
+            return plan
+        if self._levels.at(front.depth) is not None:
+            return self._plan_reads(plan, entries, front)
+        if self.trial_planned or len(plan.ids) < self._largest:
+            return self._plan_reads(plan, entries, front) if len(self._levels) else plan
+        self.trial_planned = True
+        return dataclasses.replace(plan, mode=Mode.TRIAL)
+
+    def last_look(self, plan: Plan) -> Plan:
+        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
+        if plan.mode is not Mode.FOLLOWED or not plan.stored:
+            return plan
+        if self._data_seconds < QUICK_S:
+            self.look_at_data()
+        entries, stored = np.array(plan.entries, np.int64), np.array(plan.stored)
+        for number, folder in enumerate(plan.stores):
+            level = self._levels.of(folder)
+            doubtful = ~level.verified[entries] if level is not None else np.ones(len(entries), bool)
+            stored[(stored == number) & doubtful] = -1
+        return dataclasses.replace(plan, stored=tuple(stored.tolist()))
+
+    def received(self, plan: Plan) -> list[Read]:
+        """A planned batch is there; return the reads of its rows."""
+        self._received = plan.number
+        self._levels.reader.used(plan.number)
+        return self._reads.pop(plan.number, [])
+
+    def _numbers_of(self, ids: Sequence[Any]) -> list[int]:
+        """Numbers of samples from their ids: an index is its own number, other ids are counted as they come."""
+        count = len(self._dataset)
+        with contextlib.suppress(TypeError):  # an index may be a tensor or an array with one number
+            indices = [operator.index(one) for one in ids]
+            if self._numbers is None and all(0 <= one < count for one in indices):
+                self._seen_indices = True
+                return indices
+        self._numbers = self._numbers if self._numbers is not None else {}
+        try:
+            numbers = [self._numbers.setdefault(one, len(self._numbers)) for one in ids]
+        except TypeError:
+            raise CacheError(f"the sampler yields {type(ids[0]).__name__} objects, which cannot be hashed") from None
+        if self._seen_indices or max(numbers, default=0) >= count:
+            raise CacheError(f"the sampler yields more different ids than the {count} samples of the dataset")
+        return numbers
+
+    def _plan_reads(self, plan: Plan, entries: Rows, front: Front) -> Plan:
+        size = len(plan.ids)
+        proven = self.sizes.verdict(size)
+        if proven is False:
+            return plan
+        plan = dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
+        checks = self._is_check()
+        stored, pin = np.full(size, -1), front.device.type == "cuda"
+        reads = self._reads[plan.number]
+        levels = list(reversed(self._levels.all))
+        for number, level in enumerate(levels):
+            places = np.flatnonzero((stored < 0) & level.present(entries))
+            if proven is None and len(places) < size:
+                break  # rows of this size are compared, all of them
+            if len(places):
+                stored[places] = number
+                future = self._levels.reader.submit(plan.number, partial(level.read, entries[places], pin))
+                reads.append(Read(level, places, future))
+        if not self.leaves_out or not self.inputs or proven is None or checks:
+            return dataclasses.replace(plan, checks=checks and bool(reads))
+        stamps = np.zeros(size, np.uint64)
+        for number, level in enumerate(levels):
+            stored[(stored == number) & ~level.verified[entries]] = -1
+            stamps = np.where(stored == number, level.stamps[entries, 0], stamps)
+        folders = tuple(level.store.folder for level in levels)
+        return dataclasses.replace(plan, stores=folders, stored=tuple(stored.tolist()), stamps=tuple(stamps.tolist()))
+
+    def _is_check(self) -> bool:
+        self._since_check += 1
+        if self._since_check in (FIRST_CHECK, CHECK_EVERY_N_BATCHES):
+            self._since_check %= CHECK_EVERY_N_BATCHES
+            return True
+        return False
+
+
+def seed_of(seed: int, sample_id: int, view: int) -> int:
+    """Return the seed of one view of a sample's randomness: a hash, so that neighbours have nothing in common.
+
+    >>> seed_of(0, 1, 0) != seed_of(0, 0, 1)
+    True
+    """
+    digest = hashlib.blake2b(f"{seed} {sample_id} {view}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little") >> 1

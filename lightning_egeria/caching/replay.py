@@ -1,0 +1,73 @@
+"""A recorded computation once more, for other samples of its batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_egeria.caching.tape import Node
+
+
+def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | None = None) -> Tensor | None:
+    """Compute a node anew for some samples of its batch, in any order and repeated where a place is.
+
+    Args:
+        node: a result of recorded operations.
+        places: numbers of rows of the batch.
+        given: values of nodes for these samples, in the place of what they are computed from.
+
+    Returns:
+        The value, ``[places, ...]``; None if the computation does not fit another number of samples.
+    """
+    values: dict[Node, Tensor] = dict(given or {})
+    tape = node.tape
+    positions = [tape.order[place] for place in places] if tape.order is not None else list(places)
+    # The rows themselves are wanted only where their stack is not there; loading them again might give others.
+    order = node.before(lambda one: one in values)
+    stacks = [one for one in order if one.rows is not None and one.value is not None]
+    for one in stacks:
+        values[one] = _known(one)[torch.tensor(list(places), device=one.meta.device)]
+    order = node.before(lambda one: one in values)
+    stacked = {argument for one in order if one.rows is not None for argument in one.arguments()}
+    wanted = set(positions)
+    tape.load(one for one in order if one.row is not None and (one not in stacked or one.row[0] in wanted))
+    rows = {one.row: one for one in order if one.row is not None}
+    waiting = Counter(argument for one in order for argument in one.arguments())
+    for one in order:
+        if one in values or (one.row is not None and one in stacked):
+            continue
+        if one.rows is not None:
+            values[one] = torch.stack([_known(rows[position, one.rows]) for position in positions])
+        elif one.row is not None:
+            if len(places) != tape.size or tape.order not in (None, list(range(tape.size))):
+                return None
+            values[one] = _known(rows.get((places[one.row[0]], one.row[1]), one))
+        elif one.call is None:
+            value = _known(one)
+            has_rows = value.ndim > 0 and value.shape[0] == tape.size
+            values[one] = value[torch.tensor(places, device=value.device)] if has_rows else value
+        else:
+            try:
+                results = one.call(values, len(places))
+            except RuntimeError:
+                if len(places) == tape.size:
+                    raise
+                return None  # a shape is written into the program
+            if len(results) != len(one.siblings):
+                return None
+            values.update(zip(one.siblings, results, strict=True))
+        for argument in one.arguments():
+            waiting[argument] -= 1
+            if not waiting[argument]:
+                values.pop(argument, None)
+    found = values[node]
+    return found if found.ndim and found.shape[0] == len(places) else None
+
+
+def _known(node: Node) -> Tensor:
+    if node.value is None:
+        raise RuntimeError("a leaf of a recorded computation has no value")
+    return node.value
