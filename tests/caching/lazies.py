@@ -1,11 +1,28 @@
 """Lazy batches whose values are known to the test."""
 
 import torch
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.keys import Keys
 from lightning_egeria.caching.lazy import LazyTensor, plain, show
 from lightning_egeria.caching.tape import Meta, Tape
+
+X, W = torch.randn(6, 4), torch.randn(4, 4)
+# Functions of a batch, each row by itself.
+BY_ROW = {
+    "row": lambda x: x,
+    "scaled": lambda x: x * 2 + 1,
+    "matrix": lambda x: x @ W,
+    "in place": lambda x: x.clone().mul_(2).add_(1),
+    "cast": lambda x: x.double().round(),
+    "view": lambda x: x.view(6, 2, 2).transpose(1, 2),
+    "flattened": lambda x: x.view(len(x), 2, 2).flatten(1),
+    "split": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "normalised": lambda x: F.layer_norm(x, (4,)),
+    "reduced": lambda x: x.sum(1),
+    "expanded": lambda x: x[:, :, None].expand(len(x), 4, 2),
+}
 
 
 class Source:

@@ -41,3 +41,7 @@ def bits(leaf):
     if isinstance(leaf, np.ndarray | np.generic):
         return f"{type(leaf).__name__} {leaf.dtype} {leaf.shape} {leaf.tobytes().hex()}"
     return repr(leaf)
+
+
+def manifest(name="store", entries=10, activation_bytes=256, field_bytes=64):
+    return Manifest(name, entries, activation_bytes, field_bytes, "torch.float32", (0, 1), {"model": "Net"})

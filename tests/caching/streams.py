@@ -98,3 +98,11 @@ class Drive:
         self.stream.close(remove)
         if self.front is not None:
             self.front.close()
+
+
+def recorded(drive, **arguments):
+    """Run an epoch in which everything is computed, and forget what was loaded."""
+    drive.epoch(**arguments)
+    drive.settle()
+    drive.data.loaded.clear()
+    return drive

@@ -3,26 +3,10 @@
 import pytest
 import torch
 from programs.parts import Net, Samples, vectors
-from streams import Drive
+from streams import recorded
 from torch import nn
 
-from lightning_egeria.caching.plan import Mode
-from lightning_egeria.caching.planner import seed_of
-
 SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(5)).tolist()
-
-
-@pytest.fixture
-def drive(tmp_path):
-    opened = []
-
-    def make(**options):
-        opened.append(Drive(tmp_path, **options))
-        return opened[-1]
-
-    yield make
-    for one in opened:
-        one.close()
 
 
 def expected(drive, order=range(24), size=6):
@@ -34,14 +18,6 @@ def expected(drive, order=range(24), size=6):
 
 def equal(found, wanted):
     return len(found) == len(wanted) and all(one.equal(other) for one, other in zip(found, wanted, strict=True))
-
-
-def recorded(drive, **arguments):
-    """Run an epoch in which everything is computed, and forget what was loaded."""
-    drive.epoch(**arguments)
-    drive.settle()
-    drive.data.loaded.clear()
-    return drive
 
 
 @pytest.mark.parametrize("order", [range(24), SHUFFLED], ids=["in order", "shuffled"])
@@ -123,12 +99,6 @@ def test_views_come_again(drive, views):
     assert len({str(output.tolist()) for output in found}) == views
 
 
-def test_seeds_differ_by_seed_sample_and_view():
-    seeds = {seed_of(seed, sample, view) for seed in range(4) for sample in range(4) for view in range(4)}
-    assert len(seeds) == 64
-    assert all(0 <= seed < 2**63 for seed in seeds)
-
-
 def test_entries_that_nobody_will_read_are_not_written(drive):
     one = drive()
     one.epochs = 2
@@ -179,13 +149,6 @@ def test_other_weights_have_another_store(drive, tmp_path):
         net.a[0].weight[0, 0] += 1
     assert recorded(drive(net=net)).stats.written == 24
     assert len(list((tmp_path / "cache").iterdir())) == 2
-
-
-def test_batches_that_are_observed_have_their_inputs(drive):
-    one = recorded(drive(observes=lambda ahead: True))
-    assert one.epoch() is not None
-    assert one.stats.hits == one.stats.written == 0
-    assert len(one.data.loaded) == 24
 
 
 def _stops(one, match, epochs=8, **arguments):
@@ -249,23 +212,6 @@ def test_reading_the_input_in_most_batches_loads_it(drive, caplog):
     one.epoch(step=lambda net, x, y: net(x) + x.mean())
     assert len(one.data.loaded) == 24
     assert one.stats.loaded_after_all <= 24 * 6
-
-
-def test_ids_that_are_no_indices(drive):
-    """A mapping from names, as a sampler of names yields them."""
-    table = {f"sample {index}": vectors()[index] for index in range(24)}
-    one = recorded(drive(data=table), order=list(table))
-    one.epoch(list(table)[::-1])
-    assert one.stats.hits == 24
-
-
-@pytest.mark.parametrize(
-    ("ids", "reason"),
-    [([[0], [1]], "list objects, which cannot be hashed"), ([f"{n}" for n in range(30)], "more different ids than")],
-)
-def test_ids_that_cannot_be_numbered(drive, ids, reason):
-    with pytest.warns(UserWarning, match=reason):
-        assert drive().stream.plan(ids).mode is Mode.PLAIN
 
 
 def test_wrong_entries_are_dropped(drive, monkeypatch):

@@ -1,0 +1,77 @@
+"""Where the program makes the cache useless, it stops."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_egeria.caching.habits import COUNTED, OTHER, STRANGE, Habits
+
+READ = SimpleNamespace(future=SimpleNamespace(done=lambda: True, cancelled=lambda: False))
+
+
+def batch(hits=4, matches=1, touched=None, lazy=True, checks=False, reads=(READ,)):
+    return SimpleNamespace(
+        hits=hits,
+        advanced=0,
+        samples=4,
+        matches=matches,
+        was_touched=touched,
+        lazy=(lazy,) * 4,
+        reads=reads,
+        plan=SimpleNamespace(checks=checks),
+    )
+
+
+def run(habits, count, ran=(), **what):
+    """Reasons to stop, for so many batches."""
+    front = SimpleNamespace(units=[SimpleNamespace(path="net.a"), SimpleNamespace(path="net.b")], ran=set())
+    found = []
+    for _ in range(count):
+        front.ran = set(ran)
+        found.append(habits.why_stop(batch(**what), front))
+    return found
+
+
+def test_served_batches_go_on():
+    habits = Habits()
+    assert run(habits, 3 * COUNTED) == [None] * 3 * COUNTED
+    assert habits.reader is None
+
+
+@pytest.mark.parametrize(
+    ("what", "count", "reason"),
+    [
+        ({"hits": 0, "matches": 0}, OTHER, "called the frozen layers in another way"),
+        ({"hits": 0}, STRANGE, "differed from those of the entries"),
+        ({"ran": {1}}, COUNTED, "reads the output of 'net.b'"),
+    ],
+)
+def test_habit_that_stops_the_cache(what, count, reason):
+    *before, last = run(Habits(), count, **what)
+    assert before == [None] * (count - 1)
+    assert reason in last
+
+
+@pytest.mark.parametrize("what", [{"hits": 0, "checks": True}, {"hits": 0, "matches": 0, "reads": ()}])
+def test_batches_that_could_not_be_served_do_not_count(what):
+    assert run(Habits(), 3 * STRANGE, **what) == [None] * 3 * STRANGE
+
+
+def test_one_good_batch_begins_the_count_anew():
+    habits = Habits()
+    run(habits, STRANGE - 1, hits=0)
+    run(habits, 1)
+    assert run(habits, STRANGE - 1, hits=0)[-1] is None
+
+
+def test_reader_of_most_inputs_is_named():
+    habits = Habits()
+    run(habits, COUNTED // 2 - 1)
+    run(habits, COUNTED // 2 + 1, touched="step (net.py:3)")
+    assert habits.reader == "step (net.py:3)"
+
+
+def test_loaded_batches_are_not_counted():
+    habits = Habits()
+    run(habits, 3 * COUNTED, touched="step (net.py:3)", lazy=False)
+    assert habits.reader is None

@@ -1,0 +1,81 @@
+"""The cached boundaries of one loader."""
+
+import numpy as np
+import pytest
+import torch
+from stored import CPU, write
+
+from lightning_egeria.caching.directory import CacheDirectory
+from lightning_egeria.caching.level_set import LevelSet
+from lightning_egeria.caching.levels import RowForm
+from lightning_egeria.caching.manifest import Manifest, StoreError
+from lightning_egeria.caching.recording import Limits
+from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.training.notices import Notices
+
+FORM = RowForm.of(torch.empty(1, 4))
+
+
+@pytest.fixture
+def levels(tmp_path):
+    released = []
+    room = Limits(max_bytes=10**9, min_free_bytes=0, host_bytes=10**6, device_bytes=0)
+    made = LevelSet(CacheDirectory(tmp_path), room, CacheStats(), Notices("cache"), lambda: released.append(1))
+    yield made
+    made.close(remove=True)
+    assert released
+    assert list(tmp_path.iterdir()) == []
+
+
+def opened(levels, depth, entries=10):
+    manifest = Manifest(f"{depth:032x}", entries, FORM.row_bytes, 64, "torch.float32", FORM.order, {})
+    return levels.open(manifest, FORM, depth, key=depth, device=CPU)[0]
+
+
+def test_levels_are_found_by_depth_and_folder(levels):
+    first, second = opened(levels, 1), opened(levels, 3)
+    assert levels.all == [first, second] == list(levels)
+    assert levels.at(3) is levels.of(second.store.folder) is second
+    assert levels.at(2) is levels.of(first.store.folder / "x") is None
+
+
+def test_only_the_deepest_keeps_rows_in_memory(levels):
+    first = opened(levels, 1)
+    second = opened(levels, 2)
+    assert (first.host.capacity, second.host.capacity) == (0, 10)
+
+
+def test_a_replaced_level_is_dropped_with_the_next_epoch(levels):
+    first, second = opened(levels, 1), opened(levels, 2)
+    write(first, [1, 2], torch.zeros(2, 4))
+    write(second, [1], torch.zeros(1, 4))
+    levels.begin_epoch()
+    assert levels.all == [first, second]
+    write(second, [2], torch.zeros(1, 4))
+    levels.begin_epoch()
+    assert levels.all == [second]
+    assert not first.store.folder.exists()
+
+
+def test_entries_are_compared_again(levels):
+    level = opened(levels, 1)
+    write(level, [1, 2, 3], torch.zeros(3, 4))
+    levels.forget_verified(np.array([2]), 0)
+    assert np.flatnonzero(level.verified).tolist() == [1, 3]
+    levels.forget_verified(None, 0)
+    assert not level.verified.any()
+
+
+def test_a_store_too_large_is_refused(levels):
+    with pytest.raises(StoreError, match="more than a store can hold"):
+        opened(levels, 1, entries=2**40)
+
+
+def test_progress_ends_with_the_last_entry(levels, monkeypatch):
+    monkeypatch.setattr("lightning_egeria.caching.level_set.COUNT_EVERY_S", -1.0)
+    assert levels.progress_text() is None
+    level = opened(levels, 1)
+    write(level, range(5), torch.zeros(5, 4))
+    assert levels.progress_text() == "50%"
+    write(level, range(10), torch.zeros(10, 4))
+    assert levels.progress_text() is None
