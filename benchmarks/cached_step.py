@@ -6,7 +6,11 @@ are, for each depth, both medians and the median of the ratio of neighbours; the
 training thread does between two steps to get its batch in one process, where the other has nothing to do; and what is
 left, fetch included, of a step with nothing frozen.
 
-    python benchmarks/cached_step.py [--model resnet56|vit] [--batch-size 32] [--pairs 15] [--every 1] [--host-bytes N]
+With ``--epochs`` whole epochs are timed in turn instead, everything between two epochs included; the network cut by
+hand then reads its activations by a DataLoader of its own.
+
+    python benchmarks/cached_step.py [--model resnet56|resnet18|vit] [--batch-size 32] [--pairs 15] [--every 1]
+        [--host-bytes N] [--epochs]
 """
 
 import argparse
@@ -22,7 +26,7 @@ from collections.abc import Iterator
 import lightning
 import torch
 from lightning.pytorch.loops.fetchers import _DataFetcher
-from timm.models import VisionTransformer
+from timm.models import ResNet, VisionTransformer, create_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,7 +44,12 @@ class Model(lightning.LightningModule):
     def __init__(self, name: str) -> None:
         super().__init__()
         vit = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3, "num_classes": 10}
-        self.net = CifarResNet(int(name.removeprefix("resnet"))) if name != "vit" else VisionTransformer(**vit)
+        if name == "vit":
+            self.net = VisionTransformer(**vit)
+        elif name == "resnet18":
+            self.net = create_model("resnet18", num_classes=10)
+        else:
+            self.net = CifarResNet(int(name.removeprefix("resnet")))
 
 
 def new_model(name: str) -> Model:
@@ -55,6 +64,9 @@ def parts_of(net: nn.Module) -> tuple[list[nn.Module], nn.Module]:
         stem = nn.Sequential(net.conv1, net.bn1, nn.ReLU())
         head = nn.Sequential(Pool(), net.linear)
         return [stem, *net.layer1, *net.layer2, *net.layer3], head
+    if isinstance(net, ResNet):
+        stem = nn.Sequential(net.conv1, net.bn1, net.act1, net.maxpool)
+        return [stem, *net.layer1, *net.layer2, *net.layer3, *net.layer4], nn.Sequential(net.global_pool, net.fc)
     return [*net.blocks], nn.Sequential(net.norm, Token(), net.fc_norm, net.head_drop, net.head)
 
 
@@ -139,6 +151,13 @@ class Loop:
         ended = time.perf_counter()
         return ended - fetched, ended - started
 
+    def epoch(self) -> float:
+        """Seconds of an epoch, with what begins it."""
+        started = time.perf_counter()
+        for _ in range(BATCHES):
+            self.step()
+        return time.perf_counter() - started
+
     def close(self) -> None:
         self.batches = iter(())
         self.cache.teardown("fit")
@@ -158,12 +177,24 @@ class CutByHand:
                     images = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(images))))
                 self.batches.append((nn.Sequential(*parts[:front]).eval()(images), labels))
         self.order = itertools.cycle(range(len(self.batches)))
+        rows = TensorDataset(*(torch.cat(column) for column in zip(*self.batches, strict=True)))
+        self.loader = DataLoader(rows, batch_size, shuffle=True)
         self.back = nn.Sequential(*parts[front:], head).train()
         self.optimizer = torch.optim.SGD(self.back.parameters(), lr=0.01, momentum=0.9)
 
-    def step(self) -> float:
+    def epoch(self) -> float:
+        """Seconds of an epoch, fed by a DataLoader."""
+        started = time.perf_counter()
+        for activation, labels in self.loader:
+            self.step(activation, labels)
+        return time.perf_counter() - started
+
+    def next_step(self) -> float:
+        """Seconds of a step on the next batch in memory."""
+        return self.step(*self.batches[next(self.order)])
+
+    def step(self, activation: torch.Tensor, labels: torch.Tensor) -> float:
         """Seconds of one step."""
-        activation, labels = self.batches[next(self.order)]
         started = time.perf_counter()
         loss = nn.functional.cross_entropy(self.back(activation), labels)
         self.optimizer.zero_grad()
@@ -180,9 +211,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--every", type=int, default=1, help="measure every n-th depth")
     parser.add_argument("--host-bytes", type=int, default=10**9)
+    parser.add_argument("--size", type=int, default=32, help="of the images, in pixels")
+    parser.add_argument("--epochs", action="store_true", help="time whole epochs, of which --pairs are compared")
     options = parser.parse_args()
     stats.COMPARED_STEPS = sys.maxsize  # or it would stop where it does not pay
-    images = torch.randn(BATCHES * options.batch_size, 3, 32, 32)
+    images = torch.randn(BATCHES * options.batch_size, 3, options.size, options.size)
     data = TensorDataset(images, torch.randint(10, (len(images),)))
     print(
         f"{options.model}, batch {options.batch_size}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
@@ -201,16 +234,25 @@ def main() -> None:
             by_hand = CutByHand(options.model, frozen - is_vit, data, options.batch_size)
             for _ in range(EPOCHS_BEFORE * BATCHES):
                 loop.step()
-                by_hand.step()
+                by_hand.next_step()
+            if options.epochs:
+                pairs = [(loop.epoch(), by_hand.epoch()) for _ in range(options.pairs)]
+                misses = loop.cache.stats.misses
+                loop.close()
+                ratio = statistics.median(ours / hand for ours, hand in pairs)
+                ours, hand = (statistics.median(column) for column in zip(*pairs, strict=True))
+                ratios_of_depths.append(ratio)
+                print(f"{frozen:6d} {ours * 1e3:7.0f} ms {hand * 1e3:7.0f} ms {ratio:16.3f}  epochs, {misses} misses")
+                continue
             triples, fulls = [], []
             before = loop.cache.stats.misses
             for index in range(options.pairs):
                 if index % 2:  # who goes first changes, or a drift of the machine would favour one
-                    hand = by_hand.step()
+                    hand = by_hand.next_step()
                     triples.append((*loop.step(), hand))
                 else:
-                    triples.append((*loop.step(), by_hand.step()))
-                fulls.append(uncut.step())
+                    triples.append((*loop.step(), by_hand.next_step()))
+                fulls.append(uncut.next_step())
             misses = loop.cache.stats.misses - before
             assert loop.callback.frozen_depth == loop.cache.stats.depth == frozen, loop.cache.stats
             loop.close()

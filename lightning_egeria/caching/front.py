@@ -76,6 +76,11 @@ class _UnitCall(Unit):
             return run()
 
 
+def _is_of_a_batch(lazy: LazyTensor) -> bool:
+    """Whether it is known how it follows from a batch; one inside an object of the user's own class never got there."""
+    return lazy.node.key != UNKNOWN and lazy.node.tape.owner is not None
+
+
 def _needs_grad(tensor: Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad
@@ -131,7 +136,7 @@ class FrontUnit:
         tape, batch = self._tape_of(flat)
         if tape is None or batch is None or any(self._hooks) or any(_GLOBAL_HOOKS):
             return self._untracked(flat, spec)
-        flat = [plain(leaf) if isinstance(leaf, LazyTensor) and leaf.node.key == UNKNOWN else leaf for leaf in flat]
+        flat = [leaf if not isinstance(leaf, LazyTensor) or _is_of_a_batch(leaf) else plain(leaf) for leaf in flat]
         context = Context.current(self.front.devices)
         leaves = [node_of(tape, leaf) for leaf in flat]
         try:
@@ -234,7 +239,7 @@ class FrontUnit:
     def _tape_of(self, flat: list[Any]) -> tuple[Tape | None, Batch | None]:
         """The tape to record on, and its batch; None if the module has to run."""
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        lazies = [leaf for leaf in tensors if isinstance(leaf, LazyTensor) and leaf.node.key != UNKNOWN]
+        lazies = [leaf for leaf in tensors if isinstance(leaf, LazyTensor) and _is_of_a_batch(leaf)]
         if any(map(_needs_grad, tensors)):
             return None, None
         batch = lazies[0].node.tape.owner if lazies else self.front.batch

@@ -96,7 +96,7 @@ def _int8_forward(kernel: _Kernel, original: Forward) -> Forward:
 def _quantized_input(x: Tensor) -> tuple[Tensor, float, int] | None:
     """Return ``x`` as 8-bit integers over its range, with scale and zero point; None if a value is not finite."""
     low, high = min(float(x.amin()), 0.0), max(float(x.amax()), 0.0)
-    scale = (high - low) / 254  # leaves one step for rounding the zero point
+    scale = (high - low) / (_input_steps() - 1)  # leaves one step for rounding the zero point
     if not 1e-30 < scale < math.inf:
         return None
     zero_point = round(-low / scale)
@@ -105,6 +105,32 @@ def _quantized_input(x: Tensor) -> tuple[Tensor, float, int] | None:
     for source, target in zip(x.view(-1).split(_PIECE), steps.view(-1).split(_PIECE), strict=True):
         target.copy_(torch.add(offset, source, alpha=1 / scale))
     return steps, scale, zero_point
+
+
+@functools.cache
+def _input_steps() -> int:
+    """Return the largest integer that an input may become: 255; 127 on x86 processors without VNNI.
+
+    Their kernels add two products in 16 bits, and cut off the rest: 2 * 127 * 127 fits, 2 * 255 * 127 does not.
+    """
+    packed = torch.ops.onednn.qlinear_prepack(torch.full((64, 64), 127, dtype=torch.int8), None)
+    largest = torch.full((16, 64), 255, dtype=torch.uint8)
+    sums = torch.ops.onednn.qlinear_pointwise(
+        largest,
+        1.0,
+        0,
+        packed,
+        torch.ones(64),
+        torch.zeros(64, dtype=torch.int32),
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )
+    return 255 if bool((sums == 64 * 255 * 127).all()) else 127
 
 
 def _quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
