@@ -29,6 +29,10 @@ class UnsupportedError(EgeriaError):
     """The Trainer uses something that freezing does not support; the message says what to use instead."""
 
 
+class PerSampleLossError(EgeriaError):
+    """The losses of the samples cannot be taken from the training step; the message says what to give instead."""
+
+
 class RecordError(EgeriaError):
     """The record of a run cannot be read, or lacks the requested metric."""
 

@@ -6,7 +6,8 @@ import pytest
 from leftovers import REPOSITORY
 
 PACKAGE = REPOSITORY / "lightning_egeria"
-ROOMS = ("batches", "network", "profiling", "snapshots", "distributed", "training", "freezing", "caching", "cluster")
+CORE = ("batches", "network", "profiling", "snapshots", "distributed", "training")
+ROOMS = (*CORE, "freezing", "caching", "selecting", "cluster")
 LONGEST_FILE, LONGEST_NAME = 500, 60  # lines, characters
 
 

@@ -1,0 +1,1 @@
+"""Selective-Backprop: backward for the samples that teach most."""

@@ -1,0 +1,72 @@
+"""Which samples are kept: those whose loss is high among recent losses, more often."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_egeria.errors import ArgumentError
+
+
+class SelectionRule:
+    """Keeps a sample with probability ``percentile ** beta``: about 1 / (beta + 1) of all samples.
+
+    The percentile of a loss is the share of the last losses, those of its own batch included, that are smaller. NaN
+    counts as the largest loss.
+
+    Args:
+        beta: how strongly high losses are preferred; 0 keeps every sample.
+        history: number of last losses that a loss is compared with.
+
+    Raises:
+        ArgumentError: ``beta`` is negative or not finite, or ``history`` is below 1.
+
+    >>> SelectionRule(beta=2, history=4).probabilities(np.array([3.0, 1.0, 2.0, 2.0])).tolist()
+    [0.5625, 0.0, 0.0625, 0.0625]
+    """
+
+    def __init__(self, beta: float = 1, history: int = 1024) -> None:
+        if not 0 <= beta < np.inf:
+            raise ArgumentError(f"beta must be a finite number of at least 0, got {beta}")
+        if history < 1:
+            raise ArgumentError(f"history must be at least 1, got {history}")
+        self.beta = beta
+        self.history = history
+        self._last: NDArray[np.float64] = np.empty(0)
+
+    def probabilities(self, losses: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Add the losses of a batch to the last losses, and return the probability of keeping each sample.
+
+        Args:
+            losses: shape ``(samples,)``.
+
+        Raises:
+            ArgumentError: the losses are not one-dimensional, or more than ``history``.
+        """
+        if losses.ndim != 1:
+            raise ArgumentError(f"losses must have one dimension, one value a sample, got the shape {losses.shape}")
+        if len(losses) > self.history:
+            raise ArgumentError(
+                f"history must be at least the batch size, got {self.history} and a batch of {len(losses)} samples"
+            )
+        self._last = np.concatenate([self._last, losses])[-self.history :]
+        smaller = np.searchsorted(np.sort(self._last), losses.astype(np.float64), side="left")
+        return np.asarray((smaller / max(len(self._last), 1)) ** self.beta)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return the last losses, oldest first."""
+        return {"last": self._last.tolist()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Restore the last losses."""
+        self._last = np.asarray(state["last"], dtype=np.float64)[-self.history :]
+
+
+def draw(probabilities: NDArray[np.floating], generator: np.random.Generator) -> NDArray[np.bool_]:
+    """Return which samples are kept, shape ``(samples,)``: one random number each, in order.
+
+    Args:
+        probabilities: shape ``(samples,)``.
+        generator: advances by one number for each sample.
+    """
+    return np.asarray(generator.random(len(probabilities)) < probabilities)

@@ -1,0 +1,84 @@
+"""The rule against a plain loop from the formulas."""
+
+import numpy as np
+import pytest
+
+from lightning_egeria.errors import ArgumentError
+from lightning_egeria.selecting.rule import SelectionRule, draw
+
+
+def kept_by_a_loop(batches, numbers, beta, history):
+    """What the formulas say: which samples of all batches are kept."""
+    last, kept, numbers = [], [], iter(numbers)
+    for losses in batches:
+        for loss in losses:
+            last.append(loss)
+            if len(last) > history:
+                del last[0]
+        for loss in losses:
+            percentile = sum(1 for other in last if other < loss) / len(last)
+            kept.append(next(numbers) < percentile**beta)
+    return kept
+
+
+@pytest.mark.parametrize("beta", [0, 0.5, 1, 3])
+@pytest.mark.parametrize("history", [10, 64])
+def test_a_plain_loop_keeps_the_same_samples(beta, history):
+    data = np.random.default_rng(1)
+    batches = [data.exponential(size=size).round(1) for size in (10, 10, 7, 10, 1, 10)]  # rounded: with ties
+    rule, generator = SelectionRule(beta, history), np.random.default_rng(2)
+    kept = [bool(one) for losses in batches for one in draw(rule.probabilities(losses), generator)]
+    numbers = np.random.default_rng(2).random(sum(map(len, batches)))
+    assert kept == kept_by_a_loop(batches, numbers, beta, history)
+    assert any(kept)
+    assert all(kept) == (beta == 0)
+
+
+@pytest.mark.parametrize(("beta", "share"), [(1, 0.499), (2, 0.333), (3, 0.249)])
+def test_the_share_kept_is_that_of_the_paper(beta, share):
+    rule, generator = SelectionRule(beta), np.random.default_rng(0)
+    data = np.random.default_rng(1)
+    kept = [draw(rule.probabilities(data.gamma(2, size=128)), generator).mean() for _ in range(1000)]
+    assert np.mean(kept[8:]) == pytest.approx(share, abs=0.005)
+
+
+def test_equal_losses_are_never_kept():
+    assert not SelectionRule(beta=1).probabilities(np.full(8, 2.0)).any()
+
+
+def test_nan_is_the_largest_loss():
+    probabilities = SelectionRule(beta=1).probabilities(np.array([1.0, np.nan, 2.0, 3.0]))
+    assert probabilities.tolist() == [0, 0.75, 0.25, 0.5]
+
+
+def test_an_empty_batch_keeps_nothing():
+    assert SelectionRule().probabilities(np.empty(0)).tolist() == []
+
+
+def test_a_restored_rule_goes_on_as_the_first():
+    data = np.random.default_rng(0)
+    first, second = SelectionRule(history=20), SelectionRule(history=20)
+    first.probabilities(data.random(15))
+    second.load_state_dict(first.state_dict())
+    losses = data.random(15)
+    fresh = SelectionRule(history=20).probabilities(losses)
+    expected = first.probabilities(losses)
+    assert second.probabilities(losses).tolist() == expected.tolist() != fresh.tolist()
+
+
+@pytest.mark.parametrize("beta", [-1, -0.01, float("nan"), float("inf")])
+def test_a_wrong_beta_is_refused(beta):
+    with pytest.raises(ArgumentError, match="beta must be"):
+        SelectionRule(beta)
+
+
+def test_a_history_that_is_too_short_is_refused():
+    with pytest.raises(ArgumentError, match="history must be at least 1"):
+        SelectionRule(history=0)
+    with pytest.raises(ArgumentError, match="at least the batch size, got 8 and a batch of 9"):
+        SelectionRule(history=8).probabilities(np.zeros(9))
+
+
+def test_losses_of_a_wrong_shape_are_refused():
+    with pytest.raises(ArgumentError, match=r"got the shape \(4, 1\)"):
+        SelectionRule().probabilities(np.zeros((4, 1)))
