@@ -14,12 +14,18 @@ from lightning_egeria.errors import CheckpointError
 from lightning_egeria.freezing.arguments import check_arguments, explain_missing
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison
 from lightning_egeria.freezing.comparison_setup import set_up_comparison
-from lightning_egeria.freezing.display import MetricsLog, share_of_step, why_evaluations_said_nothing
+from lightning_egeria.freezing.display import (
+    MetricsLog,
+    share_of_step,
+    what_norms_say,
+    why_evaluations_said_nothing,
+)
 from lightning_egeria.freezing.guide import Guide
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.savings import Savings, savings_table
 from lightning_egeria.freezing.summary import summarize
+from lightning_egeria.network.normalisation import looks_trained, normalisation_layers
 from lightning_egeria.training.callback import PrefixFreezing
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
@@ -33,8 +39,8 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     freeze, parameters are bit for bit those of a run without the callback.
 
     Args:
-        policy: decides what freezes and when; None is ``FreezingPolicy()``. For fine-tuning, pass
-            ``FreezingPolicy(pretrained=True)``. Each `fit` starts with a copy.
+        policy: decides what freezes and when; None is ``FreezingPolicy()``, which tells by the normalisation layers
+            whether the weights are pre-trained. Each `fit` starts with a copy.
         layer_modules: paths of the layer modules, in execution order; None finds them.
         freeze_until: limit of the prefix. A path: up to and including that module. A number in (0, 1]: that share of
             the layer modules at most. None sets no limit. The last layer module never freezes.
@@ -83,6 +89,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self.deterministic = deterministic
         self._guide: Guide | None = None
         self._accumulation = 1
+        self._norms: dict[str, bool] | None = None  # as this `fit` found them; None if it resumed
 
     @property
     def last_evaluation(self) -> LastEvaluation | None:
@@ -117,6 +124,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         comparison = self.comparison
         return comparison is not None and comparison.will_compare(batches_ahead, self._accumulation)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the normalisation layers before the first forward moves their statistics."""
+        self._norms = normalisation_layers(pl_module)
+        super().on_train_start(trainer, pl_module)
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -134,6 +146,10 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
                 f"the checkpoint was written with a {state['policy']['class']}, and this callback has a "
                 f"{type(policy).__name__}. Pass the same policy, or leave out ckpt_path to start again"
             )
+        if state is not None:
+            self._norms = None
+        elif isinstance(policy, FreezingPolicy) and policy.pretrained == "auto":
+            policy.resolve(self._finds_pretrained(freezer))
         policy.start(freezer.chain.max_depth if state is None else state["max_depth"])
         comparison = set_up_comparison(
             trainer,
@@ -154,6 +170,16 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
         return [comparison, MetricsLog(trainer, self._guide)]
+
+    def _finds_pretrained(self, freezer: Freezer) -> bool:
+        """Return whether the front half of the chain was trained before this `fit`, the same on all ranks."""
+        if self._norms is None:  # the layer chain was found again after resuming
+            return isinstance(self.active_policy, FreezingPolicy) and self.active_policy.pretrained is True
+        front = freezer.chain.members((len(freezer.chain) + 1) // 2)
+        layers: list[bool] = self.ranks.share([self._norms[path] for path in front if path in self._norms])
+        pretrained = looks_trained(layers)
+        self.notices.inform(what_norms_say(layers, pretrained))
+        return pretrained
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""

@@ -76,7 +76,8 @@ class FreezingPolicy(Annealing):
         tolerance: plasticity below which a prefix counts as converged, if the whole chain were to freeze; > 0. Higher
             freezes sooner.
         patience: evaluations in a row below the tolerance; at least 1. Higher freezes later.
-        pretrained: whether training starts from weights trained on similar data.
+        pretrained: whether training starts from weights trained on similar data. ``"auto"`` leaves the answer to the
+            callback, which looks at the normalisation layers; until `resolve`, the policy takes them for untrained.
         peer_tolerance: share of the largest plasticity, for ``pretrained=True``; in [0, 1). Higher freezes deeper.
         unfreeze_on: ``"annealing"`` unfreezes everything when the learning rate jumps, ``"never"`` does not.
         unfreeze_lr_factor: drop of the learning rate within one step that unfreezes, or its inverse as a rise; in
@@ -102,7 +103,7 @@ class FreezingPolicy(Annealing):
         self,
         tolerance: float = 4e-4,
         patience: int = 4,
-        pretrained: bool = False,
+        pretrained: bool | Literal["auto"] = "auto",
         peer_tolerance: float = 0.01,
         unfreeze_on: Literal["annealing", "never"] = "annealing",
         unfreeze_lr_factor: float = 0.1,
@@ -112,29 +113,40 @@ class FreezingPolicy(Annealing):
             raise ArgumentError(f"tolerance must be greater than 0, got {tolerance}")
         if not is_whole(patience, least=1):
             raise ArgumentError(f"patience must be an integer of at least 1, got {patience}")
+        if pretrained not in (True, False, "auto"):
+            raise ArgumentError(f"pretrained must be True, False or 'auto', got {pretrained!r}")
         if not 0 <= peer_tolerance < 1:
             raise ArgumentError(f"peer_tolerance must be in [0, 1), got {peer_tolerance}")
         self.tolerance = tolerance
         self.patience = patience
-        self.pretrained = pretrained
+        self.pretrained: bool | Literal["auto"] = "auto" if pretrained == "auto" else bool(pretrained)
         self.peer_tolerance = peer_tolerance
         self.depth = 0
         self._max_depth = 0
         self._at_rest: list[int] = []  # evaluations in a row below the limit, per last layer module of a prefix
         self._first: list[list[float]] = []  # first plasticities, to compare pre-trained layer modules with one another
-        self._compares = pretrained
+        self._compares = self._trained
         self._observed = False
         self._highest_lr = 0.0  # of all steps so far; for pre-trained weights, of the first step and the evaluations
 
     @property
+    def _trained(self) -> bool:
+        return self.pretrained is True
+
+    def resolve(self, pretrained: bool) -> None:
+        """Answer ``pretrained="auto"``, before the first `observe`. The user's True or False stays."""
+        if self.pretrained == "auto":
+            self.pretrained = self._compares = pretrained
+
+    @property
     def wants_reference(self) -> bool:
         """Whether more layer modules may freeze, and the learning rate is low enough or nearly so."""
-        return self.depth < self._max_depth and (self.pretrained or self._has_fallen_to(PEAK_SHARE_TO_MEASURE))
+        return self.depth < self._max_depth and (self._trained or self._has_fallen_to(PEAK_SHARE_TO_MEASURE))
 
     @property
     def held_back(self) -> str | None:
         """Why nothing may freeze yet, in words and numbers; None if something may."""
-        if self.pretrained or not self._max_depth or not self._observed or self._has_fallen_to(PEAK_SHARE_TO_FREEZE):
+        if self._trained or not self._max_depth or not self._observed or self._has_fallen_to(PEAK_SHARE_TO_FREEZE):
             return None
         if self._previous_lr is None:
             return "the optimizer has no 'lr' in its parameter groups"
@@ -164,9 +176,9 @@ class FreezingPolicy(Annealing):
         """
         self._observed = True
         if (decision := self._jumped(learning_rate)) is not None:
-            self.depth, self._at_rest, self._first, self._compares = 0, [], [], self.pretrained
+            self.depth, self._at_rest, self._first, self._compares = 0, [], [], self._trained
             return decision
-        if not (self.pretrained and self._highest_lr):
+        if not (self._trained and self._highest_lr):
             self._raise_highest(learning_rate)
         if not self.wants_reference:
             self._at_rest = []
@@ -186,7 +198,7 @@ class FreezingPolicy(Annealing):
 
     def _may_rest(self, learning_rate: float) -> bool:
         """Whether the learning rate allows a prefix to count as converged. Call it at each evaluation."""
-        if not self.pretrained:
+        if not self._trained:
             return math.isfinite(learning_rate) and self._has_fallen_to(PEAK_SHARE_TO_FREEZE)
         rises = learning_rate > self._highest_lr * (1 + 1e-6)
         self._raise_highest(learning_rate)
@@ -236,6 +248,7 @@ class FreezingPolicy(Annealing):
         """Return the state in plain types."""
         return {
             "depth": self.depth,
+            "pretrained": self.pretrained,
             "at_rest": list(self._at_rest),
             "first": [list(row) for row in self._first],
             "compares": self._compares,
@@ -245,13 +258,17 @@ class FreezingPolicy(Annealing):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`.
+        """Restore the state of `state_dict`. With ``pretrained="auto"``, the answer of the checkpoint stays.
 
         Raises:
             CheckpointError: if the state is damaged.
         """
         with checkpoint_read():
             self.depth = count_of(state["depth"], most=self._max_depth)
+            answer = state.get("pretrained", False)  # checkpoints before "auto" have none, and False was the default
+            if answer not in (True, False, "auto"):
+                raise ValueError(f"pretrained is {answer!r}")
+            self.pretrained = answer if self.pretrained == "auto" else self.pretrained
             self._at_rest = [count_of(count) for count in state["at_rest"]]
             self._first = [[number_of(value) for value in row] for row in state["first"]]
             if any(len(row) <= self._max_depth for row in self._first):

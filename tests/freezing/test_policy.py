@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, CheckpointError
 from lightning_egeria.freezing.policy import FreezingPolicy
 
 NAN, INF = math.nan, math.inf
@@ -363,3 +363,49 @@ class PolicyInvariants(RuleBasedStateMachine):
 
 TestPolicyInvariants = PolicyInvariants.TestCase
 TestPolicyInvariants.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class TestAuto:
+    table = [[0.01, 0.01, 0.3, 1.0]] * 5
+
+    @pytest.mark.parametrize("answer", [True, False])
+    def test_the_answer_counts_as_if_it_had_been_given(self, answer):
+        policy = FreezingPolicy(patience=2, peer_tolerance=0.05)
+        policy.resolve(answer)
+        policy.start(3)
+        policy.observe(0, None, 1.0, None)
+        assert policy.pretrained is answer
+        assert feed(policy, self.table) == feed(started(pretrained=answer), self.table)
+
+    @pytest.mark.parametrize("given", [True, False])
+    def test_a_given_answer_stays(self, given):
+        policy = FreezingPolicy(pretrained=given)
+        policy.resolve(not given)
+        assert policy.pretrained is given
+
+    def test_without_an_answer_weights_count_as_untrained(self):
+        assert feed(started(), self.table) == feed(started(pretrained=False), self.table)
+
+    @pytest.mark.parametrize("answer", [True, False])
+    def test_a_checkpoint_has_the_answer(self, answer):
+        state = json.loads(json.dumps(started(pretrained=answer).state_dict()))
+        policy, other = started(), started(pretrained=not answer)
+        policy.load_state_dict(state)
+        other.load_state_dict(state)
+        assert (policy.pretrained, other.pretrained) == (answer, not answer)
+
+    def test_a_checkpoint_without_an_answer_was_from_scratch(self):
+        state = started(pretrained=False).state_dict()
+        del state["pretrained"]
+        policy = started()
+        policy.load_state_dict(state)
+        assert policy.pretrained is False
+
+    def test_a_damaged_answer_is_refused(self):
+        with pytest.raises(CheckpointError, match="pretrained is 'yes'"):
+            started().load_state_dict({**started().state_dict(), "pretrained": "yes"})
+
+    @pytest.mark.parametrize("pretrained", ["yes", None, 2])
+    def test_other_values_are_refused(self, pretrained):
+        with pytest.raises(ArgumentError, match="pretrained must be True, False or 'auto'"):
+            FreezingPolicy(pretrained=pretrained)
