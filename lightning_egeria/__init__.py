@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_egeria.freezing.slopes import SlopePolicy
     from lightning_egeria.network.chain import LayerChain
     from lightning_egeria.report.recorder import RunRecorder
+    from lightning_egeria.snapshots.training_state import TrainingState
     from lightning_egeria.training.callback import PrefixFreezing
     from lightning_egeria.training.freezer import Decision, Freezer
     from lightning_egeria.training.observers import Observer
@@ -33,6 +34,7 @@ __all__ = [
     "ScriptedPolicy",
     "SimilarityPreservingLoss",
     "SlopePolicy",
+    "TrainingState",
     "similarity_preserving_loss",
 ]
 
@@ -49,6 +51,7 @@ _HOMES = {
     "ScriptedPolicy": "freezing.scripted",
     "SimilarityPreservingLoss": "freezing.metric",
     "SlopePolicy": "freezing.slopes",
+    "TrainingState": "snapshots.training_state",
     "similarity_preserving_loss": "freezing.similarity",
 }
 

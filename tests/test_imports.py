@@ -43,6 +43,7 @@ def test_public_names():
         "ScriptedPolicy",
         "SimilarityPreservingLoss",
         "SlopePolicy",
+        "TrainingState",
         "similarity_preserving_loss",
     ]
     assert all(hasattr(lightning_egeria, name) for name in lightning_egeria.__all__)

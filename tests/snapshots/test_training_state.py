@@ -1,0 +1,350 @@
+"""Captured, left, restored: what runs from there is bit for bit the same each time."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from models import After, Classifier, ConvNet, Transformer, equal, fit, images, loader, tokens
+from torch import nn
+from torch.utils.data import Subset
+
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.snapshots.training_state import TrainingState
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "adam with a tensor as rate": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01)),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),  # has state before its first step
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2),  # has lists of tensors
+}
+SCHEDULERS = {
+    "none": None,
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.05, total_steps=40, cycle_momentum=bool({"momentum", "betas"} & optimizer.defaults.keys())
+    ),
+    "chained": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[4],
+    ),
+}
+
+
+class Run:
+    """Training by hand: `step` takes the batches in order, from where `position` stands."""
+
+    def __init__(self, net=None, optimizer="sgd", scheduler="none", data=None, scaler=None):
+        torch.manual_seed(0)
+        self.net = ConvNet() if net is None else net
+        self.optimizer = OPTIMIZERS[optimizer](self.net.parameters())
+        make = SCHEDULERS[scheduler]
+        self.scheduler = make(self.optimizer) if make is not None else None
+        self.scaler = scaler
+        self.batches = list(loader(images() if data is None else data))
+
+    def steps(self, count, first=0):
+        """Return the losses and the rates."""
+        return [self.step(number) for number in range(first, first + count)]
+
+    def step(self, number):
+        inputs, labels = self.batches[number % len(self.batches)]
+
+        def closure():
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.net(inputs), labels)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            return loss
+
+        if self.scaler is None:
+            loss = self.optimizer.step(closure)
+        else:
+            loss = closure()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return loss.item(), float(self.optimizer.param_groups[0]["lr"])
+
+    def capture(self):
+        others = [other for other in (self.scheduler, self.scaler) if other is not None]
+        return TrainingState(self.net, [self.optimizer], others)
+
+    def everything(self):
+        """Whatever the next step depends on, in a form that can be compared."""
+        return (
+            {name: value.clone() for name, value in self.net.state_dict().items()},
+            copy.deepcopy(self.optimizer.state_dict()),
+            None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict()),
+            torch.get_rng_state(),
+        )
+
+
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second) and first.dtype == second.dtype
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[name], second[name]) for name in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's own, of a chained schedule
+def test_the_same_branch_twice_with_another_between(optimizer, scheduler, before):
+    run = Run(optimizer=optimizer, scheduler=scheduler)
+    run.steps(before)
+    state = run.capture()
+    first = run.steps(6, before)
+    ended = run.everything()
+    state.restore()
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["lr"] * 3  # another branch
+    other = run.steps(4, before + 20)
+    state.restore()
+    assert run.steps(6, before) == first
+    assert first[: len(other)] != other
+    assert same(run.everything(), ended)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_transformers_with_dropout(optimizer):
+    run = Run(Transformer(), optimizer, data=tokens())
+    run.steps(2)
+    state = run.capture()
+    first = run.steps(5, 2)
+    state.restore()
+    assert run.steps(5, 2) == first
+
+
+def test_a_run_that_was_watched_is_the_run():
+    plain, watched = Run(), Run()
+    torch.manual_seed(0)
+    losses = plain.steps(8)
+    torch.manual_seed(0)
+    found = watched.steps(4)
+    state = watched.capture()
+    watched.steps(3, 4)
+    state.restore()
+    assert found + watched.steps(4, 4) == losses
+    assert equal(plain.net, watched.net)
+
+
+def test_a_winner_goes_on_from_its_own_state():
+    """Two branches from one state; the first wins, and returns after the second has run."""
+    run, alone = Run(), Run()
+    torch.manual_seed(0)
+    expected = alone.steps(9)
+    torch.manual_seed(0)
+    run.steps(3)
+    start = run.capture()
+    run.steps(3, 3)
+    winner = run.capture()
+    start.restore()
+    run.steps(3, 10)
+    winner.restore()
+    assert run.steps(3, 6) == expected[6:]
+
+
+def test_a_gradient_scaler_returns():
+    run = Run(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+    run.steps(1)
+    state = run.capture()
+    first, scale = run.steps(4, 1), run.scaler.get_scale()
+    state.restore()
+    assert run.scaler.get_scale() == 8.0 != scale
+    assert run.steps(4, 1) == first
+    assert run.scaler.get_scale() == scale
+
+
+def test_a_window_of_accumulation_goes_on():
+    """Gradients count: they are part of the next step, and one that is absent is not one of zeros."""
+    run = Run()
+    inputs, labels = run.batches[0]
+    nn.functional.cross_entropy(run.net(inputs), labels).backward()
+    run.net.head.bias.grad = None
+    state = run.capture()
+    expected = {name: parameter.grad for name, parameter in run.net.named_parameters()}
+    kept = {name: None if grad is None else grad.clone() for name, grad in expected.items()}
+    run.steps(2)
+    state.restore()
+    for name, parameter in run.net.named_parameters():
+        assert parameter.grad is expected[name]
+        assert kept[name] is None or torch.equal(parameter.grad, kept[name])
+
+
+def test_tensors_keep_their_identity():
+    run = Run()
+    before = [*run.net.parameters(), *run.net.buffers()]
+    state = run.capture()
+    run.steps(2)
+    state.restore()
+    assert all(one is other for one, other in zip(before, [*run.net.parameters(), *run.net.buffers()], strict=True))
+
+
+class Buffers(nn.Module):
+    """Replaces, adds and removes buffers, as modules do that cache something."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+        self.register_buffer("gone", torch.ones(1))
+        self.register_buffer("later", None)
+        self.register_buffer("expanded", torch.arange(3.0).expand(2, 3))
+        self.register_buffer("strided", torch.arange(6.0).reshape(2, 3).T)
+
+    def change(self):
+        self.mean = self.mean + 1
+        self.later = torch.ones(4)
+        self.strided += 1
+        self.expanded[:1] += 1
+        del self.gone
+        self.register_buffer("new", torch.zeros(1))
+
+
+def test_buffers_of_all_kinds_return():
+    net = Buffers()
+    before = {name: None if buffer is None else buffer.clone() for name, buffer in net._buffers.items()}
+    state = TrainingState(net)
+    for _ in range(2):
+        net.change()
+        state.restore()
+        assert list(net._buffers) == list(before)
+        assert net.later is None
+        assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())
+
+
+def test_tied_weights_stay_tied():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    state, before = TrainingState(net), net[0].weight.detach().clone()
+    with torch.no_grad():
+        net[0].weight += 1
+    state.restore()
+    assert net[1].weight is net[0].weight
+    assert torch.equal(net[1].weight, before)
+
+
+def test_optimizer_state_keeps_its_dtype():
+    """`load_state_dict` would cast it to the dtype of the parameter."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["mean"] = torch.tensor([1 / 3, 1e-9])
+    state = TrainingState(nn.ParameterList([weight]), [optimizer])
+    optimizer.state[weight]["mean"].zero_()
+    state.restore()
+    assert torch.equal(optimizer.state[weight]["mean"], torch.tensor([1 / 3, 1e-9]))
+
+
+def test_groups_that_were_added_or_changed_return():
+    run = Run()
+    group = run.optimizer.param_groups[0]
+    state = run.capture()
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 3.0})
+    removed = group["params"].pop()
+    group.update(lr=7.0, extra=True)
+    state.restore()
+    assert len(run.optimizer.param_groups) == 1
+    assert run.optimizer.param_groups[0] is group  # schedulers refer to it
+    assert group["params"][-1] is removed
+    assert group["lr"] == 0.05
+    assert "extra" not in group
+
+
+def test_a_rate_that_changes_in_place_returns_each_time():
+    run = Run(optimizer="adam with a tensor as rate")
+    state = run.capture()
+    for _ in range(2):
+        run.optimizer.param_groups[0]["lr"].mul_(3)
+        state.restore()
+        assert float(run.optimizer.param_groups[0]["lr"]) == pytest.approx(0.01)
+
+
+class Live:
+    """Gives and takes the state that it goes on changing."""
+
+    def __init__(self):
+        self.seen = [1]
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def test_others_return_each_time_whatever_they_share():
+    other = Live()
+    state = TrainingState(nn.Linear(1, 1), others=[other])
+    for _ in range(2):
+        other.seen.append(2)
+        state.restore()
+        assert other.seen == [1]
+
+
+def test_all_generators_return():
+    state = TrainingState(nn.Linear(1, 1))
+    drawn = [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(3)]  # noqa: NPY002
+    state.restore()
+    assert [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(3)] == drawn  # noqa: NPY002
+
+
+@pytest.mark.parametrize("change", ["replaced", "added", "removed", "module"])
+def test_another_model_is_refused_and_nothing_changes(change):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = TrainingState(net)
+    if change == "replaced":
+        net[1].weight = nn.Parameter(torch.ones(2, 2))
+    elif change == "added":
+        net[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
+    elif change == "removed":
+        net[1].register_parameter("weight", None)
+    else:
+        net.append(nn.ReLU())
+    with torch.no_grad():
+        net[0].weight.fill_(5.0)
+    with pytest.raises(UnsupportedError, match=r"'(1\.weight|1\.scale|2)' was added, removed or replaced"):
+        state.restore()
+    assert bool((net[0].weight == 5.0).all())
+
+
+def test_requires_grad_is_left_alone():
+    net = nn.Linear(2, 2)
+    state = TrainingState(net)
+    net.weight.requires_grad_(False)
+    state.restore()
+    assert not net.weight.requires_grad
+    assert net.bias.requires_grad
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_inside_one_fit(optimizer):
+    """With the same batch over and over, the steps behind the second restoring repeat those behind the capture."""
+
+    class Cycled(Classifier):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            cycle = torch.optim.lr_scheduler.OneCycleLR(made, 0.05, total_steps=40)
+            return [made], [{"scheduler": cycle, "interval": "step"}]
+
+    module, states = Cycled(optimizer=optimizer), []
+
+    def look(trainer, pl_module):
+        if trainer.global_step == 3:
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            states.append(TrainingState(pl_module, trainer.optimizers, schedulers))
+        elif trainer.global_step in (8, 13):
+            states[0].restore()
+        if trainer.global_step == 8:
+            with torch.no_grad():
+                pl_module.net.head.weight += 1  # another branch
+
+    fit(module, After(look), data=loader(Subset(images(), range(8))), epochs=18)
+    assert len(module.losses) == 18
+    assert module.losses[13:18] == module.losses[3:8] != module.losses[8:13]
