@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar, get_args
 
-from lightning_egeria.errors import ArgumentError
-from lightning_egeria.freezing.policy import FreezingPolicy
+from lightning_egeria.errors import ArgumentError, CheckpointError
+from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
@@ -65,6 +66,25 @@ def check_arguments(
         raise ArgumentError(f"reference_precision must be one of {get_args(Precision)}, got {precision!r}")
     if not timeout_s > 0:
         raise ArgumentError(f"timeout_s must be greater than 0, got {timeout_s}")
+
+
+def policy_for(given: Policy | None, written_with: str | None) -> Policy:
+    """Return the policy of a `fit`: a copy of the one that was given.
+
+    Args:
+        given: the policy; None is ``FreezingPolicy()``.
+        written_with: class of the policy that wrote the checkpoint; None without a checkpoint.
+
+    Raises:
+        CheckpointError: another policy wrote the checkpoint.
+    """
+    policy = copy.deepcopy(given) if given is not None else FreezingPolicy()
+    if written_with is not None and written_with != type(policy).__name__:
+        raise CheckpointError(
+            f"the checkpoint was written with a {written_with}, and this callback has a {type(policy).__name__}. Pass "
+            "the same policy, or leave out ckpt_path to start again"
+        )
+    return policy
 
 
 def _place(owner: str, name: str) -> str | None:

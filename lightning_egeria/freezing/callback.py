@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,22 +9,17 @@ import lightning.pytorch as pl
 from rich import get_console
 from torch import Tensor
 
-from lightning_egeria.errors import CheckpointError
-from lightning_egeria.freezing.arguments import check_arguments, explain_missing
+from lightning_egeria.freezing.arguments import check_arguments, explain_missing, policy_for
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison
 from lightning_egeria.freezing.comparison_setup import set_up_comparison
-from lightning_egeria.freezing.display import (
-    MetricsLog,
-    share_of_step,
-    what_norms_say,
-    why_evaluations_said_nothing,
-)
+from lightning_egeria.freezing.display import MetricsLog, share_of_step, why_evaluations_said_nothing
 from lightning_egeria.freezing.guide import Guide
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
+from lightning_egeria.freezing.pretrained import answer_auto
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.savings import Savings, savings_table
 from lightning_egeria.freezing.summary import summarize
-from lightning_egeria.network.normalisation import looks_trained, normalisation_layers
+from lightning_egeria.network.normalisation import normalisation_layers
 from lightning_egeria.training.callback import PrefixFreezing
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
@@ -140,16 +134,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self, trainer: pl.Trainer, freezer: Freezer, gathered: Mapping[str, Tensor] | None, state: Any
     ) -> Sequence[Observer]:
         """Take the first reference, or restore the one from the checkpoint."""
-        policy = copy.deepcopy(self.policy) if self.policy is not None else FreezingPolicy()
-        if state is not None and state["policy"]["class"] != type(policy).__name__:
-            raise CheckpointError(
-                f"the checkpoint was written with a {state['policy']['class']}, and this callback has a "
-                f"{type(policy).__name__}. Pass the same policy, or leave out ckpt_path to start again"
-            )
-        if state is not None:
+        policy = policy_for(self.policy, None if state is None else state["policy"]["class"])
+        if state is None:
+            answer_auto(policy, self.active_policy, self._norms, freezer.chain, self.ranks, self.notices)
+        else:
             self._norms = None
-        elif isinstance(policy, FreezingPolicy) and policy.pretrained == "auto":
-            policy.resolve(self._finds_pretrained(freezer))
         policy.start(freezer.chain.max_depth if state is None else state["max_depth"])
         comparison = set_up_comparison(
             trainer,
@@ -170,16 +159,6 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
         return [comparison, MetricsLog(trainer, self._guide)]
-
-    def _finds_pretrained(self, freezer: Freezer) -> bool:
-        """Return whether the front half of the chain was trained before this `fit`, the same on all ranks."""
-        if self._norms is None:  # the layer chain was found again after resuming
-            return isinstance(self.active_policy, FreezingPolicy) and self.active_policy.pretrained is True
-        front = freezer.chain.members((len(freezer.chain) + 1) // 2)
-        layers: list[bool] = self.ranks.share([self._norms[path] for path in front if path in self._norms])
-        pretrained = looks_trained(layers)
-        self.notices.inform(what_norms_say(layers, pretrained))
-        return pretrained
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""

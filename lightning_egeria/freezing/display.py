@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import lightning.pytorch as pl
 
@@ -32,28 +31,6 @@ def why_evaluations_said_nothing(guide: Guide) -> str | None:
             "reference model, raise evaluate_every_n_steps, or set background=False"
         )
     return None
-
-
-def what_norms_say(layers: Sequence[bool], pretrained: bool) -> str:
-    """Return the log line of ``pretrained="auto"``.
-
-    Args:
-        layers: whether each normalisation layer of the front has left its initial values.
-        pretrained: the answer.
-
-    >>> what_norms_say([True, True, False], True)  # doctest: +ELLIPSIS
-    "pretrained='auto' takes the weights for pre-trained: 2 of 3 normalisation layers in the front half have left ..."
-    """
-    if not layers:
-        return (
-            "pretrained='auto' takes the weights for untrained: the front half has no normalisation layers to tell. "
-            "Pass FreezingPolicy(pretrained=True) if they are trained"
-        )
-    kind, other = ("pre-trained", False) if pretrained else ("untrained", True)
-    return (
-        f"pretrained='auto' takes the weights for {kind}: {sum(layers)} of {len(layers)} normalisation layers in the "
-        f"front half have left their initial values. Pass FreezingPolicy(pretrained={other}) if that is wrong"
-    )
 
 
 class MetricsLog(Observer):

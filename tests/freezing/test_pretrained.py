@@ -10,6 +10,8 @@ from models import equal, mlp
 from torch import nn
 
 from lightning_egeria import FreezingPolicy, SlopePolicy
+from lightning_egeria.freezing.pretrained import answer_auto
+from lightning_egeria.network.normalisation import normalisation_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:freezing. nothing froze")
 
@@ -157,5 +159,8 @@ def test_ranks_take_the_answer_of_the_first(monkeypatch):
     fit(module(), callback, epochs=1)
     asked = []
     monkeypatch.setattr(callback.ranks, "share", lambda value: asked.append(value) or [True, True])
-    assert callback._finds_pretrained(callback.freezer) is True
+    policy, chain = FreezingPolicy(), callback.freezer.chain
+    norms = dict.fromkeys(normalisation_layers(callback.freezer.prefix.module), False)
+    answer_auto(policy, None, norms, chain, callback.ranks, callback.notices)
+    assert policy.pretrained is True
     assert asked == [[False, False]]
