@@ -9,8 +9,8 @@ left, fetch included, of a step with nothing frozen.
 With ``--epochs`` whole epochs are timed in turn instead, everything between two epochs included; the network cut by
 hand then reads its activations by a DataLoader of its own.
 
-    python benchmarks/cached_step.py [--model resnet56|resnet18|vit] [--batch-size 32] [--pairs 15] [--every 1]
-        [--host-bytes N] [--epochs]
+    python benchmarks/cached_step.py [--model resnet56|resnet18|vit] [--batch-size 32] [--pairs 15]
+        [--depths 1 14 27] [--host-bytes N] [--epochs]
 """
 
 import argparse
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--model", default="resnet56")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--every", type=int, default=1, help="measure every n-th depth")
+    parser.add_argument("--depths", type=int, nargs="+", help="frozen depths to measure; all by default")
     parser.add_argument("--host-bytes", type=int, default=10**9)
     parser.add_argument("--size", type=int, default=32, help="of the images, in pixels")
     parser.add_argument("--epochs", action="store_true", help="time whole epochs, of which --pairs are compared")
@@ -228,7 +228,7 @@ def main() -> None:
     uncut = CutByHand(options.model, 0, data, options.batch_size)
     ratios_of_depths = []
     # Depth 1 of the transformer is the embedding, which is no part.
-    for frozen in range(1, len(parts) + is_vit, options.every):
+    for frozen in options.depths or range(1, len(parts) + is_vit):
         with tempfile.TemporaryDirectory() as cache_dir:
             loop = Loop(options.model, frozen, data, options.batch_size, cache_dir, options.host_bytes)
             by_hand = CutByHand(options.model, frozen - is_vit, data, options.batch_size)

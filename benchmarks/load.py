@@ -157,7 +157,9 @@ def steps_of(layers: int, with_callback: bool) -> tuple[float, float]:
     data = DataLoader(TensorDataset(torch.randn(STEPS * 8, 16), torch.randint(2, (STEPS * 8,))), 8)
     marks: list[float] = []
 
-    freezing = KnowledgeGuidedFreezing(FreezingPolicy(pretrained=True), evaluate_every_n_steps=10**6, background=False)
+    freezing = KnowledgeGuidedFreezing(
+        FreezingPolicy(pretrained=True, trial_progress=None), evaluate_every_n_steps=10**6, background=False
+    )
     callbacks = [Starts(marks), *([freezing] if with_callback else []), Stops(marks)]
     trainer = L.Trainer(
         max_epochs=1,

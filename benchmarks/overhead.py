@@ -32,7 +32,8 @@ class Alternating(KnowledgeGuidedFreezing):
     """The callback in every second block; in the others it is not there."""
 
     def __init__(self, every: int, block: int, warm_up: int) -> None:
-        watching = FreezingPolicy(1e-30, pretrained=True, peer_tolerance=0)  # compares at any rate, and never freezes
+        # It compares at any rate, and never freezes.
+        watching = FreezingPolicy(1e-30, pretrained=True, trial_progress=None, peer_tolerance=0)
         super().__init__(watching, evaluate_every_n_steps=every, background=True)
         self.block, self.warm_up = block, warm_up
         self.means: dict[bool, list[float]] = {True: [], False: []}

@@ -38,7 +38,7 @@ assert any(event.kind == "freeze" for event in converged.events), converged.even
 assert all(event.kind == "freeze" or "learning rate" in event.reason for event in converged.events)
 """,
     "4_fine_tuning": """
-assert depths[0.03] >= 1 and depths[0.3] >= depths[0.03], depths
+assert trials[0.5].frozen_depth >= trials[0.95].frozen_depth >= 1, frontier.losses
 assert freezing.frozen_depth >= 1, freezing.events
 assert data.stats.hits > 0, data.stats
 """,

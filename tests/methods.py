@@ -63,11 +63,11 @@ def scripted(schedule=None, **arguments):
 
 def eager_policy():
     """Freezes whatever was measured twice."""
-    return FreezingPolicy(tolerance=1e9, patience=2, pretrained=True, peer_tolerance=0)
+    return FreezingPolicy(tolerance=1e9, patience=2, pretrained=True, peer_tolerance=0, trial_progress=None)
 
 
 def never():
-    return FreezingPolicy(tolerance=1e-12, pretrained=True, peer_tolerance=0)
+    return FreezingPolicy(tolerance=1e-12, pretrained=True, peer_tolerance=0, trial_progress=None)
 
 
 def eager_slopes():
@@ -90,3 +90,5 @@ WITH_A_PROCESS = METHODS | {
         lambda: [guided(never(), background=True, timeout_s=600.0)],
     )
 }
+# A checkpoint within a trial begins it again; `test_trial.py` has the resumed runs.
+WITH_A_TRIAL = METHODS | {"trial": Method(lambda: [guided(FreezingPolicy(pretrained=True))])}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from agreement import compare_ranks
 from lightning.pytorch.strategies import DDPStrategy
-from methods import METHODS, WITH_A_PROCESS
+from methods import METHODS, WITH_A_PROCESS, WITH_A_TRIAL
 from models import After, Classifier, ConvNet, equal, fit, images, left_behind
 from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
@@ -97,7 +97,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, epoch, tmp_path):
 
 
 def run_on_a_rank(name, folder):
-    method = METHODS[name]
+    method = WITH_A_TRIAL[name]
     module, callbacks = classifier(), method.active()
     compare = After(lambda trainer, _: compare_ranks(freezing_of(trainer).freezer))
     strategy = DDPStrategy(timeout=EXCHANGE_TIMEOUT)
@@ -106,7 +106,7 @@ def run_on_a_rank(name, folder):
     return digest(dict(module.named_parameters())), events_of(trainer), trainer.global_step
 
 
-@each
+@pytest.mark.parametrize("name", WITH_A_TRIAL)
 def test_two_ranks_agree(name, tmp_path):
     first, second = all_well(in_ranks(2, run_on_a_rank, name, tmp_path))
     assert first == second

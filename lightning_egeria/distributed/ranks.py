@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,14 @@ class Ranks:
         data = json.dumps(value).encode() if self.leads else b""
         size = int.from_bytes(self._broadcast(len(data).to_bytes(8, "little")), "little")
         return json.loads(self._broadcast(data if self.leads else bytes(size)))
+
+    def mean(self, values: Sequence[float]) -> list[float]:
+        """Return the mean of each value over all ranks: one reduction. Every rank must call it with as many values."""
+        if not self.several:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float32, device=self._device)
+        dist.all_reduce(total)
+        return [float(value) for value in total / dist.get_world_size()]
 
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Copy buffers, such as running statistics, from rank 0 to all others: one broadcast. Every rank must call it.

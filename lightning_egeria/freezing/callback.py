@@ -14,11 +14,12 @@ from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceCompar
 from lightning_egeria.freezing.comparison_setup import set_up_comparison
 from lightning_egeria.freezing.display import MetricsLog, share_of_step, why_evaluations_said_nothing
 from lightning_egeria.freezing.guide import Guide
-from lightning_egeria.freezing.policy import FreezingPolicy, Policy
+from lightning_egeria.freezing.policy import Policy
 from lightning_egeria.freezing.pretrained import answer_auto
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.savings import Savings, savings_table
 from lightning_egeria.freezing.summary import summarize
+from lightning_egeria.freezing.trial import Frontier
 from lightning_egeria.network.normalisation import normalisation_layers
 from lightning_egeria.training.callback import PrefixFreezing
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
@@ -100,6 +101,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """The comparison of the network with the reference model; None before the first training step."""
         return self._guide.comparison if self._guide is not None else None
 
+    @property
+    def frontier(self) -> Frontier | None:
+        """The losses that the trial of pre-trained weights saw at each depth; None before, and without a trial."""
+        return self._guide.frontier if self._guide is not None else None
+
     def savings(self) -> Savings:
         """Return what freezing did in the last `fit`, so far.
 
@@ -111,12 +117,8 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         return summarize(self._guide, self.events)
 
     def will_compare(self, batches_ahead: int) -> bool:
-        """Whether the reference may compare the batch that comes ``batches_ahead`` after the last one.
-
-        That batch needs the network's real input.
-        """
-        comparison = self.comparison
-        return comparison is not None and comparison.will_compare(batches_ahead, self._accumulation)
+        """Whether the network's real input is needed for the batch ``batches_ahead`` after the last one."""
+        return self._guide is not None and self._guide.needs_input(batches_ahead, self._accumulation)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the normalisation layers before the first forward moves their statistics."""
@@ -158,7 +160,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             self._guide.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        return [comparison, MetricsLog(trainer, self._guide)]
+        return [comparison, MetricsLog(trainer, self._guide), *self._guide.start_trial(trainer)]
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""
@@ -183,10 +185,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the savings and the last metrics."""
         super().on_fit_end(trainer, pl_module)
-        policy = self.active_policy
-        if isinstance(policy, FreezingPolicy) and policy.held_back and not self.events:
+        if (held_back := getattr(self.active_policy, "held_back", None)) and not self.events:
             self.notices.warn(
-                f"nothing froze: {policy.held_back}. A model trained from scratch freezes only after its learning rate "
+                f"nothing froze: {held_back}. A model trained from scratch freezes only after its learning rate "
                 "has dropped to half its peak. Use a decaying schedule, or FreezingPolicy(pretrained=True) if you "
                 "fine-tune trained weights"
             )

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
+
 from lightning_egeria.distributed.ranks import DepthBroadcast
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison, slopes_of
-from lightning_egeria.freezing.policy import Policy
+from lightning_egeria.freezing.policy import FreezingPolicy, Policy
+from lightning_egeria.freezing.trial import DepthTrial, Frontier
+from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.freezer import Decision, Freezer
+from lightning_egeria.training.observers import Observer
 
 
 class Guide:
@@ -25,16 +30,45 @@ class Guide:
     Attributes:
         plasticity: plasticity that the policy saw after the last step; None if there was none.
         last_evaluation: latest evaluation that the policy saw.
+        trial: trial of depths that comes before the policy decides; None without one.
     """
 
     def __init__(self, freezer: Freezer, policy: Policy, comparison: ReferenceComparison) -> None:
         self.freezer = freezer
         self.policy = policy
         self.comparison = comparison
+        self.trial: DepthTrial | None = None
         self.plasticity: tuple[float, ...] | None = None
         self.last_evaluation: LastEvaluation | None = None
         self._gave_up = False
         self._wanted: Decision | None = None  # decision of rank 0, until the next broadcast
+
+    @property
+    def frontier(self) -> Frontier | None:
+        """What the trial saw; None before its end, and without one."""
+        return self.trial.frontier if self.trial is not None else None
+
+    def start_trial(self, trainer: pl.Trainer) -> list[Observer]:
+        """Start a trial of depths if the policy wants one and it is possible; return its observers."""
+        if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
+            return []
+        if not Branches.possible(trainer):
+            self.policy.compare_layers()
+            return []
+        self.policy.start_trial()
+        self.trial = DepthTrial(trainer, self.freezer, self.policy)
+        return [self.trial]
+
+    def needs_input(self, batches_ahead: int, accumulation: int) -> bool:
+        """Whether the real input of the batch ``batches_ahead`` after the last one may be needed.
+
+        Args:
+            batches_ahead: at least 1.
+            accumulation: batches per optimizer step.
+        """
+        if self.trial is not None and self.trial.will_keep(batches_ahead):
+            return True
+        return self.comparison.will_compare(batches_ahead, accumulation)
 
     def decide(self, step: int, learning_rate: float) -> Decision | None:
         """Return the decision after optimizer step ``step``, the same on all ranks; None keeps the depth.
@@ -43,6 +77,8 @@ class Guide:
             step: number of optimizer steps so far.
             learning_rate: learning rate of this step.
         """
+        if self.trial is not None and not self.trial.over:
+            return self.trial.decide()
         ranks, due = self.freezer.ranks, self.comparison.is_due(step)
         decision = self._decide(step, learning_rate, due) if ranks.leads else None
         if not ranks.several:

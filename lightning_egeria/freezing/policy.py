@@ -69,8 +69,11 @@ class FreezingPolicy(Annealing):
     this needs a learning rate of at most half its peak; with ``pretrained=True`` it only needs one that does not rise.
     The method card gives the reasons.
 
-    With ``pretrained=True``, the first two evaluations also compare the layer modules with one another: the deepest
-    prefix freezes whose last layer module moves less than ``peer_tolerance`` times the one that moves most.
+    With ``pretrained=True``, the callback freezes as deep as possible after the first step, and a trial of a few steps
+    tells how deep to stay: it goes shallower as long as the loss falls clearly more. The depth stays from then on.
+    Where steps cannot be repeated (manual optimization), and with ``trial_progress=None``, the first two evaluations
+    compare the layer modules with one another instead: the deepest prefix freezes whose last layer module moves less
+    than ``peer_tolerance`` times the one that moves most.
 
     Args:
         tolerance: plasticity below which a prefix counts as converged, if the whole chain were to freeze; > 0. Higher
@@ -78,10 +81,13 @@ class FreezingPolicy(Annealing):
         patience: evaluations in a row below the tolerance; at least 1. Higher freezes later.
         pretrained: whether training starts from weights trained on similar data. ``"auto"`` leaves the answer to the
             callback, which looks at the normalisation layers; until `resolve`, the policy takes them for untrained.
-        peer_tolerance: share of the largest plasticity, for ``pretrained=True``; in [0, 1). Higher freezes deeper.
+        peer_tolerance: share of the largest plasticity, for ``pretrained=True`` without a trial; in [0, 1). Higher
+            freezes deeper.
         unfreeze_on: ``"annealing"`` unfreezes everything when the learning rate jumps, ``"never"`` does not.
         unfreeze_lr_factor: drop of the learning rate within one step that unfreezes, or its inverse as a rise; in
             (0, 1).
+        trial_progress: share of a shallower depth's progress that is enough to stay deeper, for ``pretrained=True``; in
+            (0, 1]. Lower freezes deeper and may cost accuracy. None makes no trial.
 
     Attributes:
         depth: number of layer modules the policy has frozen.
@@ -107,6 +113,7 @@ class FreezingPolicy(Annealing):
         peer_tolerance: float = 0.01,
         unfreeze_on: Literal["annealing", "never"] = "annealing",
         unfreeze_lr_factor: float = 0.1,
+        trial_progress: float | None = 0.95,
     ) -> None:
         super().__init__(unfreeze_on, unfreeze_lr_factor)
         if not tolerance > 0:
@@ -117,11 +124,16 @@ class FreezingPolicy(Annealing):
             raise ArgumentError(f"pretrained must be True, False or 'auto', got {pretrained!r}")
         if not 0 <= peer_tolerance < 1:
             raise ArgumentError(f"peer_tolerance must be in [0, 1), got {peer_tolerance}")
+        if trial_progress is not None and not 0 < trial_progress <= 1:
+            raise ArgumentError(f"trial_progress must be in (0, 1], or None for no trial, got {trial_progress}")
         self.tolerance = tolerance
         self.patience = patience
         self.pretrained: bool | Literal["auto"] = "auto" if pretrained == "auto" else bool(pretrained)
         self.peer_tolerance = peer_tolerance
+        self.trial_progress = trial_progress
         self.depth = 0
+        self._in_trial = False
+        self._concluded = False  # a trial has set the depth
         self._max_depth = 0
         self._at_rest: list[int] = []  # evaluations in a row below the limit, per last layer module of a prefix
         self._first: list[list[float]] = []  # first plasticities, to compare pre-trained layer modules with one another
@@ -139,8 +151,27 @@ class FreezingPolicy(Annealing):
             self.pretrained = self._compares = pretrained
 
     @property
+    def wants_trial(self) -> bool:
+        """Whether a trial should tell the depth, once `start` was called."""
+        return self._trained and self.trial_progress is not None and not self._concluded and self._max_depth > 0
+
+    def start_trial(self) -> None:
+        """A trial begins; no reference is needed until it is over."""
+        self._in_trial = True
+
+    def conclude(self, depth: int) -> None:
+        """Take the depth that a trial found; it stays."""
+        self.depth, self._in_trial, self._concluded = depth, False, True
+
+    def compare_layers(self) -> None:
+        """Make no trial: compare layer modules with one another."""
+        self.trial_progress, self._in_trial = None, False
+
+    @property
     def wants_reference(self) -> bool:
         """Whether more layer modules may freeze, and the learning rate is low enough or nearly so."""
+        if self._concluded or self._in_trial:
+            return False
         return self.depth < self._max_depth and (self._trained or self._has_fallen_to(PEAK_SHARE_TO_MEASURE))
 
     @property
@@ -175,6 +206,8 @@ class FreezingPolicy(Annealing):
         first epoch of a warm-up, for example), where weights cannot move.
         """
         self._observed = True
+        if self._concluded or self._in_trial:
+            return None
         if (decision := self._jumped(learning_rate)) is not None:
             self.depth, self._at_rest, self._first, self._compares = 0, [], [], self._trained
             return decision
@@ -249,6 +282,8 @@ class FreezingPolicy(Annealing):
         return {
             "depth": self.depth,
             "pretrained": self.pretrained,
+            "concluded": self._concluded,
+            "trial": self.trial_progress is not None,
             "at_rest": list(self._at_rest),
             "first": [list(row) for row in self._first],
             "compares": self._compares,
@@ -269,6 +304,9 @@ class FreezingPolicy(Annealing):
             if answer not in (True, False, "auto"):
                 raise ValueError(f"pretrained is {answer!r}")
             self.pretrained = answer if self.pretrained == "auto" else self.pretrained
+            self._concluded = bool(state.get("concluded", False))
+            if not state.get("trial", False):  # it compares layer modules, or was written before there were trials
+                self.trial_progress = None
             self._at_rest = [count_of(count) for count in state["at_rest"]]
             self._first = [[number_of(value) for value in row] for row in state["first"]]
             if any(len(row) <= self._max_depth for row in self._first):

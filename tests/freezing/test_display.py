@@ -126,7 +126,9 @@ def test_a_run_that_lost_its_evaluations_says_so(caplog, capsys):
             callback.comparison.evaluations.counts.late += 30
 
     callback = KnowledgeGuidedFreezing(
-        FreezingPolicy(1e-12, pretrained=True, peer_tolerance=0), evaluate_every_n_steps=2, background=False
+        FreezingPolicy(1e-12, pretrained=True, trial_progress=None, peer_tolerance=0),
+        evaluate_every_n_steps=2,
+        background=False,
     )
     fit(callback, Loses())
     (line,) = [record.getMessage() for record in caplog.records if "nothing froze" in record.getMessage()]
@@ -138,7 +140,11 @@ def test_a_run_that_lost_its_evaluations_says_so(caplog, capsys):
 
 def test_a_run_that_ends_before_its_first_evaluation_says_so(caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch.lightning_egeria")
-    fit(KnowledgeGuidedFreezing(FreezingPolicy(pretrained=True), evaluate_every_n_steps=100, background=False))
+    fit(
+        KnowledgeGuidedFreezing(
+            FreezingPolicy(pretrained=True, trial_progress=None), evaluate_every_n_steps=100, background=False
+        )
+    )
     fit(KnowledgeGuidedFreezing(ScriptedPolicy({}), evaluate_every_n_steps=100))  # needs no evaluation
     (line,) = [record.getMessage() for record in caplog.records if "nothing froze" in record.getMessage()]
     assert line.startswith("freezing: nothing froze: the run ended before the first evaluation, after 100 steps.")

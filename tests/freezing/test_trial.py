@@ -1,0 +1,212 @@
+"""The trial of depths that pre-trained weights begin with."""
+
+import copy
+import logging
+import math
+
+import lightning as L
+import pytest
+import torch
+from models import Classifier, ConvNet, equal, fit, images, loader, mlp, vectors
+
+from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.freezing.trial import Frontier, candidate_depths, trial_steps
+
+STEPS = 15
+
+
+def pretrained(trial_progress=0.95, **arguments):
+    policy = FreezingPolicy(pretrained=True, trial_progress=trial_progress)
+    return KnowledgeGuidedFreezing(policy, background=False, **arguments)
+
+
+def history(callback):
+    return [(event.step, event.depth) for event in callback.events]
+
+
+class Steady(Classifier):
+    """Its loss falls by what ``falls`` says for the frozen depth, whatever its weights are."""
+
+    def __init__(self, falls):
+        torch.manual_seed(0)
+        super().__init__(mlp(blocks=4), lr=0.0)
+        self.falls = falls
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        frozen = sum(not part.weight.requires_grad for part in self.net[:-1:2])
+        return loss * 0 + 5.0 - (self.falls[frozen] if torch.is_grad_enabled() else 0.0)
+
+
+def steady(callback, falls):
+    fit(Steady(falls), callback, data=loader(vectors()))
+    return callback
+
+
+def test_it_stays_where_going_shallower_no_longer_pays():
+    callback = steady(pretrained(), {0: 2.05, 1: 2.0, 3: 1.0})
+    assert history(callback) == [(1, 3), (9, 1)]
+    assert callback.events[-1].reason == "the loss fell from 5 to 4 with 3 frozen, 3 with 1, 2.95 with 0"
+    assert callback.active_policy.depth == callback.frozen_depth == 1
+    assert callback.frontier.losses == pytest.approx({3: 4.0, 1: 3.0, 0: 2.95})
+    assert callback.frontier.start == 5
+
+
+def test_it_does_not_look_behind_a_depth_that_does_not_pay():
+    assert history(steady(pretrained(), {0: 3.0, 1: 1.01, 3: 1.0})) == [(1, 3)]
+
+
+@pytest.mark.parametrize(("enough", "depth"), [(0.4, 3), (0.6, 1), (0.99, 0)])
+def test_a_lower_share_stays_deeper(enough, depth):
+    callback = steady(pretrained(trial_progress=enough), {0: 2.05, 1: 2.0, 3: 1.0})
+    assert callback.frozen_depth == depth
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_run_after_it_is_the_one_frozen_by_hand(seed):
+    """Bit for bit: the trial leaves nothing but the depth."""
+    torch.manual_seed(seed)
+    start = ConvNet()
+    module, callback = Classifier(copy.deepcopy(start)), pretrained()
+    fit(module, callback)
+    scripted = Classifier(copy.deepcopy(start))
+    schedule = {1: callback.frozen_depth} if callback.frozen_depth else {}
+    fit(scripted, KnowledgeGuidedFreezing(ScriptedPolicy(schedule), background=False))
+    assert callback.events[0].depth == 2
+    assert callback.events[0].step == 1
+    assert equal(module, scripted)
+
+
+def test_the_run_through_the_cache_is_the_run_without(tmp_path):
+    def net():
+        torch.manual_seed(1)
+        return ConvNet(dropout=0)
+
+    plain, callback = Classifier(net()), pretrained()
+    fit(plain, callback)
+    data = FrozenPrefixCache(loader(images()), cache_dir=tmp_path, min_free_bytes=0)
+    cached, other = Classifier(net()), pretrained()
+    fit(cached, other, data=data)
+    assert history(callback) == history(other)
+    assert equal(plain, cached)
+
+
+def test_the_depth_stays():
+    class Falling(Classifier):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 11, gamma=0.01)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    callback = pretrained(trial_progress=1e-6, evaluate_every_n_steps=1)
+    fit(Falling(ConvNet(dropout=0), lr=0.2), callback)
+    assert history(callback) == [(1, 2)]
+    assert callback.savings().evaluations_done == 0
+
+
+def test_where_nothing_learns_plasticity_decides():
+    class Waiting(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    callback = pretrained()
+    fit(Waiting(ConvNet(dropout=0)), callback)
+    assert history(callback) == [(1, 2), (9, 0)]
+    assert "no depth learned anything" in callback.events[-1].reason
+    assert callback.active_policy.trial_progress is None
+
+
+def test_manual_optimization_compares_layers():
+    class Manual(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    callback = pretrained(evaluate_every_n_steps=1)
+    fit(Manual(), callback)
+    assert callback.active_policy.trial_progress is None
+    assert all("tried" not in event.reason for event in callback.events)
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint at the end of an epoch."""
+
+    def __init__(self, path, epoch):
+        self.path, self.epoch = path, epoch
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_resumed_run(tmp_path, epoch):
+    """After the trial it ends as the uninterrupted one; within the trial, the trial begins again."""
+    runs = []
+    for arguments in ({}, {"ckpt_path": tmp_path / "saved"}):
+        torch.manual_seed(0)
+        module, callback = Classifier(ConvNet(dropout=0)), pretrained(deterministic=True)
+        fit(module, callback, *(() if arguments else (Saves(tmp_path / "saved", epoch),)), **arguments)
+        runs.append((module, callback))
+    (whole, first), (resumed, second) = runs
+    if epoch == 1:
+        assert history(first) == history(second)
+        assert equal(whole, resumed)
+    else:
+        assert history(second)[:3] == [(1, 2), (6, 0), (6, 2)]
+        assert second.events[1].reason == "the trial of depths begins again"
+
+
+@pytest.mark.filterwarnings("ignore:freezing. nothing froze")
+def test_from_scratch_there_is_none():
+    callback = KnowledgeGuidedFreezing(background=False)
+    fit(Classifier(), callback)
+    assert callback.events == []
+    assert callback.frontier is None
+
+
+def test_the_log_says_what_was_tried(caplog):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+    steady(pretrained(), {0: 2.05, 1: 2.0, 3: 1.0})
+    assert "step 1: froze 3 of 4 layer modules" in caplog.text
+    assert "shallower depths are tried on the next 8 batches" in caplog.text
+    assert "1 of 4 layer modules stay frozen: the loss fell from 5 to 4 with 3 frozen" in caplog.text
+
+
+@pytest.mark.parametrize(("layers", "deepest"), [(2, 1), (3, 2), (8, 7), (18, 17), (18, 3), (50, 49)])
+def test_candidates_begin_at_the_deepest_and_end_at_none(layers, deepest):
+    depths = candidate_depths(layers, deepest)
+    assert depths[0] == deepest
+    assert depths[-1] == 0
+    assert depths == sorted(set(depths), reverse=True)
+
+
+@pytest.mark.parametrize("steps", [1, 250, 1000, 10**5, math.inf])
+def test_a_trial_takes_few_steps(steps):
+    assert 8 <= trial_steps(steps) <= 64
+    if 256 <= steps < 2048:
+        assert trial_steps(steps) == round(steps / 32)
+
+
+@pytest.mark.parametrize(
+    ("losses", "depth"),
+    [
+        ([(3, 1.0), (2, math.nan), (1, 0.5)], 1),
+        ([(3, math.nan), (2, 1.0)], 2),
+        ([(3, math.inf), (2, math.nan)], 3),
+        ([(3, 5.0), (2, 5.5)], 3),
+        ([(3, 5.0), (2, 4.0)], 2),
+    ],
+)
+def test_a_loss_that_is_not_finite_never_wins(losses, depth):
+    frontier = Frontier(4.5, 0.95)
+    for tried in losses:
+        frontier.add(*tried)
+    assert frontier.depth == depth

@@ -1,0 +1,99 @@
+"""The attributes of modules, as they were."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from lightning_egeria.snapshots.module_attributes import ModuleAttributes
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (1, None),
+        ([1, [2]], lambda value: (value[1].append(3), value.append(4))),
+        ({"a": [1]}, lambda value: (value["a"].append(2), value.update(b=1))),
+        ({1, 2}, lambda value: value.add(3)),
+        (collections.deque([1], maxlen=2), lambda value: value.extend([2, 3])),
+        (([],), lambda value: value[0].append(1)),
+        (torch.zeros(2), lambda value: value.add_(1)),
+        ([torch.zeros(2)], lambda value: value[0].add_(1)),
+    ],
+)
+def test_a_changed_value_returns(value, change):
+    module = nn.Linear(2, 2)
+    module.value = value
+    before, text = ModuleAttributes(module), repr(value)
+    for _ in range(2):
+        if change is None:
+            module.value += 1
+        else:
+            change(module.value)
+        assert repr(module.value) != text
+        before.restore()
+        assert repr(module.value) == text
+        assert module.value is value
+
+
+def test_new_attributes_go_and_deleted_ones_return():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].kept = 1
+    before = ModuleAttributes(module)
+    del module[0].kept
+    module[0].new = 2
+    before.restore()
+    assert module[0].kept == 1
+    assert not hasattr(module[0], "new")
+
+
+def test_parameters_and_submodules_are_left_alone():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.held = [module[0].weight]
+    before = ModuleAttributes(module)
+    with torch.no_grad():
+        module[0].weight.fill_(7)
+    module.append(nn.Linear(2, 2))
+    before.restore()
+    assert module[0].weight.eq(7).all()
+    assert len(module) == 2
+
+
+def test_running_statistics_and_modes_return():
+    module = nn.BatchNorm1d(3)
+    before, mean = ModuleAttributes(module), module.running_mean
+    module(torch.randn(5, 3))
+    module.eval()
+    before.restore()
+    assert module.running_mean is mean
+    assert mean.eq(0).all()
+    assert module.num_batches_tracked == 0
+    assert module.training
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("make", [MulticlassAccuracy, MulticlassAUROC])
+def test_metrics_return(make, inference):
+    module = nn.Module()
+    module.metric = make(3)
+    with torch.inference_mode(inference):
+        module.metric.update(torch.rand(6, 3), torch.arange(6) % 3)
+        expected = module.metric.compute()
+        before = ModuleAttributes(module)
+        module.metric.update(torch.rand(6, 3), torch.zeros(6).long())
+    before.restore()
+    assert torch.equal(module.metric.compute(), expected)
+    assert module.metric.update_count == 1
+
+
+def test_a_list_that_holds_itself_returns():
+    module = nn.Module()
+    module.value = []
+    module.value.append(module.value)
+    before = ModuleAttributes(module)
+    module.value.append(1)
+    before.restore()
+    assert len(module.value) == 1
+    assert module.value[0] is module.value
