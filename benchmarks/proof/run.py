@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing, StaticFreezing
-from benchmarks.proof.workloads import WORKLOADS, keep, result_path
+from benchmarks.proof.workloads import FIXED, WORKLOADS, keep, result_path
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, PrefixFreezing, SlopePolicy
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME
 
@@ -166,6 +166,8 @@ def freezing_of(
     limits = {name: config.callbacks.freezing[name] for name in shared if name in config.callbacks.freezing}
     if method == "static":
         return StaticFreezing(static_from(total), depth or 0, **limits)
+    if method in FIXED:
+        return StaticFreezing(1, 10**6, **limits | {"freeze_until": FIXED[method]})
     if method == "linear":
         return LinearFreezing(total, per_epoch, **limits)
     if method == "freezeout":

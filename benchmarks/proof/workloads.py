@@ -7,6 +7,8 @@ RESULTS = Path(__file__).parent / "results"
 
 # The plain run, the same made as short as ours takes, and ours with and without the cache.
 SHORT = ("plain", "freezing", "cached", "shortened")
+# Shares of the layer modules that are frozen from the first step on; the last one and what follows always learn.
+FIXED = {"half": 0.5, "deep": 0.75, "probe": 1.0}
 # And the ways of others to decide what freezes when.
 ALL = (*SHORT, "slope", "static", "linear", "freezeout", "autofreeze")
 
@@ -54,6 +56,13 @@ WORKLOADS = {
         41,
         SHORT,
         ("data.root={data}/squad", "model.weights={data}/checkpoints/squad_bert_{size}.safetensors"),
+        views=0,
+    ),
+    "trashnet_efficientnet": Workload(
+        "val/acc",
+        None,
+        (*SHORT, *FIXED),
+        ("data.root={data}/trashnet", "model.weights={data}/checkpoints/tf_efficientnet_lite0.safetensors"),
         views=0,
     ),
     "finetune_imagenette_resnet20": Workload(

@@ -209,6 +209,8 @@ class FolderData(InMemoryData):
         train_size: number of training samples, the same from each class; None takes all.
         augment: random shifts and mirroring of the training images.
         num_workers: processes of each data loader.
+        mean: of each channel, in [0, 1], subtracted.
+        std: of each channel, divided by.
     """
 
     def __init__(
@@ -219,9 +221,12 @@ class FolderData(InMemoryData):
         train_size: int | None = None,
         augment: bool = True,
         num_workers: int = 0,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        std: tuple[float, ...] = IMAGENET_STD,
     ) -> None:
         super().__init__(batch_size, num_workers)
         self.root, self.size, self.train_size, self.augment = Path(root), size, train_size, augment
+        self.mean, self.std = tuple(mean), tuple(std)
 
     def setup(self, stage: str) -> None:
         """Read both splits, once.
@@ -236,8 +241,8 @@ class FolderData(InMemoryData):
             self.check_train_size(self.train_size, len(labels), f"images in {self.root / 'train'}")
             chosen = balanced_prefix(labels, self.train_size)
             images, labels = images[chosen], labels[chosen]
-        self.train_set = LabelledImages(images, labels, IMAGENET_MEAN, IMAGENET_STD, self.augment)
-        self.val_set = LabelledImages(*self._read("val"), IMAGENET_MEAN, IMAGENET_STD)
+        self.train_set = LabelledImages(images, labels, self.mean, self.std, self.augment)
+        self.val_set = LabelledImages(*self._read("val"), self.mean, self.std)
 
     def _read(self, split: str) -> tuple[Tensor, Tensor]:
         """Return images, uint8 `[N, 3, size, size]`, and labels, int64 `[N]`, of a split."""

@@ -78,7 +78,8 @@ class Guide:
             learning_rate: learning rate of this step.
         """
         if self.trial is not None and not self.trial.over:
-            return self.trial.decide()
+            with self.comparison.costs.evaluating():
+                return self.trial.decide()
         ranks, due = self.freezer.ranks, self.comparison.is_due(step)
         decision = self._decide(step, learning_rate, due) if ranks.leads else None
         if not ranks.several:

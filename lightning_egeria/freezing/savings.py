@@ -34,7 +34,7 @@ class Savings:
         frozen_depth: number of frozen layer modules at the end.
         step_seconds_before: median seconds of a step with nothing frozen; None if not measured.
         step_seconds_after: median seconds of a step at the final depth; None if nothing is frozen, or not measured.
-        evaluation_seconds: seconds the training thread spent on evaluations.
+        evaluation_seconds: seconds the training thread spent on evaluations and on a trial of depths.
         seconds_saved: estimate. For each depth, the number of steps times the difference of the median step times,
             minus ``evaluation_seconds``. Negative if freezing cost more than it saved; None if not measured.
         evaluations_done: evaluations that the policy saw.
