@@ -69,14 +69,22 @@ WORKLOADS = {
         "val/acc",
         None,
         ALL,
-        ("data.root={data}/imagenette", "model.weights={data}/checkpoints/resnet20_cifar10.safetensors"),
+        (
+            "data.root={data}/imagenette",
+            "model.weights={data}/checkpoints/resnet20_cifar10.safetensors",
+            "callbacks.freezing.policy.trial_progress=null",  # plasticity decides, as in all other workloads
+        ),
         views=0,
     ),
     "finetune_imagenette_resnet56": Workload(
         "val/acc",
         None,
         SHORT,
-        ("data.root={data}/imagenette", "model.weights={data}/checkpoints/resnet56_cifar10.safetensors"),
+        (
+            "data.root={data}/imagenette",
+            "model.weights={data}/checkpoints/resnet56_cifar10.safetensors",
+            "callbacks.freezing.policy.trial_progress=null",  # plasticity decides, as in all other workloads
+        ),
         views=0,
     ),
 }
