@@ -56,7 +56,7 @@ class Guide:
             self.policy.compare_layers()
             return []
         self.policy.start_trial()
-        self.trial = DepthTrial(trainer, self.freezer, self.policy)
+        self.trial = DepthTrial(trainer, self.freezer, self.policy, self.comparison.costs)
         return [self.trial]
 
     def needs_input(self, batches_ahead: int, accumulation: int) -> bool:

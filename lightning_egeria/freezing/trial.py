@@ -10,12 +10,14 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_egeria.freezing.policy import FreezingPolicy
+from lightning_egeria.profiling.costs import StepCosts
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.freezer import Decision, Freezer
 from lightning_egeria.training.observers import Observer
 
 STEPS_PER_RUN = 32  # a trial takes one of so many steps
 LEAST_STEPS, MOST_STEPS = 8, 64
+TIMED_BATCHES = 4  # with nothing frozen, of which the first does not count
 
 
 def candidate_depths(layer_modules: int, max_depth: int) -> list[int]:
@@ -104,18 +106,20 @@ class DepthTrial(Observer):
         trainer: the Trainer.
         freezer: freezer of the model.
         policy: gets the answer by `FreezingPolicy.conclude`.
+        costs: gets the time of a batch with nothing frozen, which the run may never have again.
 
     Attributes:
         over: whether there is an answer.
         frontier: the losses seen; None before the answer.
     """
 
-    def __init__(self, trainer: pl.Trainer, freezer: Freezer, policy: FreezingPolicy) -> None:
+    def __init__(self, trainer: pl.Trainer, freezer: Freezer, policy: FreezingPolicy, costs: StepCosts) -> None:
         self.over = False
         self.frontier: Frontier | None = None
         self._trainer = trainer
         self._freezer = freezer
         self._policy = policy
+        self._costs = costs
         self._steps = trial_steps(_steps_of(trainer))
         self._branches: Branches | None = None
 
@@ -165,6 +169,8 @@ class DepthTrial(Observer):
                 if not frontier.add(depth, _mean(repeats.at(depth)[-last:])):
                     break
                 repeats.keep()
+            for seconds in repeats.seconds_at(0, TIMED_BATCHES)[1:]:
+                self._costs.add_repeated(0, seconds)
         return frontier
 
 

@@ -128,6 +128,10 @@ class StepCosts:
         yield
         self.evaluation_seconds += time.perf_counter() - started
 
+    def add_repeated(self, depth: int, seconds: float) -> None:
+        """Add the time of a batch that was repeated at a depth, and is not one of the run's."""
+        self._by_depth.setdefault(depth, _DepthTimes()).seconds.append(seconds)
+
     def add_layer_seconds(self, seconds: list[float]) -> None:
         """Add forward plus backward seconds of each layer module, from one step with nothing frozen."""
         self._layer_seconds.append(seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -176,6 +177,16 @@ class Branches(Observer):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         return None if loss is None else loss / trainer.accumulate_grad_batches
 
+    def _seconds(self, number: int) -> float:
+        """Train on a batch and return the seconds until the device is done."""
+        device = self._trainer.strategy.root_device
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+        wait(device)
+        started = time.perf_counter()
+        self._repeat(number)
+        wait(device)
+        return time.perf_counter() - started
+
     def _repeat(self, number: int) -> float:
         """Train on a batch and return its loss."""
         kept, trainer, freezer = self._batches[number], self._trainer, self._freezer
@@ -229,6 +240,12 @@ class Repeats:
         branches = self._branches
         branches._from_start(depth)
         return branches._mean([branches._repeat(number) for number in range(len(branches._batches))])
+
+    def seconds_at(self, depth: int, batches: int) -> list[float]:
+        """Repeat the last ``batches`` batches at a depth, from the start, and return the seconds that each took."""
+        branches = self._branches
+        branches._from_start(depth)
+        return [branches._seconds(number) for number in range(len(branches._batches))[-batches:]]
 
     def keep(self) -> None:
         """Let training go on from the branch of the last `at`, if no other is kept later."""

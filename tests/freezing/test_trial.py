@@ -52,6 +52,16 @@ def test_it_stays_where_going_shallower_no_longer_pays():
     assert callback.frontier.start == 5
 
 
+def test_the_savings_know_what_a_full_step_costs():
+    callback = steady(pretrained(), {0: 3.0, 1: 1.01, 3: 1.0})
+    savings = callback.savings()
+    batches = STEPS - 1  # the first step was a full one
+    saved = (savings.step_seconds_before - savings.step_seconds_after) * batches - savings.evaluation_seconds
+    assert savings.step_seconds_before > 0
+    assert savings.evaluation_seconds > 0
+    assert savings.seconds_saved == pytest.approx(saved)
+
+
 def test_it_does_not_look_behind_a_depth_that_does_not_pay():
     assert history(steady(pretrained(), {0: 3.0, 1: 1.01, 3: 1.0})) == [(1, 3)]
 
