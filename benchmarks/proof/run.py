@@ -167,6 +167,7 @@ def freezing_of(
     if method == "static":
         return StaticFreezing(static_from(total), depth or 0, **limits)
     if method in FIXED:
+        # Deeper than any chain: what `freeze_until` allows is frozen.
         return StaticFreezing(1, 10**6, **limits | {"freeze_until": FIXED[method]})
     if method == "linear":
         return LinearFreezing(total, per_epoch, **limits)

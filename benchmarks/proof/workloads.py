@@ -9,6 +9,8 @@ RESULTS = Path(__file__).parent / "results"
 SHORT = ("plain", "freezing", "cached", "shortened")
 # Shares of the layer modules that are frozen from the first step on; the last one and what follows always learn.
 FIXED = {"half": 0.5, "deep": 0.75, "probe": 1.0}
+# As the runs that are kept of the small networks were made.
+WITHOUT_TRIAL = "callbacks.freezing.policy.trial_progress=null"
 # And the ways of others to decide what freezes when.
 ALL = (*SHORT, "slope", "static", "linear", "freezeout", "autofreeze")
 
@@ -72,7 +74,7 @@ WORKLOADS = {
         (
             "data.root={data}/imagenette",
             "model.weights={data}/checkpoints/resnet20_cifar10.safetensors",
-            "callbacks.freezing.policy.trial_progress=null",  # plasticity decides, as in all other workloads
+            WITHOUT_TRIAL,
         ),
         views=0,
     ),
@@ -83,7 +85,7 @@ WORKLOADS = {
         (
             "data.root={data}/imagenette",
             "model.weights={data}/checkpoints/resnet56_cifar10.safetensors",
-            "callbacks.freezing.policy.trial_progress=null",  # plasticity decides, as in all other workloads
+            WITHOUT_TRIAL,
         ),
         views=0,
     ),

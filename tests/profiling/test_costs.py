@@ -40,6 +40,13 @@ class TestStepCosts:
         add(costs, 0, 70.0, WARM_UP_STEPS)
         assert (costs.median_seconds(0), costs.median_seconds(1)) == (2.0, 1.0)
 
+    def test_a_repeated_batch_has_a_time_and_is_none_of_the_run(self):
+        costs = StepCosts()
+        costs.add_repeated(0, 3.0)
+        add(costs, 1, 1.0, WARM_UP_STEPS + 2)
+        assert costs.median_seconds(0) == 3.0
+        assert costs.seconds_saved() == 2.0 * (WARM_UP_STEPS + 2)
+
     def test_a_compilation_does_not_move_the_median(self):
         costs = StepCosts()
         add(costs, 0, 2.0, WARM_UP_STEPS + 3)
