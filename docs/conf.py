@@ -13,6 +13,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "lightning_egeria/freezing/README.md": "cards/freezing.md",
     "lightning_egeria/caching/README.md": "cards/caching.md",
+    "lightning_egeria/partial/README.md": "cards/partial.md",
     "lightning_egeria/cluster/README.md": "cards/cluster.md",
 }
 

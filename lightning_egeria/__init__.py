@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_egeria.freezing.similarity import similarity_preserving_loss
     from lightning_egeria.freezing.slopes import SlopePolicy
     from lightning_egeria.network.chain import LayerChain
+    from lightning_egeria.partial.callback import StructuredPartialBackprop
     from lightning_egeria.report.recorder import RunRecorder
     from lightning_egeria.snapshots.training_state import TrainingState
     from lightning_egeria.training.callback import PrefixFreezing
@@ -34,6 +35,7 @@ __all__ = [
     "ScriptedPolicy",
     "SimilarityPreservingLoss",
     "SlopePolicy",
+    "StructuredPartialBackprop",
     "TrainingState",
     "similarity_preserving_loss",
 ]
@@ -51,6 +53,7 @@ _HOMES = {
     "ScriptedPolicy": "freezing.scripted",
     "SimilarityPreservingLoss": "freezing.metric",
     "SlopePolicy": "freezing.slopes",
+    "StructuredPartialBackprop": "partial.callback",
     "TrainingState": "snapshots.training_state",
     "similarity_preserving_loss": "freezing.similarity",
 }

@@ -13,7 +13,9 @@ from lightning_egeria import (
     PrefixFreezing,
     ScriptedPolicy,
     SlopePolicy,
+    StructuredPartialBackprop,
 )
+from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.freezer import Decision
 
 SCHEDULE = {3: 1, 8: 2}  # of 15 steps
@@ -31,6 +33,18 @@ class Waiting(PrefixFreezing):
     """Never freezes."""
 
 
+def freezes(trainer):
+    """Step, depth and reason of each change of the frozen depth."""
+    return [(event.step, event.depth, event.reason) for event in freezing_of(trainer).events]
+
+
+def left_out(trainer):
+    """Name and number of steps of each layer module that was not in the suffix of every step."""
+    callback = next(one for one in trainer.callbacks if isinstance(one, StructuredPartialBackprop))
+    counts = callback.contributions
+    return [(name, count) for name, count in counts.items() if count < max(counts.values())]
+
+
 @dataclasses.dataclass(frozen=True)
 class Method:
     """One way to train, by what it adds to a `fit`.
@@ -39,11 +53,13 @@ class Method:
         active: makes callbacks that change the training of `models.Classifier` within its 15 steps.
         idle: makes callbacks that watch and change nothing; None if the method has no such setting.
         cached: whether the data goes through a `FrozenPrefixCache`.
+        changes: returns what a method did to the training of a Trainer, each with a number above 0 in second place.
     """
 
     active: Callable[[], list[Any]]
     idle: Callable[[], list[Any]] | None = None
     cached: bool = False
+    changes: Callable[[Any], list[Any]] = freezes
 
     def data(self, folder, dataset=None):
         """What to give to `fit`, from a loader with a fixed order."""
@@ -81,8 +97,12 @@ METHODS = {
     ),
     "ScriptedPolicy": Method(lambda: [scripted()], lambda: [scripted({})]),
     "PrefixFreezing": Method(lambda: [LinearFreezing()], lambda: [Waiting()]),
+    "StructuredPartialBackprop": Method(
+        lambda: [StructuredPartialBackprop()], lambda: [StructuredPartialBackprop(min_share=1)], changes=left_out
+    ),
     "FrozenPrefixCache": Method(lambda: [scripted()], lambda: [scripted({})], cached=True),
 }
+ONE_PROCESS = {"StructuredPartialBackprop"}  # refuses several
 # A process takes seconds to start: only where it may matter.
 WITH_A_PROCESS = METHODS | {
     "background": Method(

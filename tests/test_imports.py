@@ -43,6 +43,7 @@ def test_public_names():
         "ScriptedPolicy",
         "SimilarityPreservingLoss",
         "SlopePolicy",
+        "StructuredPartialBackprop",
         "TrainingState",
         "similarity_preserving_loss",
     ]

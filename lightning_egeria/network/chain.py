@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_egeria.errors import LayerChainError, TooFewLayersError
+from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.boundaries import (
     Boundary,
     find_boundaries,
@@ -167,6 +167,25 @@ class LayerChain:
             found[index] = max(values[earlier] for earlier in (*passing, index))
             passing.append(index)
         return tuple(found)
+
+    def check_fits(self, module: nn.Module) -> None:
+        """Compare the chain, which may come from a checkpoint, with a model.
+
+        Raises:
+            CheckpointError: if the chain names modules or parameters that the model lacks.
+        """
+        parameters = {name for name, _ in module.named_parameters()}
+        modules = {path for path, _ in module.named_modules()}
+        missing = [name for name in self.prefix_parameters(len(self)) if name not in parameters]
+        missing += [
+            path for m in self.layer_modules for path in (m.boundary, *m.members, *m.units) if path not in modules
+        ]
+        missing += [path for path in self.entries if path not in modules]
+        if missing:
+            model = type(module).__name__
+            raise CheckpointError(
+                f"the checkpoint's layer chain does not fit {model}: the model lacks {first_of(missing)}"
+            )
 
     def to_state(self) -> dict[str, Any]:
         """Return the chain in plain types, for a checkpoint. `from_state` is the inverse."""

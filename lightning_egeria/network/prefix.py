@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_egeria.errors import CheckpointError, first_of
 from lightning_egeria.network.chain import LayerChain
 
 SETTLING_STEPS = 40  # after which 1.5 % of a running statistic is older than the freeze
@@ -210,25 +209,6 @@ class FrozenPrefix:
                 del vars(module)["train"]
             module.training = training
         self._frozen_parameters, self._members, self._training_before, self._settling = [], [], [], {}
-
-    def check_fits(self) -> None:
-        """Compare the chain from a checkpoint with the model.
-
-        Raises:
-            CheckpointError: if the chain names modules or parameters that the model lacks.
-        """
-        parameters = {name for name, _ in self.module.named_parameters()}
-        modules = {path for path, _ in self.module.named_modules()}
-        missing = [name for name in self.chain.prefix_parameters(len(self.chain)) if name not in parameters]
-        missing += [
-            path for m in self.chain.layer_modules for path in (m.boundary, *m.members, *m.units) if path not in modules
-        ]
-        missing += [path for path in self.chain.entries if path not in modules]
-        if missing:
-            model = type(self.module).__name__
-            raise CheckpointError(
-                f"the checkpoint's layer chain does not fit {model}: the model lacks {first_of(missing)}"
-            )
 
 
 def follows_slowly(module: _BatchNorm) -> bool:

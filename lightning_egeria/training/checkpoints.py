@@ -15,8 +15,11 @@ def is_whole(value: object, least: int) -> bool:
 
 
 @contextlib.contextmanager
-def checkpoint_read() -> Iterator[None]:
-    """Turn the errors of reading a damaged freezing state into `CheckpointError`.
+def checkpoint_read(topic: str = "freezing") -> Iterator[None]:
+    """Turn the errors of reading a damaged state into `CheckpointError`.
+
+    Args:
+        topic: name of the state, for the message.
 
     Raises:
         CheckpointError: if the body raises because of a missing key, or a value of the wrong type or range.
@@ -24,7 +27,7 @@ def checkpoint_read() -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        text = f"the freezing state in the checkpoint is damaged: {type(error).__name__}: {error}"
+        text = f"the {topic} state in the checkpoint is damaged: {type(error).__name__}: {error}"
         raise CheckpointError(text) from error
 
 

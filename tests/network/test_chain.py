@@ -13,6 +13,7 @@ from networks import (
     UNet,
     assert_same_attributes,
     attributes,
+    deep_mlp,
     depths_of,
     images,
     mlp,
@@ -22,7 +23,7 @@ from networks import (
 )
 from torch import nn
 
-from lightning_egeria.errors import LayerChainError
+from lightning_egeria.errors import CheckpointError, LayerChainError
 from lightning_egeria.network.chain import LayerChain
 
 
@@ -142,3 +143,13 @@ class TestTooSmall:
 def test_chain_state_round_trip(name):
     chain = traced(name)[2]
     assert LayerChain.from_state(json.loads(json.dumps(chain.to_state()))) == chain
+
+
+def test_a_chain_from_a_checkpoint_must_fit():
+    net, _, chain = traced("mlp")
+    chain.check_fits(net)
+    chain.check_fits(deep_mlp())
+    with pytest.raises(CheckpointError, match=r"does not fit Sequential: the model lacks '\S+' and \d+ more"):
+        chain.check_fits(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
+    with pytest.raises(CheckpointError, match="lacks '8'"):
+        chain.check_fits(nn.Sequential(*deep_mlp()[:8]))

@@ -1,0 +1,91 @@
+"""The paused prefix of a model: layer modules that run in training mode without gradient for one batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.compilation import forget_compiled
+
+
+class PausedPrefix:
+    """Runs the first layer modules of a model without gradient during one batch.
+
+    Paused layer modules stay in training mode: dropout draws, and running statistics move. Autograd stops at the
+    boundary, and whatever lies behind it gets the gradient that autograd gives it, skip connections included.
+
+    Args:
+        module: the model.
+        chain: its layer chain.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
+    >>> paused = PausedPrefix(net, LayerChain.trace(net, lambda: net(torch.ones(5, 4)).sum()))
+    >>> paused.pause(1)
+    >>> net(torch.ones(5, 4)).sum().backward()
+    >>> paused.end()
+    >>> paused.add_zero_gradients()
+    >>> net[0].weight.requires_grad, float(net[0].weight.grad.abs().sum()), float(net[3].bias.grad.sum())
+    (True, 0.0, 10.0)
+    """
+
+    def __init__(self, module: nn.Module, chain: LayerChain) -> None:
+        self.chain = chain
+        self._module = module
+        self._held: list[nn.Parameter] = []  # whose ``requires_grad`` is off now
+        self._without_gradient: list[nn.Parameter] = []  # that `pause` held back for this batch
+
+    @property
+    def active(self) -> bool:
+        """Whether parameters are held back now."""
+        return bool(self._held)
+
+    def pause(self, depth: int) -> None:
+        """Let the next forward run the first ``depth`` layer modules without gradient.
+
+        Parameters that do not train are left alone.
+
+        Raises:
+            ValueError: if ``depth`` is not in ``0 .. chain.max_depth``.
+        """
+        if not 0 <= depth <= self.chain.max_depth:
+            raise ValueError(f"depth must be in 0..{self.chain.max_depth}, got {depth}")
+        self.end()
+        self._without_gradient = [p for p in self._front(depth).values() if p.requires_grad]
+        self._held = list(self._without_gradient)
+        self._set(False)
+
+    def end(self) -> None:
+        """Restore ``requires_grad``, once the backward is over. Safe to call twice."""
+        self._set(True)
+        self._held = []
+
+    def add_zero_gradients(self) -> None:
+        """Give a gradient of zero to each parameter of the last pause that has none."""
+        for parameter in self._without_gradient:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def check_gradients(self) -> None:
+        """Check that a gradient of zero can take the place of the gradients there are.
+
+        Raises:
+            UnsupportedError: if a parameter that may be paused has a sparse gradient.
+        """
+        for name, parameter in self._front(self.chain.max_depth).items():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise UnsupportedError(
+                    f"{name!r} has a sparse gradient, and a step without its gradient needs a dense one. Use "
+                    "sparse=False in the embedding"
+                )
+
+    def _front(self, depth: int) -> dict[str, nn.Parameter]:
+        parameters = dict(self._module.named_parameters())
+        return {name: parameters[name] for name in self.chain.prefix_parameters(depth)}
+
+    def _set(self, requires_grad: bool) -> None:
+        for parameter in self._held:
+            parameter.requires_grad_(requires_grad)
+        if self._held:
+            forget_compiled()

@@ -1,0 +1,1 @@
+"""Structured partial backprop: steps that compute the gradients of the last layer modules only."""

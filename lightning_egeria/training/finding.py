@@ -1,0 +1,264 @@
+"""The base of every callback that works on the layer chain: it finds the chain in the first training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import ArgumentError, CheckpointError, first_of
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.limits import depth_limit
+from lightning_egeria.training.adapter import ObserverCallback
+from lightning_egeria.training.checkpoints import checkpoint_read
+from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.search import LayerSearch
+
+STATE_VERSION = 1
+
+
+class Stage(enum.Enum):
+    """Stage of a `LayerFinding`."""
+
+    IDLE = "idle"  # outside `fit`, or in a `fit` without the method
+    LOOKING = "looking"  # the next training step shows the layer chain
+    WAITING = "waiting"  # too few layer modules are trainable; looks again at the start of the next epoch
+    STARTING = "starting"  # there is a chain, and the method starts
+    READY = "ready"  # the method runs
+
+
+class LayerFinding(ObserverCallback):
+    """Base of callbacks that work on the layer chain. Override `chain_found`, `chain_released` and `own_state`.
+
+    The callback finds the layer modules in the first training step, or takes them from the checkpoint, and calls
+    `chain_found`. It calls `chain_released` when `fit` ends, after an error, and before it finds the chain again.
+
+    Args:
+        topic: first word of each message, and name of the state in messages about checkpoints.
+        layer_modules: paths of the layer modules, in execution order; None finds them.
+        freeze_until: limit of the prefix, as for `PrefixFreezing`.
+
+    Attributes:
+        chain: the layer modules; None before the first training step.
+        ranks: the processes of the job.
+        notices: takes log lines and warnings.
+
+    Raises:
+        ArgumentError: if ``layer_modules`` is a string.
+    """
+
+    def __init__(
+        self, topic: str, layer_modules: Sequence[str] | None = None, freeze_until: str | float | None = None
+    ) -> None:
+        super().__init__()
+        if isinstance(layer_modules, str):
+            raise ArgumentError(f"layer_modules must be a list of module paths, got the string {layer_modules!r}")
+        self.freeze_until = freeze_until
+        self.chain: LayerChain | None = None
+        self.ranks = Ranks()
+        self.notices = Notices(topic)
+        self._topic = topic
+        self._named_layer_modules = None if layer_modules is None else list(layer_modules)
+        self._stage = Stage.IDLE
+        self._fitting: bool | None = None  # whether the Trainer was set up for `fit` last; None: never set up
+        self._search = LayerSearch(self.ranks, self.notices, self._named_layer_modules, freeze_until)
+        self._restored: dict[str, Any] | None = None  # loaded state, before training starts
+        self._final: dict[str, Any] | None = None  # state at the end of `fit`
+
+    def check_trainer(self, trainer: pl.Trainer) -> None:
+        """Refuse a Trainer that the method does not support. Does nothing by default."""
+
+    def chain_found(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
+    ) -> None:
+        """Start the method. After an error in it, `chain_released` is called too.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the model.
+            chain: its layer chain.
+            state: `state_dict` from the checkpoint; None without a checkpoint.
+        """
+        raise NotImplementedError
+
+    def chain_released(self) -> None:
+        """Stop the method and restore the user's settings."""
+        raise NotImplementedError
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what `state_dict` holds beside the layer chain, in plain types and tensors."""
+        raise NotImplementedError
+
+    def read_own_state(self, state: dict[str, Any]) -> None:
+        """Take from a loaded state what must be known before training starts. Does nothing by default."""
+
+    def forget_fit(self) -> None:
+        """Drop what is left of an earlier `fit`."""
+        self.chain = self._final = self._restored = None
+
+    def start_over(self) -> None:
+        """Stop the method and find the layer chain again, because more parameters are trainable."""
+        self._close()
+        self._stage, self.chain, self._final = Stage.LOOKING, None, None
+
+    @property
+    def layer_modules(self) -> list[str]:
+        """Names of the layer modules, front to back; empty before the first training step."""
+        return list(self.chain.names) if self.chain is not None else []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse an unsupported Trainer."""
+        again, self._fitting = self._fitting is not None, stage == "fit"
+        if not self._fitting:
+            return
+        if again:
+            # Drop the state of an earlier fit, or of the tuner, which saves and loads before `on_fit_start`. Lightning
+            # reads a checkpoint to resume from after this.
+            self._close()
+            self.forget_fit()
+        self.check_trainer(trainer)
+        self.ranks = Ranks(trainer.strategy.root_device)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Reset the search for layer modules."""
+        self.notices = Notices(self._topic)
+        self._search = LayerSearch(self.ranks, self.notices, self._named_layer_modules, self.freeze_until)
+        self._stage = Stage.IDLE if getattr(trainer, "fast_dev_run", False) else Stage.LOOKING
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start from the checkpoint, now that the optimizers exist."""
+        state = self._restored
+        if self._stage is Stage.IDLE or state is None or state["chain"] is None:
+            self.forget_fit()
+            return
+        self._search.trainable.note(pl_module)
+        with checkpoint_read(self._topic):
+            chain = LayerChain.from_state(state["chain"])
+            self._search.check_restored(chain, state["layer_modules"])
+            limit = depth_limit(chain, self.freeze_until)
+        self._start(trainer, pl_module, dataclasses.replace(chain, max_depth=limit), state)
+        self._restored = None  # not earlier: a checkpoint on an exception stores it
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Observe the first step to find the layer chain."""
+        if self._stage is not Stage.IDLE and getattr(trainer.fit_loop, "_skip_backward", False):
+            # Stochastic weight averaging has finished training and recomputes all running statistics; frozen modules
+            # would keep theirs.
+            self._close()
+        if batch_idx == 0 and self._stage is Stage.WAITING:
+            self._stage = Stage.LOOKING  # only a step can show whether more parameters train by now
+        if batch_idx == 0 and self._stage is Stage.READY:
+            self._start_over_if_more_learns(pl_module)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._stage is Stage.LOOKING:
+            self._search.start(pl_module)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """Find the layer chain after the first forward."""
+        if self._search.is_looking:
+            chain = self._search.chain(pl_module, loss, trainer.optimizers)
+            self._stage = Stage.WAITING
+            if chain is not None:
+                self._start(trainer, pl_module, chain, None)
+        super().on_before_backward(trainer, pl_module, loss)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the search of a step without backward; it observes the next one instead."""
+        self._search.stop()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop observing the first step if its batch has no end."""
+        self._search.stop()
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn if there were no training batches."""
+        no_batches = trainer.num_training_batches == 0 or trainer.limit_train_batches == 0
+        if self._stage is not Stage.IDLE and no_batches:
+            self.notices.warn(
+                "there are no training batches. The train dataloader is empty, or limit_train_batches leaves none"
+            )
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Stop the method and restore the user's settings."""
+        self._close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Do the same as `teardown`, which Lightning does not call after an error."""
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return layer chain and state of the method, in plain types and tensors.
+
+        Before training starts, this is the loaded state; after `fit`, the state at its end.
+        """
+        kept = self._restored or self._final
+        if kept is not None:
+            return kept
+        return {
+            "version": STATE_VERSION,
+            "chain": self.chain.to_state() if self.chain is not None else None,
+            "layer_modules": self._named_layer_modules,
+            **self.own_state(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state until training starts, because the method needs the optimizers.
+
+        Lightning also calls this to validate, test and predict with a checkpoint; then it does nothing.
+
+        Raises:
+            CheckpointError: if another version of this class wrote the checkpoint, or it is damaged.
+        """
+        if self._fitting is False:
+            return
+        if state_dict.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"the checkpoint holds {self._topic} state of version {state_dict.get('version')!r}, expected version "
+                f"{STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
+            )
+        self._restored = state_dict
+        with checkpoint_read(self._topic):
+            self.read_own_state(state_dict)
+
+    def _start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
+    ) -> None:
+        chain.check_fits(pl_module)
+        self.chain, self._stage = chain, Stage.STARTING  # from here on, `on_exception` cleans up
+        self.chain_found(trainer, pl_module, chain, state)
+        self._stage = Stage.READY
+
+    def _start_over_if_more_learns(self, pl_module: pl.LightningModule) -> None:
+        """Find the layer chain again if more parameters are trainable, as when a callback releases a backbone."""
+        new = self._search.trainable.new_in(pl_module)
+        if not new:
+            return
+        self.notices.warn(
+            f"parameters started training after the layer modules were found: {first_of(new)}. Everything trains now, "
+            "and the layer modules are found again"
+        )
+        self.start_over()
+
+    def _close(self) -> None:
+        """Stop the method and restore the user's settings. Safe to call twice."""
+        self._search.stop()
+        stage, self._stage = self._stage, Stage.IDLE
+        self.observers.abort()
+        if stage not in (Stage.STARTING, Stage.READY):
+            return
+        try:
+            if stage is Stage.READY:
+                self._final = self.state_dict()  # before `chain_released` drops it
+        finally:
+            self.chain_released()

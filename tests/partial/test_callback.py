@@ -1,0 +1,175 @@
+"""`StructuredPartialBackprop` in a Trainer, against whole steps whose front gradients are set to zero."""
+
+import lightning as L
+import pytest
+import torch
+from models import After, Classifier, ConvNet, equal, fit, left_behind
+from networks import TiedHead, ids
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_egeria import PrefixFreezing, StructuredPartialBackprop
+from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
+
+PARTS = ("stem", "middle", "deep")  # of `ConvNet`, one layer module each
+
+
+class Zeroed(L.Callback):
+    """The slow reference: computes every gradient, and sets those in front of the suffix to zero."""
+
+    def on_after_backward(self, trainer, pl_module):
+        for part in PARTS[: trainer.global_step % 3]:
+            for parameter in getattr(pl_module.net, part).parameters():
+                parameter.grad.zero_()
+
+
+def module(optimizer="sgd"):
+    torch.manual_seed(0)
+    return Classifier(ConvNet(), optimizer=optimizer)
+
+
+SETTINGS = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "clipping": {"gradient_clip_val": 0.1},
+    "bfloat16": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_trains_as_whole_steps_with_zeroed_gradients(name, optimizer):
+    whole, ours = module(optimizer), module(optimizer)
+    fit(whole, Zeroed(), **SETTINGS[name])
+    fit(ours, StructuredPartialBackprop(), **SETTINGS[name])
+    assert ours.losses == whole.losses
+    assert equal(ours, whole)
+
+
+def test_weight_decay_and_momentum_apply_in_each_step():
+    """A front weight moves in a step without its gradient, as it does with a gradient of zero."""
+    weights, callback = [], StructuredPartialBackprop()
+    ours = module()
+    fit(ours, callback, After(lambda *_: weights.append(ours.net.stem[0].weight.detach().clone())), epochs=1)
+    assert not torch.equal(weights[0], weights[1])
+    assert callback.contributions == {"net.stem.0": 2, "net.middle.0": 4, "net.deep.0": 5}
+
+
+def test_every_length_whole_is_training_without_it():
+    plain, ours = module(), module()
+    fit(plain)
+    fit(ours, StructuredPartialBackprop(min_share=1))
+    assert equal(plain, ours)
+
+
+def test_no_gradient_is_computed_in_front_of_the_suffix():
+    seen = {}
+
+    class Looking(Classifier):
+        def training_step(self, batch, batch_idx):
+            learns = {part: next(getattr(self.net, part).parameters()).requires_grad for part in PARTS}
+            seen[self.global_step] = [part for part in PARTS if learns[part]]
+            return super().training_step(batch, batch_idx)
+
+    ours = Looking()
+    fit(ours, StructuredPartialBackprop(), accumulate_grad_batches=2, epochs=1)
+    assert seen == {0: list(PARTS), 1: ["middle", "deep"], 2: ["deep"]}
+    assert left_behind(ours) == []
+
+
+def test_between_batches_everything_is_as_the_user_set_it():
+    frozen = []
+    ours = module()
+    ours.net.stem[1].requires_grad_(False)
+    fit(ours, StructuredPartialBackprop(), After(lambda _, it: frozen.append(left_behind(it))))
+    assert frozen == [["net.stem.1.weight", "net.stem.1.bias"]] * 15
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_step_that_returns_none_is_not_counted():
+    class Skipping(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx in (0, 3) else loss
+
+    callback, ours = StructuredPartialBackprop(), Skipping()
+    fit(ours, callback, epochs=1)
+    assert callback.contributions == {"net.stem.0": 1, "net.middle.0": 2, "net.deep.0": 3}  # of steps 1, 2 and 4
+    assert left_behind(ours) == []
+
+
+class TestRefused:
+    def test_arguments(self):
+        with pytest.raises(ArgumentError, match="depths must be 'temporal', got 'uniform'"):
+            StructuredPartialBackprop(depths="uniform")
+        with pytest.raises(ArgumentError, match=r"min_share must be a share in \(0, 1\], got 0"):
+            StructuredPartialBackprop(min_share=0)
+        with pytest.raises(ArgumentError, match="layer_modules must be a list of module paths"):
+            StructuredPartialBackprop(layer_modules="net")
+
+    def test_manual_optimization(self):
+        ours = module()
+        ours.automatic_optimization = False
+        with pytest.raises(UnsupportedError, match="and manual optimization may have others"):
+            fit(ours, StructuredPartialBackprop())
+
+    def test_a_callback_that_freezes(self):
+        both = PrefixFreezing(), StructuredPartialBackprop()
+        for callbacks in (both, reversed(both)):
+            with pytest.raises(UnsupportedError, match="partial backprop and PrefixFreezing do not work in one run"):
+                fit(module(), *callbacks)
+
+    def test_an_optimizer_with_several_backwards(self):
+        class WithLBFGS(Classifier):
+            def configure_optimizers(self):
+                return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+        ours = WithLBFGS()
+        with pytest.raises(UnsupportedError, match="as LBFGS and SAM do"):
+            fit(ours, StructuredPartialBackprop())
+        assert left_behind(ours) == []
+
+    def test_compiled_models(self):
+        ours = module()
+        ours.net = torch.compile(ours.net, backend="eager")
+        with pytest.raises(UnsupportedError, match="a compiled model would compile again"):
+            fit(ours, StructuredPartialBackprop())
+
+    def test_several_processes(self):
+        trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        trainer.strategy.__class__ = type("DDPStrategy", (type(trainer.strategy),), {})
+        with pytest.raises(UnsupportedError, match="runs in one process so far, got DDPStrategy"):
+            StructuredPartialBackprop().check_trainer(trainer)
+
+
+def test_tied_weights_make_all_steps_whole():
+    class Tied(Classifier):
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]).transpose(1, 2), batch[0])
+
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.cat([ids(3, 6) for _ in range(4)])), batch_size=3)
+    callback = StructuredPartialBackprop()
+    with pytest.warns(UserWarning, match="no layer module can do without its gradient"):
+        fit(Tied(TiedHead()), callback, data=data, epochs=1)
+    assert set(callback.contributions.values()) == {4}
+
+
+class TestCheckpoints:
+    def test_contributions_go_on(self, tmp_path):
+        first, second = StructuredPartialBackprop(), StructuredPartialBackprop()
+        trainer = fit(module(), first, epochs=1)
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+        fit(module(), second, ckpt_path=tmp_path / "checkpoint", epochs=2)
+        assert second.contributions == {"net.stem.0": 4, "net.middle.0": 7, "net.deep.0": 10}
+
+    @pytest.mark.parametrize("contributions", [[1, 2], [1, 2, "x"], None])
+    def test_damaged_state_is_told(self, tmp_path, contributions):
+        trainer = fit(module(), StructuredPartialBackprop(), epochs=1)
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+        whole = torch.load(tmp_path / "checkpoint", weights_only=True)
+        (state,) = whole["callbacks"].values()
+        state["contributions"] = contributions
+        torch.save(whole, tmp_path / "checkpoint")
+        with pytest.raises(CheckpointError, match="the partial backprop state in the checkpoint is damaged"):
+            fit(module(), StructuredPartialBackprop(), ckpt_path=tmp_path / "checkpoint", epochs=2)
