@@ -48,7 +48,7 @@ def test_an_error_at_the_start_releases_it():
     assert callback.calls == [("found", 0, None), ("released",)]
 
 
-def test_a_resumed_run_has_the_chain_and_the_state_before_its_first_step(tmp_path):
+def test_a_resumed_run_has_chain_and_state_before_its_first_step(tmp_path):
     trainer = fit(Classifier(), Noting(), epochs=1)
     trainer.save_checkpoint(tmp_path / "checkpoint")
     callback = Noting()
