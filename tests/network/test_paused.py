@@ -9,7 +9,6 @@ from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.paused import PausedPrefix
 
-
 # ``torch.matmul`` folds the batch of an input that needs a gradient and of no other, and the two round differently:
 # such a step is that of the same prefix frozen by hand, bit for bit, and of the whole one but for rounding.
 ROUNDED = ("tokens", "nn.TransformerEncoder", "nn.Transformer")
