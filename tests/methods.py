@@ -54,12 +54,14 @@ class Method:
         idle: makes callbacks that watch and change nothing; None if the method has no such setting.
         cached: whether the data goes through a `FrozenPrefixCache`.
         changes: returns what a method did to the training of a Trainer, each with a number above 0 in second place.
+        several_processes: whether the method runs in several; it refuses them otherwise.
     """
 
     active: Callable[[], list[Any]]
     idle: Callable[[], list[Any]] | None = None
     cached: bool = False
     changes: Callable[[Any], list[Any]] = freezes
+    several_processes: bool = True
 
     def data(self, folder, dataset=None):
         """What to give to `fit`, from a loader with a fixed order."""
@@ -98,11 +100,13 @@ METHODS = {
     "ScriptedPolicy": Method(lambda: [scripted()], lambda: [scripted({})]),
     "PrefixFreezing": Method(lambda: [LinearFreezing()], lambda: [Waiting()]),
     "StructuredPartialBackprop": Method(
-        lambda: [StructuredPartialBackprop()], lambda: [StructuredPartialBackprop(min_share=1)], changes=left_out
+        lambda: [StructuredPartialBackprop()],
+        lambda: [StructuredPartialBackprop(min_share=1)],
+        changes=left_out,
+        several_processes=False,
     ),
     "FrozenPrefixCache": Method(lambda: [scripted()], lambda: [scripted({})], cached=True),
 }
-ONE_PROCESS = {"StructuredPartialBackprop"}  # refuses several
 # A process takes seconds to start: only where it may matter.
 WITH_A_PROCESS = METHODS | {
     "background": Method(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from agreement import compare_ranks
 from lightning.pytorch.strategies import DDPStrategy
-from methods import METHODS, ONE_PROCESS, WITH_A_PROCESS, WITH_A_TRIAL
+from methods import METHODS, WITH_A_PROCESS, WITH_A_TRIAL
 from models import After, Classifier, ConvNet, equal, fit, images, left_behind
 from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
@@ -102,7 +102,7 @@ def run_on_a_rank(name, folder):
     return digest(dict(module.named_parameters())), method.changes(trainer), trainer.global_step
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_A_TRIAL if name not in ONE_PROCESS])
+@pytest.mark.parametrize("name", [name for name, method in WITH_A_TRIAL.items() if method.several_processes])
 def test_two_ranks_agree(name, tmp_path):
     first, second = all_well(in_ranks(2, run_on_a_rank, name, tmp_path))
     assert first == second

@@ -146,6 +146,19 @@ class LayerChain:
         """Return the names of the trainable parameters in the first ``depth`` layer modules."""
         return tuple(name for layer_module in self.layer_modules[:depth] for name in layer_module.parameters)
 
+    def parameters_of(self, module: nn.Module, depth: int) -> dict[str, nn.Parameter]:
+        """Return the parameters of `prefix_parameters` by name, as the model has them now."""
+        return {name: module.get_parameter(name) for name in self.prefix_parameters(depth)}
+
+    def check_depth(self, depth: int) -> None:
+        """Check the length of a prefix.
+
+        Raises:
+            ValueError: if ``depth`` is not in ``0 .. max_depth``.
+        """
+        if not 0 <= depth <= self.max_depth:
+            raise ValueError(f"depth must be in 0..{self.max_depth}, got {depth}")
+
     def members(self, depth: int) -> list[str]:
         """Return the paths of all modules that freeze with the first ``depth`` layer modules."""
         return [path for layer_module in self.layer_modules[:depth] for path in layer_module.members]

@@ -20,6 +20,10 @@ class PausedPrefix:
         module: the model.
         chain: its layer chain.
 
+    Attributes:
+        chain: the same.
+        active: whether parameters are held back now.
+
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
     >>> paused = PausedPrefix(net, LayerChain.trace(net, lambda: net(torch.ones(5, 4)).sum()))
     >>> paused.pause(1)
@@ -33,13 +37,8 @@ class PausedPrefix:
     def __init__(self, module: nn.Module, chain: LayerChain) -> None:
         self.chain = chain
         self._module = module
-        self._held: list[nn.Parameter] = []  # whose ``requires_grad`` is off now
-        self._without_gradient: list[nn.Parameter] = []  # that `pause` held back for this batch
-
-    @property
-    def active(self) -> bool:
-        """Whether parameters are held back now."""
-        return bool(self._held)
+        self.active = False
+        self._held: list[nn.Parameter] = []  # by the last `pause`
 
     def pause(self, depth: int) -> None:
         """Let the next forward run the first ``depth`` layer modules without gradient.
@@ -49,21 +48,18 @@ class PausedPrefix:
         Raises:
             ValueError: if ``depth`` is not in ``0 .. chain.max_depth``.
         """
-        if not 0 <= depth <= self.chain.max_depth:
-            raise ValueError(f"depth must be in 0..{self.chain.max_depth}, got {depth}")
+        self.chain.check_depth(depth)
         self.end()
-        self._without_gradient = [p for p in self._front(depth).values() if p.requires_grad]
-        self._held = list(self._without_gradient)
-        self._set(False)
+        self._held = [p for p in self.chain.parameters_of(self._module, depth).values() if p.requires_grad]
+        self._set_active(bool(self._held))
 
     def end(self) -> None:
         """Restore ``requires_grad``, once the backward is over. Safe to call twice."""
-        self._set(True)
-        self._held = []
+        self._set_active(False)
 
     def add_zero_gradients(self) -> None:
         """Give a gradient of zero to each parameter of the last pause that has none."""
-        for parameter in self._without_gradient:
+        for parameter in self._held:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -73,19 +69,17 @@ class PausedPrefix:
         Raises:
             UnsupportedError: if a parameter that may be paused has a sparse gradient.
         """
-        for name, parameter in self._front(self.chain.max_depth).items():
+        for name, parameter in self.chain.parameters_of(self._module, self.chain.max_depth).items():
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise UnsupportedError(
                     f"{name!r} has a sparse gradient, and a step without its gradient needs a dense one. Use "
                     "sparse=False in the embedding"
                 )
 
-    def _front(self, depth: int) -> dict[str, nn.Parameter]:
-        parameters = dict(self._module.named_parameters())
-        return {name: parameters[name] for name in self.chain.prefix_parameters(depth)}
-
-    def _set(self, requires_grad: bool) -> None:
+    def _set_active(self, active: bool) -> None:
+        if active == self.active:
+            return
+        self.active = active
         for parameter in self._held:
-            parameter.requires_grad_(requires_grad)
-        if self._held:
-            forget_compiled()
+            parameter.requires_grad_(not active)
+        forget_compiled()

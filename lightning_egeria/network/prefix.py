@@ -71,8 +71,7 @@ class FrozenPrefix:
         Raises:
             ValueError: if ``depth`` is not in ``0 .. chain.max_depth``.
         """
-        if not 0 <= depth <= self.chain.max_depth:
-            raise ValueError(f"depth must be in 0..{self.chain.max_depth}, got {depth}")
+        self.chain.check_depth(depth)
         if depth == self.depth:
             return
         members = self._modules_of(depth)
@@ -85,9 +84,7 @@ class FrozenPrefix:
 
     def _freeze(self, depth: int, settling: dict[_BatchNorm, int]) -> None:
         self._thaw()
-        parameters = dict(self.module.named_parameters())
-        for name in self.chain.prefix_parameters(depth):
-            parameter = parameters[name]
+        for parameter in self.chain.parameters_of(self.module, depth).values():
             parameter.grad = None  # with a gradient, momentum and weight decay would keep moving it
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
@@ -174,9 +171,7 @@ class FrozenPrefix:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters of the frozen layer modules and the buffers of the settled ones, by name."""
-        parameters = dict(self.module.named_parameters())
-        frozen: dict[str, Tensor] = {name: parameters[name] for name in self.chain.prefix_parameters(self.depth)}
-        return frozen | self.buffers(self.settled_depth)
+        return {**self.chain.parameters_of(self.module, self.depth), **self.buffers(self.settled_depth)}
 
     def learning_parameter(self) -> str | None:
         """Return the name of a frozen parameter with a gradient (other code set ``requires_grad``), or None."""

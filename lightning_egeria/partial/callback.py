@@ -104,11 +104,10 @@ class StructuredPartialBackprop(LayerFinding):
                 "the weight that is used on both sides of each boundary"
             )
             return
-        share = sum(self._steps.depth(step) == 0 for step in range(len(cycle.lengths))) / len(cycle.lengths)
         lengths = ", ".join(str(len(chain) - self._steps.depth(step)) for step in range(len(cycle.lengths)))
         self.notices.inform(
             f"gradients of the last {lengths} of {len(chain)} layer modules in turn; {chain.names[0]!r} has one in "
-            f"{share:.0%} of the steps"
+            f"{cycle.shares()[0]:.0%} of the steps"
         )
 
     def chain_released(self) -> None:
