@@ -22,6 +22,7 @@ from lightning_egeria.caching.stream import Stream
 from lightning_egeria.errors import ArgumentError, CacheError
 from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.training.callback import PrefixFreezing, freezing_of
+from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
 
@@ -57,6 +58,8 @@ class FrozenPrefixCache(pl.LightningDataModule):
     Raises:
         ArgumentError: an argument is out of its range.
     """
+
+    egeria_method = "caching"
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class FrozenPrefixCache(pl.LightningDataModule):
         """Set up the user's data module, and find the callback that freezes."""
         self.datamodule.setup(stage)
         if stage == "fit":
+            check_combination(methods_of(self.trainer))
             self._close()
             owner = freezing_of(self.trainer)
             reason = self._reason_against(owner)

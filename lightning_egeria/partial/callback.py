@@ -34,6 +34,8 @@ class StructuredPartialBackprop(LayerFinding):
         ArgumentError: if an argument is out of range.
     """
 
+    egeria_method = "partial"
+
     def __init__(
         self, depths: str = "temporal", min_share: float = 0.25, layer_modules: Sequence[str] | None = None
     ) -> None:

@@ -45,6 +45,8 @@ class PrefixFreezing(LayerFinding):
         ArgumentError: if an argument is out of range.
     """
 
+    egeria_method = "freezing"
+
     def __init__(
         self,
         layer_modules: Sequence[str] | None = None,

@@ -16,6 +16,7 @@ from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.limits import depth_limit
 from lightning_egeria.training.adapter import ObserverCallback
 from lightning_egeria.training.checkpoints import checkpoint_read
+from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.search import LayerSearch
 
@@ -121,6 +122,7 @@ class LayerFinding(ObserverCallback):
             # reads a checkpoint to resume from after this.
             self._close()
             self.forget_fit()
+        check_combination(methods_of(trainer))
         self.check_trainer(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)
 
