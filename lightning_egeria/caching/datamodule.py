@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
@@ -25,12 +24,10 @@ from lightning_egeria.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
-
-_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
+from lightning_egeria.training.wrapping import WrappingDataModule
 
 
-class FrozenPrefixCache(pl.LightningDataModule):
+class FrozenPrefixCache(WrappingDataModule):
     """Trains from the cached outputs of the frozen layers, once there are any.
 
     It finds the `KnowledgeGuidedFreezing` callback by itself. Until that freezes something, and wherever caching would
@@ -83,16 +80,6 @@ class FrozenPrefixCache(pl.LightningDataModule):
         ):
             if value < 0:
                 raise ArgumentError(f"{name} must be at least 0, got {value}")
-        if isinstance(datamodule, FrozenPrefixCache):
-            raise ArgumentError("datamodule is a FrozenPrefixCache already")
-        if not isinstance(datamodule, pl.LightningDataModule):
-            datamodule = (
-                pl.LightningDataModule.from_datasets()
-                if datamodule is None
-                else _as_module(datamodule, val_dataloaders)
-            )
-        elif val_dataloaders is not None:
-            raise ArgumentError("val_dataloaders is for a DataLoader; a data module has its own val_dataloader()")
         self._is_temporary = cache_dir is None
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.max_bytes = max_bytes
@@ -101,20 +88,13 @@ class FrozenPrefixCache(pl.LightningDataModule):
         self.device_bytes = device_bytes
         self.augmentation_views = augmentation_views
         self.seed = seed
-        self.prepare_data_per_node = datamodule.prepare_data_per_node
         self._notices = Notices("cache")
         self._cache: PrefixCache | None = None
         self._directory: CacheDirectory | None = None
         self._bar_entry: BarEntry | None = None
         self._stats = CacheStats(off="fit has not begun")
         self._validation_stats = CacheStats(off="fit has not begun")
-        for name in (*_BATCH_HOOKS, *_LOADERS):
-            # Lightning asks whether a hook is overridden, so there must be none where the user has none.
-            if is_overridden(name, datamodule):
-                own = self._val_dataloader if name == "val_dataloader" else getattr(datamodule, name)
-                setattr(self, name, own)
-        _give_back_hyperparameters(datamodule)
-        self.datamodule: pl.LightningDataModule = datamodule  # last, see `is_own`
+        self.wrap(datamodule, val_dataloaders, {"val_dataloader": self._val_dataloader})
 
     @property
     def stats(self) -> CacheStats:
@@ -128,45 +108,9 @@ class FrozenPrefixCache(pl.LightningDataModule):
         """What the cache has done in validation, in the last fit so far."""
         return self._validation_stats
 
-    @property
-    def _log_hyperparams(self) -> bool:
-        """Whether Lightning logs them: as the user's data module says."""
-        return bool(vars(self)["datamodule"]._log_hyperparams) if "datamodule" in vars(self) else False
-
-    @_log_hyperparams.setter
-    def _log_hyperparams(self, value: bool) -> None:
-        if "datamodule" in vars(self):
-            self.datamodule._log_hyperparams = value
-
-    @property
-    def hparams(self) -> Any:
-        """Hyperparameters of the user's own."""
-        return self.datamodule.hparams
-
-    @property
-    def hparams_initial(self) -> Any:
-        """Hyperparameters of the user's own, as they were at first."""
-        return self.datamodule.hparams_initial
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "datamodule":  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.datamodule, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = is_own(self, name, "datamodule")
-        if own:
-            super().__setattr__(name, value)
-        if not own or (name == "trainer" and "datamodule" in vars(self)):
-            setattr(self.datamodule, name, value)
-
-    def prepare_data(self) -> None:
-        """As the user's."""
-        self.datamodule.prepare_data()
-
     def setup(self, stage: str) -> None:
         """Set up the user's data module, and find the callback that freezes."""
-        self.datamodule.setup(stage)
+        super().setup(stage)
         if stage == "fit":
             check_combination(methods_of(self.trainer))
             self._close()
@@ -261,20 +205,12 @@ class FrozenPrefixCache(pl.LightningDataModule):
         if stage == "fit":
             self._close()
             self._tell_the_end()
-        self.datamodule.teardown(stage)
+        super().teardown(stage)
 
     def on_exception(self, exception: BaseException) -> None:
         """As the user's; Lightning does not call `teardown` after an error."""
         self._close()
-        self.datamodule.on_exception(exception)
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the user's own."""
-        return {"datamodule": self.datamodule.state_dict()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """That of the user's own."""
-        self.datamodule.load_state_dict(dict(state_dict["datamodule"]))
+        super().on_exception(exception)
 
     def _reason_against(self, owner: PrefixFreezing | None) -> str | None:
         if owner is None:
@@ -321,25 +257,3 @@ def _forever(once: bool) -> tuple[int, int | None]:
 
 def _is_fitting(trainer: Any) -> bool:
     return getattr(getattr(trainer, "state", None), "fn", None) == TrainerFn.FITTING
-
-
-def is_own(wrapper: Any, name: str, wrapped: str) -> bool:
-    """Whether an attribute is set on the wrapper itself; all that is set before ``wrapped`` is its own."""
-    return wrapped not in vars(wrapper) or name in vars(wrapper) or hasattr(type(wrapper), name)
-
-
-def _give_back_hyperparameters(datamodule: pl.LightningDataModule) -> None:
-    """LightningCLI gives a nested data module the arguments of the outer one; put its own in their place."""
-    given = datamodule.hparams.get("datamodule")
-    wrapped = str(datamodule.hparams.get("_class_path", "")).endswith(FrozenPrefixCache.__name__)
-    if wrapped and isinstance(given, Mapping) and "class_path" in given:
-        datamodule.hparams.clear()
-        datamodule.save_hyperparameters(dict(given.get("init_args") or {}))
-
-
-def _as_module(train_dataloader: Any, val_dataloaders: Any) -> pl.LightningDataModule:
-    module = pl.LightningDataModule()
-    vars(module)["train_dataloader"] = lambda: train_dataloader
-    if val_dataloaders is not None:
-        vars(module)["val_dataloader"] = lambda: val_dataloaders
-    return module

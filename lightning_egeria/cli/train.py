@@ -71,9 +71,10 @@ def train(config: DictConfig) -> dict[str, Any]:
 
     # Without a step there are no savings: a checkpoint may be of the last one, and nothing freezes in fast_dev_run.
     freezing = [c for c in callbacks if isinstance(c, KnowledgeGuidedFreezing) and c.layer_modules]
+    cache = FrozenPrefixCache.find(datamodule)
     results = {
         "savings": freezing[0].savings().to_dict() if freezing else None,
-        "cache": dataclasses.asdict(datamodule.stats) if isinstance(datamodule, FrozenPrefixCache) else None,
+        "cache": dataclasses.asdict(cache.stats) if cache is not None else None,
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "fit_time_s": fit_time_s,
     }

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing
+from lightning_egeria.training.wrapping import WrappingDataModule
 
 
 class Network(L.LightningModule):
@@ -203,6 +204,24 @@ def test_a_data_module_reads_its_hyperparameters_under_the_cache(configuration):
     cli = run("--config", configuration)
     assert dict(cli.datamodule.datamodule.hparams) == {"batch_size": 2}
     assert cli.trainer.global_step == 3 * 8
+
+
+class Around(WrappingDataModule):
+    def __init__(self, datamodule: L.LightningDataModule, beta: float = 1):
+        super().__init__()
+        self.beta = beta
+        self.wrap(datamodule)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_hyperparameters_under_two_wrappers(configuration):
+    content = yaml.safe_load(configuration.read_text())
+    content["data"]["init_args"]["datamodule"]["class_path"] = f"{__name__}.DataWithHyperparameters"
+    content["data"] = {"class_path": f"{__name__}.Around", "init_args": {"datamodule": content["data"], "beta": 2}}
+    configuration.write_text(yaml.safe_dump(content))
+    cli = run("--config", configuration)
+    assert (cli.datamodule.beta, cli.datamodule.augmentation_views) == (2, 0)
+    assert dict(cli.datamodule.datamodule.datamodule.hparams) == dict(cli.datamodule.hparams) == {"batch_size": 2}
 
 
 def test_a_mistake_in_the_inner_data_module_is_named(capsys, monkeypatch):
