@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.proof import ages, compare, costs, figures, inside, results, workloads
 from benchmarks.proof import run as run_module
-from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing, StaticFreezing
+from benchmarks.proof.controls import (
+    AutoFreeze,
+    FreezeOut,
+    GradualUnfreezing,
+    LinearFreezing,
+    ProbeThenTune,
+    StaticFreezing,
+)
 from benchmarks.proof.run import run
 from benchmarks.proof.workloads import RESULTS
 from lightning_egeria import Freezer, LayerChain
@@ -51,6 +58,16 @@ def depths(freezing, steps, before=lambda step: None):
 def test_static_freezing_freezes_once():
     assert depths(begun(StaticFreezing(3, 2), max_depth=2), 5) == [0, 0, 2, 2, 2]
     assert depths(begun(StaticFreezing(3, 0), max_depth=2), 5) == [0] * 5
+
+
+def test_the_head_learns_first_and_then_everything():
+    assert depths(begun(ProbeThenTune(total_steps=7), max_depth=3), 7) == [3, 3, 3, 0, 0, 0, 0]
+
+
+def test_gradual_unfreezing_ends_with_everything():
+    found = depths(begun(GradualUnfreezing(total_steps=12, steps_per_epoch=3), max_depth=3), 12)
+    assert found == [3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0, 0]
+    assert depths(begun(GradualUnfreezing(total_steps=3, steps_per_epoch=3), max_depth=3), 2) == [3, 3]
 
 
 def test_linear_freezing_begins_at_half_of_the_run():

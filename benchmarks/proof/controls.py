@@ -33,6 +33,43 @@ class StaticFreezing(PrefixFreezing):
         return deeper(self.freezer, self.depth if step >= self.step else 0)
 
 
+class ProbeThenTune(PrefixFreezing):
+    """LP-FT (Kumar et al., ICLR 2022): the head alone learns in the first half of the run, then everything does.
+
+    Args:
+        total_steps: steps of the run.
+        arguments: of `PrefixFreezing`.
+    """
+
+    def __init__(self, total_steps: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.total_steps = total_steps
+
+    def choose_depth(self, step: int) -> Decision | None:
+        return changed(self.freezer, self.freezer.chain.max_depth if step < self.total_steps / 2 else 0)
+
+
+class GradualUnfreezing(PrefixFreezing):
+    """Gradual unfreezing, as in ULMFiT (Howard and Ruder, ACL 2018): more learns in each epoch, from the head on.
+
+    In the first epoch all that may freeze is frozen, in the last one nothing; the epochs between share the layers
+    evenly.
+
+    Args:
+        total_steps: steps of the run.
+        steps_per_epoch: steps of an epoch.
+        arguments: of `PrefixFreezing`.
+    """
+
+    def __init__(self, total_steps: int, steps_per_epoch: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.steps_per_epoch, self.epochs = steps_per_epoch, total_steps // steps_per_epoch
+
+    def choose_depth(self, step: int) -> Decision | None:
+        left = max(0.0, 1 - step // self.steps_per_epoch / max(1, self.epochs - 1))
+        return changed(self.freezer, round(self.freezer.chain.max_depth * left))
+
+
 class LinearFreezing(PrefixFreezing):
     """The layer freezing of Composer (MosaicML): the frozen share grows linearly after a part of the run.
 
@@ -170,6 +207,11 @@ def deeper(freezer: Freezer, depth: int) -> Decision | None:
     """To freeze so many layer modules, as far as the chain allows; None if as many are frozen."""
     depth = min(freezer.chain.max_depth, depth)
     return Decision(depth, "scheduled") if depth > freezer.depth else None
+
+
+def changed(freezer: Freezer, depth: int) -> Decision | None:
+    """To freeze so many layer modules, or to thaw others; None if as many are frozen."""
+    return Decision(depth, "scheduled") if depth != freezer.depth else None
 
 
 def layer_of_parameters(chain: LayerChain) -> dict[str, int]:

@@ -21,8 +21,15 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from benchmarks.proof.controls import AutoFreeze, FreezeOut, LinearFreezing, StaticFreezing
-from benchmarks.proof.workloads import FIXED, WORKLOADS, keep, result_path
+from benchmarks.proof.controls import (
+    AutoFreeze,
+    FreezeOut,
+    GradualUnfreezing,
+    LinearFreezing,
+    ProbeThenTune,
+    StaticFreezing,
+)
+from benchmarks.proof.workloads import FIXED, FROZEN, WORKLOADS, keep, result_path
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, PrefixFreezing, SlopePolicy
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME
 
@@ -169,6 +176,12 @@ def freezing_of(
     if method in FIXED:
         # Deeper than any chain: what `freeze_until` allows is frozen.
         return StaticFreezing(1, 10**6, **limits | {"freeze_until": FIXED[method]})
+    if (fixed := FROZEN.fullmatch(method)) is not None:
+        return StaticFreezing(1, int(fixed[1]), **limits)
+    if method == "lpft":
+        return ProbeThenTune(total, **limits)
+    if method == "gradual":
+        return GradualUnfreezing(total, per_epoch, **limits)
     if method == "linear":
         return LinearFreezing(total, per_epoch, **limits)
     if method == "freezeout":
@@ -214,7 +227,7 @@ def run(
     freezing = freezing_of(method, config, total, per_epoch, depth)
     with tempfile.TemporaryDirectory() as cache_dir, quiet():
         cache = None
-        if method == "cached":
+        if method == "cached" or method.endswith("_cached"):
             views = WORKLOADS[workload].views
             cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views, seed=seed)
         curve = Curve(freezing, cache)

@@ -1,6 +1,7 @@
 """What is trained for the proof, by which methods, and where a run's result is kept."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -9,6 +10,10 @@ RESULTS = Path(__file__).parent / "results"
 SHORT = ("plain", "freezing", "cached", "shortened")
 # Shares of the layer modules that are frozen from the first step on; the last one and what follows always learn.
 FIXED = {"half": 0.5, "deep": 0.75, "probe": 1.0}
+# So many layer modules are frozen from the first step on, with the cache or without: the grid of the best fixed depth.
+FROZEN = re.compile(r"frozen(\d+)(_cached)?")
+# First the head alone, then everything (LP-FT); or one part more in each epoch, from the end (ULMFiT).
+THAWING = ("lpft", "gradual")
 # As the runs that are kept of the small networks were made.
 WITHOUT_TRIAL = "callbacks.freezing.policy.trial_progress=null"
 # And the ways of others to decide what freezes when.
@@ -63,8 +68,19 @@ WORKLOADS = {
     "trashnet_efficientnet": Workload(
         "val/acc",
         None,
-        (*SHORT, *FIXED),
+        (*SHORT, *FIXED, *THAWING),
         ("data.root={data}/trashnet", "model.weights={data}/checkpoints/tf_efficientnet_lite0.safetensors"),
+        views=0,
+    ),
+    "banking77_minilm": Workload(
+        "val/acc",
+        None,
+        (*SHORT, *FIXED, *THAWING),
+        (
+            "data.root={data}/banking77",
+            "data.vocabulary={data}/checkpoints/all_minilm_l6_v2_vocab.txt",
+            "model.weights={data}/checkpoints/all_minilm_l6_v2_int8.safetensors",
+        ),
         views=0,
     ),
     "finetune_imagenette_resnet20": Workload(
