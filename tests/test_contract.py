@@ -16,6 +16,7 @@ from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.freezing import trial_plan
 from lightning_egeria.snapshots.digests import digest
 from lightning_egeria.training.callback import freezing_of
 
@@ -93,6 +94,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, epoch, tmp_path):
 
 
 def run_on_a_rank(name, folder):
+    trial_plan.BUDGET = 100.0  # of this process: the run is short
     method = WITH_A_TRIAL[name]
     module, callbacks = classifier(), method.active()
     compare = After(lambda trainer, _: compare_ranks(freezing_of(trainer).freezer))

@@ -69,7 +69,7 @@ class FreezingPolicy(Annealing):
     this needs a learning rate of at most half its peak; with ``pretrained=True`` it only needs one that does not rise.
     The method card gives the reasons.
 
-    With ``pretrained=True``, the callback freezes as deep as possible after the first step, and a trial of a few steps
+    With ``pretrained=True``, the callback freezes all but a few after the second step, and a trial of a few steps
     tells how deep to stay: it goes shallower as long as the loss falls clearly more. The depth stays from then on.
     Where steps cannot be repeated (manual optimization), and with ``trial_progress=None``, the first two evaluations
     compare the layer modules with one another instead: the deepest prefix freezes whose last layer module moves less
@@ -113,7 +113,7 @@ class FreezingPolicy(Annealing):
         peer_tolerance: float = 0.01,
         unfreeze_on: Literal["annealing", "never"] = "annealing",
         unfreeze_lr_factor: float = 0.1,
-        trial_progress: float | None = 0.95,
+        trial_progress: float | None = 0.98,
     ) -> None:
         super().__init__(unfreeze_on, unfreeze_lr_factor)
         if not tolerance > 0:

@@ -7,40 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 from lightning_egeria.freezing.policy import FreezingPolicy
+from lightning_egeria.freezing.trial_plan import Budget, candidate_depths, safe_depth, trial_steps
+from lightning_egeria.profiling.clock import mark, reached, seconds_between
 from lightning_egeria.profiling.costs import StepCosts
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.freezer import Decision, Freezer
 from lightning_egeria.training.observers import Observer
-
-STEPS_PER_RUN = 32  # a trial takes one of so many steps
-LEAST_STEPS, MOST_STEPS = 8, 64
-TIMED_BATCHES = 4  # with nothing frozen, of which the first does not count
-
-
-def candidate_depths(layer_modules: int, max_depth: int) -> list[int]:
-    """Return the depths to try, deepest first: all but 1, 3, 6, 12, ... layer modules, and none.
-
-    Args:
-        layer_modules: length of the chain.
-        max_depth: how many may freeze.
-
-    >>> candidate_depths(18, 17), candidate_depths(8, 6), candidate_depths(2, 1)
-    ([17, 15, 12, 6, 0], [6, 5, 2, 0], [1, 0])
-    """
-    doubled = [layer_modules - 3 * 2**k for k in range(layer_modules.bit_length())]
-    return sorted({max_depth, 0} | {depth for depth in doubled if 0 < depth < max_depth}, reverse=True)
-
-
-def trial_steps(estimated_steps: float) -> int:
-    """Return the optimizer steps of a trial in a run of so many.
-
-    >>> trial_steps(100), trial_steps(640), trial_steps(float("inf"))
-    (8, 20, 64)
-    """
-    return round(max(LEAST_STEPS, min(MOST_STEPS, estimated_steps / STEPS_PER_RUN)))
 
 
 class Frontier:
@@ -96,11 +72,14 @@ class Frontier:
 
 
 class DepthTrial(Observer):
-    """Freezes as deep as possible at once, and finds by trial how deep to stay.
+    """Freezes deep at once, and finds by trial how deep to stay.
 
     After a few steps it repeats them with fewer layer modules frozen, from the same weights, on the same batches. It
-    goes shallower as long as the loss falls clearly more, and training goes on from the winner. A loss is the mean of
-    the last third of the steps, each on a batch that the weights have not trained on yet.
+    goes shallower as long as the loss falls clearly more and the budget lasts, and training goes on from the winner. A
+    loss is the mean of the last third of the steps, each on a batch that the weights have not trained on yet. Where the
+    budget ends first, half of the chain freezes at most.
+
+    The second step of the run trains everything, like the first one, and tells what a full step costs.
 
     Args:
         trainer: the Trainer.
@@ -110,7 +89,7 @@ class DepthTrial(Observer):
 
     Attributes:
         over: whether there is an answer.
-        frontier: the losses seen; None before the answer.
+        frontier: the losses seen; None before the answer, and if there were too few steps for a trial.
     """
 
     def __init__(self, trainer: pl.Trainer, freezer: Freezer, policy: FreezingPolicy, costs: StepCosts) -> None:
@@ -120,8 +99,15 @@ class DepthTrial(Observer):
         self._freezer = freezer
         self._policy = policy
         self._costs = costs
-        self._steps = trial_steps(_steps_of(trainer))
+        chain, run_steps = freezer.chain, _steps_of(trainer)
+        self._steps = trial_steps(run_steps)
+        self._budget = Budget(run_steps, self._steps, len(chain))
+        self._depths = candidate_depths(len(chain), chain.max_depth)
+        self._safe = safe_depth(len(chain), chain.max_depth)
         self._branches: Branches | None = None
+        self._device = trainer.strategy.root_device
+        self._began: float | torch.cuda.Event | None = None
+        self._full: tuple[float | torch.cuda.Event, float | torch.cuda.Event] | None = None
 
     def will_keep(self, batches_ahead: int) -> bool:
         """Whether it keeps the batch that comes ``batches_ahead`` after the last one."""
@@ -129,9 +115,11 @@ class DepthTrial(Observer):
         return not self.over and kept + batches_ahead <= self._steps * self._trainer.accumulate_grad_batches
 
     def batch_start(self, batch: Any, step: int) -> None:
-        """Keep the batch."""
+        """Keep the batch, or time it if nothing is frozen."""
         if self._branches is not None:
             self._branches.batch_start(batch, step)
+        elif not self.over and not self._freezer.depth:
+            self._began = mark(self._device)
 
     def forward_end(self, loss: Tensor) -> None:
         """Keep the loss."""
@@ -140,38 +128,67 @@ class DepthTrial(Observer):
 
     def decide(self) -> Decision | None:
         """Return the decision after an optimizer step, the same on all ranks; None keeps the depth."""
-        deepest = self._freezer.chain.max_depth
-        if self._branches is None:
+        if self._branches is not None:
+            self._branches.stepped()
+            if not self._freezer.ranks.share(self._branches.steps >= self._steps or self._branches.full):
+                return None
+            branches, self._branches = self._branches, None
+            return self._conclude(branches)
+        if self._freezer.depth:
             self._freezer.freeze_to(0, "the trial of depths begins again")  # resumed within one
-            self._branches = Branches(self._trainer, self._freezer)
-            return Decision(deepest, f"trained weights: shallower depths are tried on the next {self._steps} batches")
-        self._branches.stepped()
-        if not self._freezer.ranks.share(self._branches.steps >= self._steps or self._branches.full):
-            return None
-        branches, self._branches, self.over = self._branches, None, True
-        frontier = self.frontier = self._compare(branches)
+        elif self._began is None:
+            return None  # the first step; the second one is timed
+        else:
+            self._full = self._began, mark(self._device)
+        first, *others = self._depths
+        if others and not self._budget.allows(others[0], ahead=first):
+            self.over = True
+            self._take_full_step()
+            self._policy.conclude(self._safe)
+            return Decision(self._safe, "trained weights: the run is too short to try depths, so half of it freezes")
+        self._branches = Branches(self._trainer, self._freezer)
+        return Decision(first, f"trained weights: shallower depths are tried on the next {self._steps} batches")
+
+    def _conclude(self, branches: Branches) -> Decision:
+        self.over = True
+        self._take_full_step()
+        frontier, ended = self._compare(branches)
+        self.frontier = frontier
         if not frontier.progress > 0:
             self._policy.compare_layers()
             return Decision(0, "no depth learned anything in the trial, so plasticity decides")
-        self._policy.conclude(frontier.depth)
-        return Decision(frontier.depth, frontier.describe())
+        depth = min(frontier.depth, self._safe) if ended else frontier.depth
+        self._policy.conclude(depth)
+        more = "; shallower depths would cost too much to try" if ended else ""
+        return Decision(depth, frontier.describe() + more)
 
-    def _compare(self, branches: Branches) -> Frontier:
-        """Try depths, deepest first, and return what was seen; training goes on from the winner."""
-        chain, enough = self._freezer.chain, self._policy.trial_progress
+    def _compare(self, branches: Branches) -> tuple[Frontier, bool]:
+        """Try depths, deepest first; training goes on from the winner.
+
+        Returns:
+            What was seen, and whether the budget ended before the answer.
+        """
+        enough, budget = self._policy.trial_progress, self._budget
         assert enough is not None  # or there would be no trial
         last = math.ceil(branches.batches / 3)
         run = branches.losses
+        first, *others = self._depths
         with branches.repeating() as repeats:
-            frontier = Frontier(_mean(repeats.without_learning(last)), enough)
-            frontier.add(chain.max_depth, _mean(run[-last:]))
-            for depth in candidate_depths(len(chain), chain.max_depth)[1:]:
+            frontier = Frontier(_mean(repeats.without_learning(first, last)), enough)
+            frontier.add(first, _mean(run[-last:]))
+            for depth in others:
+                best = frontier.depth
+                if not budget.allows(depth, ahead=best):
+                    return frontier, True
                 if not frontier.add(depth, _mean(repeats.at(depth)[-last:])):
                     break
                 repeats.keep()
-            for seconds in repeats.seconds_at(0, TIMED_BATCHES)[1:]:
-                self._costs.add_repeated(0, seconds)
-        return frontier
+                budget.lose(best)
+        return frontier, False
+
+    def _take_full_step(self) -> None:
+        if self._full is not None and reached(self._full[1]):
+            self._costs.add_repeated(0, seconds_between(*self._full))
 
 
 def _steps_of(trainer: pl.Trainer) -> float:

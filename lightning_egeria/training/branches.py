@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -177,16 +176,6 @@ class Branches(Observer):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         return None if loss is None else loss / trainer.accumulate_grad_batches
 
-    def _seconds(self, number: int) -> float:
-        """Train on a batch and return the seconds until the device is done."""
-        device = self._trainer.strategy.root_device
-        wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-        wait(device)
-        started = time.perf_counter()
-        self._repeat(number)
-        wait(device)
-        return time.perf_counter() - started
-
     def _repeat(self, number: int) -> float:
         """Train on a batch and return its loss."""
         kept, trainer, freezer = self._batches[number], self._trainer, self._freezer
@@ -227,10 +216,13 @@ class Repeats:
         self.best = run
         self._branches = branches
 
-    def without_learning(self, last: int) -> list[float]:
-        """Return the loss of each of the ``last`` batches with the weights of the start, the mean of all ranks."""
+    def without_learning(self, depth: int, last: int) -> list[float]:
+        """Return the loss of each of the ``last`` batches at a depth with the weights of the start.
+
+        It is the mean of all ranks. The depth matters where frozen normalisation layers keep their statistics.
+        """
         branches = self._branches
-        branches._from_start(0)
+        branches._from_start(depth)
         numbers = range(len(branches._batches))[-last:]
         with torch.no_grad():
             return branches._mean([_number(branches._call(number)) for number in numbers])
@@ -240,12 +232,6 @@ class Repeats:
         branches = self._branches
         branches._from_start(depth)
         return branches._mean([branches._repeat(number) for number in range(len(branches._batches))])
-
-    def seconds_at(self, depth: int, batches: int) -> list[float]:
-        """Repeat the last ``batches`` batches at a depth, from the start, and return the seconds that each took."""
-        branches = self._branches
-        branches._from_start(depth)
-        return [branches._seconds(number) for number in range(len(branches._batches))[-batches:]]
 
     def keep(self) -> None:
         """Let training go on from the branch of the last `at`, if no other is kept later."""

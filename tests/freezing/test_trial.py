@@ -10,12 +10,19 @@ import torch
 from models import Classifier, ConvNet, equal, fit, images, loader, mlp, vectors
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.freezing.trial import Frontier, candidate_depths, trial_steps
+from lightning_egeria.freezing import trial_plan
+from lightning_egeria.freezing.trial import Frontier
 
 STEPS = 15
+FIRST = 1  # depth that a trial of ConvNet begins with
 
 
-def pretrained(trial_progress=0.95, **arguments):
+@pytest.fixture(autouse=True)
+def _any_trial_is_cheap(monkeypatch):
+    monkeypatch.setattr(trial_plan, "BUDGET", 100.0)
+
+
+def pretrained(trial_progress=0.98, **arguments):
     policy = FreezingPolicy(pretrained=True, trial_progress=trial_progress)
     return KnowledgeGuidedFreezing(policy, background=False, **arguments)
 
@@ -44,18 +51,18 @@ def steady(callback, falls):
 
 
 def test_it_stays_where_going_shallower_no_longer_pays():
-    callback = steady(pretrained(), {0: 2.05, 1: 2.0, 3: 1.0})
-    assert history(callback) == [(1, 3), (9, 1)]
-    assert callback.events[-1].reason == "the loss fell from 5 to 4 with 3 frozen, 3 with 1, 2.95 with 0"
+    callback = steady(pretrained(), {0: 2.05, 1: 2.0, 2: 1.0})
+    assert history(callback) == [(2, 2), (10, 1)]
+    assert callback.events[-1].reason == "the loss fell from 5 to 4 with 2 frozen, 3 with 1, 2.95 with 0"
     assert callback.active_policy.depth == callback.frozen_depth == 1
-    assert callback.frontier.losses == pytest.approx({3: 4.0, 1: 3.0, 0: 2.95})
+    assert callback.frontier.losses == pytest.approx({2: 4.0, 1: 3.0, 0: 2.95})
     assert callback.frontier.start == 5
 
 
 def test_the_savings_know_what_a_full_step_costs():
-    callback = steady(pretrained(), {0: 3.0, 1: 1.01, 3: 1.0})
+    callback = steady(pretrained(), {0: 3.0, 1: 1.01, 2: 1.0})
     savings = callback.savings()
-    batches = STEPS - 1  # the first step was a full one
+    batches = STEPS - 2  # the first two were full ones
     saved = (savings.step_seconds_before - savings.step_seconds_after) * batches - savings.evaluation_seconds
     assert savings.step_seconds_before > 0
     assert savings.evaluation_seconds > 0
@@ -63,12 +70,12 @@ def test_the_savings_know_what_a_full_step_costs():
 
 
 def test_it_does_not_look_behind_a_depth_that_does_not_pay():
-    assert history(steady(pretrained(), {0: 3.0, 1: 1.01, 3: 1.0})) == [(1, 3)]
+    assert history(steady(pretrained(), {0: 3.0, 1: 1.01, 2: 1.0})) == [(2, 2)]
 
 
-@pytest.mark.parametrize(("enough", "depth"), [(0.4, 3), (0.6, 1), (0.99, 0)])
+@pytest.mark.parametrize(("enough", "depth"), [(0.4, 2), (0.6, 1), (0.99, 0)])
 def test_a_lower_share_stays_deeper(enough, depth):
-    callback = steady(pretrained(trial_progress=enough), {0: 2.05, 1: 2.0, 3: 1.0})
+    callback = steady(pretrained(trial_progress=enough), {0: 2.05, 1: 2.0, 2: 1.0})
     assert callback.frozen_depth == depth
 
 
@@ -80,10 +87,9 @@ def test_the_run_after_it_is_the_one_frozen_by_hand(seed):
     module, callback = Classifier(copy.deepcopy(start)), pretrained()
     fit(module, callback)
     scripted = Classifier(copy.deepcopy(start))
-    schedule = {1: callback.frozen_depth} if callback.frozen_depth else {}
+    schedule = {2: callback.frozen_depth} if callback.frozen_depth else {}
     fit(scripted, KnowledgeGuidedFreezing(ScriptedPolicy(schedule), background=False))
-    assert callback.events[0].depth == 2
-    assert callback.events[0].step == 1
+    assert (callback.events[0].step, callback.events[0].depth) == (2, FIRST)
     assert equal(module, scripted)
 
 
@@ -110,7 +116,7 @@ def test_the_depth_stays():
 
     callback = pretrained(trial_progress=1e-6, evaluate_every_n_steps=1)
     fit(Falling(ConvNet(dropout=0), lr=0.2), callback)
-    assert history(callback) == [(1, 2)]
+    assert history(callback) == [(2, FIRST)]
     assert callback.savings().evaluations_done == 0
 
 
@@ -120,8 +126,8 @@ def test_where_nothing_learns_plasticity_decides():
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
     callback = pretrained()
-    fit(Waiting(ConvNet(dropout=0)), callback)
-    assert history(callback) == [(1, 2), (9, 0)]
+    fit(Waiting(mlp(blocks=3)), callback, data=loader(vectors()))
+    assert history(callback) == [(2, 1), (10, 0)]
     assert "no depth learned anything" in callback.events[-1].reason
     assert callback.active_policy.trial_progress is None
 
@@ -170,7 +176,7 @@ def test_a_resumed_run(tmp_path, epoch):
         assert history(first) == history(second)
         assert equal(whole, resumed)
     else:
-        assert history(second)[:3] == [(1, 2), (6, 0), (6, 2)]
+        assert history(second)[:3] == [(2, FIRST), (6, 0), (6, FIRST)]
         assert second.events[1].reason == "the trial of depths begins again"
 
 
@@ -184,25 +190,10 @@ def test_from_scratch_there_is_none():
 
 def test_the_log_says_what_was_tried(caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
-    steady(pretrained(), {0: 2.05, 1: 2.0, 3: 1.0})
-    assert "step 1: froze 3 of 4 layer modules" in caplog.text
+    steady(pretrained(), {0: 2.05, 1: 2.0, 2: 1.0})
+    assert "step 2: froze 2 of 4 layer modules" in caplog.text
     assert "shallower depths are tried on the next 8 batches" in caplog.text
-    assert "1 of 4 layer modules stay frozen: the loss fell from 5 to 4 with 3 frozen" in caplog.text
-
-
-@pytest.mark.parametrize(("layers", "deepest"), [(2, 1), (3, 2), (8, 7), (18, 17), (18, 3), (50, 49)])
-def test_candidates_begin_at_the_deepest_and_end_at_none(layers, deepest):
-    depths = candidate_depths(layers, deepest)
-    assert depths[0] == deepest
-    assert depths[-1] == 0
-    assert depths == sorted(set(depths), reverse=True)
-
-
-@pytest.mark.parametrize("steps", [1, 250, 1000, 10**5, math.inf])
-def test_a_trial_takes_few_steps(steps):
-    assert 8 <= trial_steps(steps) <= 64
-    if 256 <= steps < 2048:
-        assert trial_steps(steps) == round(steps / 32)
+    assert "1 of 4 layer modules stay frozen: the loss fell from 5 to 4 with 2 frozen" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -220,3 +211,26 @@ def test_a_loss_that_is_not_finite_never_wins(losses, depth):
     for tried in losses:
         frontier.add(*tried)
     assert frontier.depth == depth
+
+
+def test_a_run_too_short_for_a_trial_freezes_half(monkeypatch):
+    monkeypatch.setattr(trial_plan, "BUDGET", 0.05)
+    callback = steady(pretrained(), {0: 3.0, 2: 1.0})
+    assert history(callback) == [(2, 2)]
+    assert "too short to try depths, so half of it freezes" in callback.events[-1].reason
+    assert callback.frontier is None
+    assert callback.active_policy.depth == 2
+    assert callback.savings().step_seconds_before > 0
+    assert not callback.will_compare(1)
+
+
+def test_where_the_budget_ends_half_is_the_most(monkeypatch):
+    """With 8 layer modules it begins with 5; the second depth is affordable and better, the third one is not."""
+    monkeypatch.setattr(trial_plan, "BUDGET", 0.75)
+    module = Steady({5: 1.0, 4: 2.0, 2: 3.0, 0: 3.1})
+    module.net = mlp(blocks=8)
+    callback = pretrained()
+    fit(module, callback, data=loader(vectors()))
+    assert list(callback.frontier.losses) == [5, 4]
+    assert history(callback) == [(2, 5), (10, 4)]
+    assert callback.events[-1].reason.endswith("3 with 4; shallower depths would cost too much to try")

@@ -209,7 +209,7 @@ def test_the_loss_of_the_start_is_measured_without_learning():
                 self.branches.stepped()
                 branches, self.branches = self.branches, None
                 with branches.repeating() as repeats:
-                    seen.append((repeats.without_learning(2), repeats.without_learning(2), repeats.at(0)))
+                    seen.append((repeats.without_learning(0, 2), repeats.without_learning(0, 2), repeats.at(0)))
                 return None
             return super().choose_depth(step)
 
