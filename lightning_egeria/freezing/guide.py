@@ -79,7 +79,7 @@ class Guide:
         """
         if self.trial is not None and not self.trial.over:
             with self.comparison.costs.evaluating():
-                return self.trial.decide()
+                return self.trial.decide(learning_rate)
         ranks, due = self.freezer.ranks, self.comparison.is_due(step)
         decision = self._decide(step, learning_rate, due) if ranks.leads else None
         if not ranks.several:

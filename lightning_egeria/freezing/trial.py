@@ -19,67 +19,104 @@ from lightning_egeria.training.freezer import Decision, Freezer
 from lightning_egeria.training.observers import Observer
 
 
+def worth(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the share of another branch's steps that teach it as much as all steps teach this one.
+
+    It compares means over half of the batches: where, in the other branch, was the loss that this one has at the end?
+    Unlike the fall of the loss, this hardly depends on the number of steps.
+
+    Args:
+        losses: loss of each batch.
+        others: loss of each batch in the other branch, as many.
+
+    Returns:
+        A number in (0, 1]; 1 if the other branch ends no lower, or with a loss that is not finite.
+
+    >>> worth([8.0, 7.0, 6.0, 5.0], [8.0, 6.0, 4.0, 2.0])
+    0.6875
+    >>> worth([5.0, 4.0], [5.0, 4.5]), worth([5.0, math.nan], [5.0, 4.0])
+    (1.0, 0.5)
+    """
+    window = math.ceil(len(losses) / 2)
+    end = _mean(losses[-window:])
+    means = [_mean(others[at - window : at]) for at in range(window, len(others) + 1)]
+    if end <= means[-1] or not math.isfinite(means[-1]):
+        return 1.0
+    for at in range(len(means) - 1, 0, -1):
+        after, before = means[at], means[at - 1]
+        if before >= end > after:
+            return (window + at - (end - after) / (before - after)) / len(others)
+    return window / len(others)
+
+
 class Frontier:
     """The loss that each depth reaches, deepest first, and the depth to stay at.
 
-    Going shallower stops where it no longer pays: where a depth makes at least a given share of the progress of the
-    next one. Progress is the fall of the loss from the start.
+    Going shallower stops where it no longer pays: where the steps at a depth are worth enough of those at the next one.
 
     Args:
-        start: loss with the weights of the start.
-        enough: the share, in (0, 1].
+        enough: share of the next depth's steps, in (0, 1].
 
     Attributes:
-        start: loss with the weights of the start.
-        losses: loss by depth.
-        depth: deepest depth that makes nearly the progress of the next one; the last one until there is one.
+        losses: mean loss of the last half of the batches, by depth.
+        worth: share of the steps at each depth but the first that the steps at the best depth before are worth.
+        depth: deepest depth whose steps are worth nearly those at the next one; the last one until there is one.
+        learned: whether the loss fell at `depth`.
 
-    >>> frontier = Frontier(start=4.0, enough=0.95)
-    >>> [frontier.add(*tried) for tried in [(17, 2.0), (15, 1.0), (12, 0.9)]]
-    [True, True, False]
-    >>> frontier.depth, frontier.describe()
-    (15, 'the loss fell from 4 to 2 with 17 frozen, 1 with 15, 0.9 with 12')
+    >>> frontier = Frontier(enough=0.95)
+    >>> frontier.add(15, [5.0, 4.0, 3.0, 2.0]), frontier.add(12, [5.0, 3.0, 1.0, 0.9]), frontier.depth
+    (True, True, 12)
+    >>> frontier.add(9, [5.0, 3.0, 1.0, 0.9]), frontier.depth, frontier.learned
+    (False, 12, True)
+    >>> frontier.describe()
+    'loss 2.5 with 15 frozen, 0.95 with 12, 0.95 with 9; steps are worth 0.69 of those with 12, 1.00 of those with 9'
     """
 
-    def __init__(self, start: float, enough: float) -> None:
+    def __init__(self, enough: float) -> None:
         self.losses: dict[int, float] = {}
+        self.worth: dict[int, float] = {}
         self.depth = 0
-        self.start = start
+        self.learned = False
+        self._best: list[float] = []
         self._enough = enough
 
-    @property
-    def progress(self) -> float:
-        """Fall of the loss at `depth`; not positive, or NaN, if nothing was learned there."""
-        return self.start - self.losses[self.depth]
-
-    def add(self, depth: int, loss: float) -> bool:
+    def add(self, depth: int, losses: Sequence[float]) -> bool:
         """Add a depth, shallower than all before; return whether it is the one to stay at so far.
 
-        A loss that is not finite is worse than all others.
+        Args:
+            depth: the depth.
+            losses: loss of each batch, of the same batches at each depth. One that is not finite never wins.
         """
-        self.losses[depth] = loss
-        progress = self.start - loss
-        first = len(self.losses) == 1
-        if first or (math.isfinite(progress) and not self.progress >= self._enough * progress):
-            self.depth = depth
-            return True
-        return False
+        half = len(losses) // 2
+        self.losses[depth] = _mean(losses[half:])
+        if self._best:
+            self.worth[depth] = worth(self._best, losses)
+            if not self.worth[depth] < self._enough:
+                return False
+        self.depth, self._best = depth, list(losses)
+        self.learned = self.losses[depth] < _mean(losses[: half or 1])
+        return True
 
     def describe(self) -> str:
         """Return what was seen, for the log."""
         first, *others = (f"{loss:.3g} with {depth}" for depth, loss in self.losses.items())
-        return ", ".join([f"the loss fell from {self.start:.3g} to {first} frozen", *others])
+        text = ", ".join([f"loss {first} frozen", *others])
+        if not self.worth:
+            return text
+        shares = [f"{share:.2f} of those with {depth}" for depth, share in self.worth.items()]
+        return f"{text}; steps are worth {', '.join(shares)}"
 
 
 class DepthTrial(Observer):
     """Freezes deep at once, and finds by trial how deep to stay.
 
     After a few steps it repeats them with fewer layer modules frozen, from the same weights, on the same batches. It
-    goes shallower as long as the loss falls clearly more and the budget lasts, and training goes on from the winner. A
-    loss is the mean of the last third of the steps, each on a batch that the weights have not trained on yet. Where the
-    budget ends first, half of the chain freezes at most.
+    goes shallower as long as steps teach clearly more there and the budget lasts, and training goes on from the winner.
+    Each loss is that of a batch which the weights have not trained on yet. Where the budget ends first, half of the
+    chain freezes at most.
 
-    The second step of the run trains everything, like the first one, and tells what a full step costs.
+    The second step of the run trains everything, like the first one, and tells what a full step costs. While the
+    learning rate is 0, all steps do.
 
     Args:
         trainer: the Trainer.
@@ -126,8 +163,12 @@ class DepthTrial(Observer):
         if self._branches is not None:
             self._branches.forward_end(loss)
 
-    def decide(self) -> Decision | None:
-        """Return the decision after an optimizer step, the same on all ranks; None keeps the depth."""
+    def decide(self, learning_rate: float) -> Decision | None:
+        """Return the decision after an optimizer step, the same on all ranks; None keeps the depth.
+
+        Args:
+            learning_rate: learning rate of this step; while it is 0, the trial does not begin.
+        """
         if self._branches is not None:
             self._branches.stepped()
             if not self._freezer.ranks.share(self._branches.steps >= self._steps or self._branches.full):
@@ -136,7 +177,7 @@ class DepthTrial(Observer):
             return self._conclude(branches)
         if self._freezer.depth:
             self._freezer.freeze_to(0, "the trial of depths begins again")  # resumed within one
-        elif self._began is None:
+        elif self._began is None or learning_rate == 0:
             return None  # the first step; the second one is timed
         else:
             self._full = self._began, mark(self._device)
@@ -154,7 +195,7 @@ class DepthTrial(Observer):
         self._take_full_step()
         frontier, ended = self._compare(branches)
         self.frontier = frontier
-        if not frontier.progress > 0:
+        if not frontier.learned:
             self._policy.compare_layers()
             return Decision(0, "no depth learned anything in the trial, so plasticity decides")
         depth = min(frontier.depth, self._safe) if ended else frontier.depth
@@ -170,17 +211,15 @@ class DepthTrial(Observer):
         """
         enough, budget = self._policy.trial_progress, self._budget
         assert enough is not None  # or there would be no trial
-        last = math.ceil(branches.batches / 3)
-        run = branches.losses
         first, *others = self._depths
+        frontier = Frontier(enough)
+        frontier.add(first, branches.losses)
         with branches.repeating() as repeats:
-            frontier = Frontier(_mean(repeats.without_learning(first, last)), enough)
-            frontier.add(first, _mean(run[-last:]))
             for depth in others:
                 best = frontier.depth
                 if not budget.allows(depth, ahead=best):
                     return frontier, True
-                if not frontier.add(depth, _mean(repeats.at(depth)[-last:])):
+                if not frontier.add(depth, repeats.at(depth)):
                     break
                 repeats.keep()
                 budget.lose(best)

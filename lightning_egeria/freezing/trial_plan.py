@@ -13,18 +13,17 @@ ALWAYS_LEARNING = 3  # layer modules at the end that the first depth leaves out
 
 
 def candidate_depths(layer_modules: int, max_depth: int) -> list[int]:
-    """Return the depths to try, deepest first: all but 3, a sixth of the chain less each down to half, a quarter, none.
+    """Return the depths to try, deepest first: all but 3, then a fifth of the chain less each, and none.
 
     Args:
         layer_modules: length of the chain.
         max_depth: how many may freeze.
 
     >>> candidate_depths(18, 17), candidate_depths(10, 9), candidate_depths(8, 4), candidate_depths(3, 2)
-    ([15, 12, 9, 4, 0], [7, 5, 2, 0], [4, 2, 0], [1, 0])
+    ([15, 11, 7, 3, 0], [7, 5, 3, 1, 0], [4, 3, 1, 0], [1, 0])
     """
-    half = layer_modules // 2
-    first = max(half, layer_modules - ALWAYS_LEARNING)
-    depths = {*range(first, half, -max(1, round(layer_modules / 6))), half, layer_modules // 4, 0}
+    first = max(layer_modules // 2, layer_modules - ALWAYS_LEARNING)
+    depths = {*range(first, 0, -max(1, round(layer_modules / 5))), 0}
     if first > max_depth:
         depths.add(max_depth)
     return sorted((depth for depth in depths if depth <= max_depth), reverse=True)
@@ -56,18 +55,18 @@ class Budget:
         lost: work so far that training does not keep, in full steps.
 
     >>> budget = Budget(run_steps=384, steps=8, layer_modules=18)
-    >>> budget.allows(12, ahead=15), budget.allows(0, ahead=15)
-    (True, False)
+    >>> budget.allows(11, ahead=15), budget.allows(0, ahead=15)
+    (True, True)
     >>> budget.lose(15)
-    >>> round(budget.lost, 2), budget.allows(9, ahead=12), budget.allows(4, ahead=12)
-    (4.44, True, False)
+    >>> round(budget.lost, 2), budget.allows(7, ahead=11), budget.allows(0, ahead=11)
+    (3.56, True, False)
     """
 
     def __init__(self, run_steps: float, steps: int, layer_modules: int) -> None:
         self._run_steps = run_steps
         self._steps = steps
         self._layer_modules = layer_modules
-        self.lost = steps / 9  # the loss before: a forward, a third of a step, of the last third of the batches
+        self.lost = 0.0
 
     def work(self, depth: int) -> float:
         """Return the work of a step, as a share of a full one: frozen layer modules run forward only."""

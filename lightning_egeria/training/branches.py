@@ -216,17 +216,6 @@ class Repeats:
         self.best = run
         self._branches = branches
 
-    def without_learning(self, depth: int, last: int) -> list[float]:
-        """Return the loss of each of the ``last`` batches at a depth with the weights of the start.
-
-        It is the mean of all ranks. The depth matters where frozen normalisation layers keep their statistics.
-        """
-        branches = self._branches
-        branches._from_start(depth)
-        numbers = range(len(branches._batches))[-last:]
-        with torch.no_grad():
-            return branches._mean([_number(branches._call(number)) for number in numbers])
-
     def at(self, depth: int) -> list[float]:
         """Repeat all steps at a depth and return the loss of each batch, the mean of all ranks."""
         branches = self._branches

@@ -11,9 +11,10 @@ from models import Classifier, ConvNet, equal, fit, images, loader, mlp, vectors
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.freezing import trial_plan
-from lightning_egeria.freezing.trial import Frontier
+from lightning_egeria.freezing.trial import Frontier, worth
 
 STEPS = 15
+FALLS = {0: 0.1025, 1: 0.1, 2: 0.05}  # in a step, by depth; 2 is worth 0.66 of 1, and 1 is worth 0.98 of 0
 FIRST = 1  # depth that a trial of ConvNet begins with
 
 
@@ -22,7 +23,7 @@ def _any_trial_is_cheap(monkeypatch):
     monkeypatch.setattr(trial_plan, "BUDGET", 100.0)
 
 
-def pretrained(trial_progress=0.98, **arguments):
+def pretrained(trial_progress=0.95, **arguments):
     policy = FreezingPolicy(pretrained=True, trial_progress=trial_progress)
     return KnowledgeGuidedFreezing(policy, background=False, **arguments)
 
@@ -32,17 +33,19 @@ def history(callback):
 
 
 class Steady(Classifier):
-    """Its loss falls by what ``falls`` says for the frozen depth, whatever its weights are."""
+    """Its loss falls in each step by what ``falls`` says for the frozen depth, whatever its weights are."""
 
-    def __init__(self, falls):
+    def __init__(self, falls, blocks=4):
         torch.manual_seed(0)
-        super().__init__(mlp(blocks=4), lr=0.0)
+        super().__init__(mlp(blocks=blocks), lr=1e-9)
         self.falls = falls
+        self.register_buffer("fallen", torch.zeros(()))
 
     def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx) * 0 + 5.0 - self.fallen
         frozen = sum(not part.weight.requires_grad for part in self.net[:-1:2])
-        return loss * 0 + 5.0 - (self.falls[frozen] if torch.is_grad_enabled() else 0.0)
+        self.fallen += self.falls.get(frozen, 0.0)
+        return loss
 
 
 def steady(callback, falls):
@@ -51,16 +54,18 @@ def steady(callback, falls):
 
 
 def test_it_stays_where_going_shallower_no_longer_pays():
-    callback = steady(pretrained(), {0: 2.05, 1: 2.0, 2: 1.0})
+    callback = steady(pretrained(), FALLS)
     assert history(callback) == [(2, 2), (10, 1)]
-    assert callback.events[-1].reason == "the loss fell from 5 to 4 with 2 frozen, 3 with 1, 2.95 with 0"
+    assert callback.events[-1].reason == (
+        "loss 4.52 with 2 frozen, 4.24 with 1, 4.23 with 0; steps are worth 0.66 of those with 1, 0.98 of those with 0"
+    )
     assert callback.active_policy.depth == callback.frozen_depth == 1
-    assert callback.frontier.losses == pytest.approx({2: 4.0, 1: 3.0, 0: 2.95})
-    assert callback.frontier.start == 5
+    assert callback.frontier.losses == pytest.approx({2: 4.52, 1: 4.245, 0: 4.23125})
+    assert callback.frontier.worth == pytest.approx({1: (2.5 + 5.5 / 2) / 8, 0: (2.5 + 5.5 / 1.025) / 8})
 
 
 def test_the_savings_know_what_a_full_step_costs():
-    callback = steady(pretrained(), {0: 3.0, 1: 1.01, 2: 1.0})
+    callback = steady(pretrained(), {0: 0.3, 1: 0.101, 2: 0.1})
     savings = callback.savings()
     batches = STEPS - 2  # the first two were full ones
     saved = (savings.step_seconds_before - savings.step_seconds_after) * batches - savings.evaluation_seconds
@@ -70,12 +75,12 @@ def test_the_savings_know_what_a_full_step_costs():
 
 
 def test_it_does_not_look_behind_a_depth_that_does_not_pay():
-    assert history(steady(pretrained(), {0: 3.0, 1: 1.01, 2: 1.0})) == [(2, 2)]
+    assert history(steady(pretrained(), {0: 0.3, 1: 0.101, 2: 0.1})) == [(2, 2)]
 
 
-@pytest.mark.parametrize(("enough", "depth"), [(0.4, 2), (0.6, 1), (0.99, 0)])
+@pytest.mark.parametrize(("enough", "depth"), [(0.5, 2), (0.9, 1), (0.99, 0)])
 def test_a_lower_share_stays_deeper(enough, depth):
-    callback = steady(pretrained(trial_progress=enough), {0: 2.05, 1: 2.0, 2: 1.0})
+    callback = steady(pretrained(trial_progress=enough), FALLS)
     assert callback.frozen_depth == depth
 
 
@@ -120,14 +125,21 @@ def test_the_depth_stays():
     assert callback.savings().evaluations_done == 0
 
 
-def test_where_nothing_learns_plasticity_decides():
+def test_it_waits_for_a_learning_rate():
     class Waiting(Classifier):
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.0)
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step >= 5))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     callback = pretrained()
-    fit(Waiting(mlp(blocks=3)), callback, data=loader(vectors()))
-    assert history(callback) == [(2, 1), (10, 0)]
+    fit(Waiting(ConvNet(dropout=0)), callback)
+    assert history(callback)[0] == (6, FIRST)
+
+
+def test_where_nothing_learns_plasticity_decides():
+    callback = steady(pretrained(), {0: -0.1, 1: -0.1, 2: -0.1})
+    assert history(callback) == [(2, 2), (10, 0)]
     assert "no depth learned anything" in callback.events[-1].reason
     assert callback.active_policy.trial_progress is None
 
@@ -190,32 +202,52 @@ def test_from_scratch_there_is_none():
 
 def test_the_log_says_what_was_tried(caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
-    steady(pretrained(), {0: 2.05, 1: 2.0, 2: 1.0})
+    steady(pretrained(), FALLS)
     assert "step 2: froze 2 of 4 layer modules" in caplog.text
     assert "shallower depths are tried on the next 8 batches" in caplog.text
-    assert "1 of 4 layer modules stay frozen: the loss fell from 5 to 4 with 2 frozen" in caplog.text
+    assert "1 of 4 layer modules stay frozen: loss 4.52 with 2 frozen" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("losses", "depth"),
     [
-        ([(3, 1.0), (2, math.nan), (1, 0.5)], 1),
-        ([(3, math.nan), (2, 1.0)], 2),
-        ([(3, math.inf), (2, math.nan)], 3),
-        ([(3, 5.0), (2, 5.5)], 3),
-        ([(3, 5.0), (2, 4.0)], 2),
+        ([(3, [4, 1.0]), (2, [4, math.nan])], 3),
+        ([(3, [4, math.nan]), (2, [4, 1.0])], 2),
+        ([(3, [4, math.inf]), (2, [4, math.nan])], 3),
+        ([(3, [4, 5.0]), (2, [4, 5.5])], 3),
+        ([(3, [4, 5.0]), (2, [4, 4.0])], 2),
     ],
 )
 def test_a_loss_that_is_not_finite_never_wins(losses, depth):
-    frontier = Frontier(4.5, 0.95)
+    frontier = Frontier(0.95)
     for tried in losses:
         frontier.add(*tried)
     assert frontier.depth == depth
 
 
+@pytest.mark.parametrize("rate", [0.02, 0.2])
+@pytest.mark.parametrize("slower", [0.7, 0.9, 1.0])
+@pytest.mark.parametrize("length", [8, 16, 64])
+def test_worth_is_how_much_slower_a_branch_learns(rate, slower, length):
+    """However steep the curve is and however long the branches are."""
+    fast = [math.exp(-rate * step) for step in range(length)]
+    slow = [math.exp(-rate * slower * step) for step in range(length)]
+    assert worth(fast, fast) == worth(fast, slow) == 1
+    # A window reaches back from the end: its middle is at three quarters of the steps.
+    assert worth(slow, fast) == pytest.approx(1 - 0.75 * (1 - slower), abs=0.06)
+    assert worth(slow, fast) <= 1
+
+
+def test_worth_has_a_floor_and_takes_noise():
+    assert worth([5.0] * 8, [5.0 - step / 10 for step in range(8)]) == 0.5
+    assert worth([5.0] * 8, [6.0] * 8) == 1
+    assert worth([4.0, 4.2, 3.9, 4.1], [4.0, 4.3, 3.7, 4.0]) < 1
+    assert worth([1.0], [0.5]) == 1.0 or worth([1.0], [0.5]) > 0
+
+
 def test_a_run_too_short_for_a_trial_freezes_half(monkeypatch):
     monkeypatch.setattr(trial_plan, "BUDGET", 0.05)
-    callback = steady(pretrained(), {0: 3.0, 2: 1.0})
+    callback = steady(pretrained(), {0: 0.3, 2: 0.1})
     assert history(callback) == [(2, 2)]
     assert "too short to try depths, so half of it freezes" in callback.events[-1].reason
     assert callback.frontier is None
@@ -226,11 +258,9 @@ def test_a_run_too_short_for_a_trial_freezes_half(monkeypatch):
 
 def test_where_the_budget_ends_half_is_the_most(monkeypatch):
     """With 8 layer modules it begins with 5; the second depth is affordable and better, the third one is not."""
-    monkeypatch.setattr(trial_plan, "BUDGET", 0.75)
-    module = Steady({5: 1.0, 4: 2.0, 2: 3.0, 0: 3.1})
-    module.net = mlp(blocks=8)
+    monkeypatch.setattr(trial_plan, "BUDGET", 0.8)
     callback = pretrained()
-    fit(module, callback, data=loader(vectors()))
-    assert list(callback.frontier.losses) == [5, 4]
-    assert history(callback) == [(2, 5), (10, 4)]
-    assert callback.events[-1].reason.endswith("3 with 4; shallower depths would cost too much to try")
+    fit(Steady({5: 0.1, 3: 0.2, 1: 0.3, 0: 0.31}, blocks=8), callback, data=loader(vectors()))
+    assert list(callback.frontier.losses) == [5, 3]
+    assert history(callback) == [(2, 5), (10, 3)]
+    assert callback.events[-1].reason.endswith("of those with 3; shallower depths would cost too much to try")

@@ -5,7 +5,7 @@ import copy
 import lightning as L
 import pytest
 import torch
-from models import Classifier, ConvNet, equal, fit, loader
+from models import Classifier, equal, fit, loader
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -198,23 +198,3 @@ def test_manual_optimization_cannot_be_repeated():
         trainer = L.Trainer(accelerator="cpu", logger=False)
         trainer.strategy.connect(module)
         assert Branches.possible(trainer) is expected
-
-
-def test_the_loss_of_the_start_is_measured_without_learning():
-    seen = []
-
-    class Looking(Branching):
-        def choose_depth(self, step):
-            if self.branches is not None and self.branches.steps == 2:
-                self.branches.stepped()
-                branches, self.branches = self.branches, None
-                with branches.repeating() as repeats:
-                    seen.append((repeats.without_learning(0, 2), repeats.without_learning(0, 2), repeats.at(0)))
-                return None
-            return super().choose_depth(step)
-
-    fit(Classifier(ConvNet(dropout=0)), Looking([], None))
-    ((first, second, at_0),) = seen
-    assert first == second
-    assert len(first) == 2
-    assert first[-1] != at_0[-1]
