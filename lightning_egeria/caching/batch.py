@@ -153,7 +153,8 @@ class CachedBatch:
         if not self._owner.is_proven(self.samples):
             return None
         output = self._assembled(level, node, front)
-        self.ended = self.ended or mark(front.device)
+        if output is not None:  # else it is computed now, and `reached` ends the time
+            self.ended = self.ended or mark(front.device)
         return output
 
     def _assembled(self, level: Level, node: Node, front: Front) -> Tensor | None:

@@ -6,6 +6,7 @@ from lazies import is_lazy
 from programs.parts import vectors
 from streams import Drive
 
+from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.lazy import plain
 
 IDS = [3, 1, 8, 20, 5, 11]
@@ -34,6 +35,24 @@ def test_hits_are_counted_by_sample(drive):
     assert (batch.samples, batch.hits, batch.advanced, batch.calls) == (6, 6, 0, 1)
     assert batch.lazy == (True,) * 6
     assert batch.ended > batch.began
+
+
+def test_the_time_of_a_miss_includes_its_computation(tmp_path, monkeypatch):
+    """It is compared with that of hits, to tell whether the cache pays."""
+    seen, boundary = [], CachedBatch.boundary
+
+    def noted(batch, depth, node):
+        output = boundary(batch, depth, node)
+        seen.append((batch.eager, output is None, batch.ended is None))
+        return output
+
+    monkeypatch.setattr(CachedBatch, "boundary", noted)
+    drive = Drive(tmp_path)
+    drive.epoch()
+    assert (False, True, True) in seen
+    assert (False, True, False) not in seen
+    assert all(batch.ended > batch.began for batch in drive.batches)
+    drive.close()
 
 
 def test_touch_is_told_with_its_place(drive):
