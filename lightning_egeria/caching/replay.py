@@ -20,7 +20,7 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
         given: values of nodes for these samples, in the place of what they are computed from.
 
     Returns:
-        The value, ``[places, ...]``; None if the computation does not fit another number of samples.
+        The value, ``[places, ...]``; None if the computation does not fit other samples, or another number.
     """
     values: dict[Node, Tensor] = dict(given or {})
     tape = node.tape
@@ -53,9 +53,9 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
             try:
                 results = one.call(values, len(places))
             except RuntimeError:
-                if len(places) == tape.size:
+                if list(places) == list(range(tape.size)):
                     raise
-                return None  # a shape is written into the program
+                return None  # a shape is written into the program, or samples differ in size
             if len(results) != len(one.siblings):
                 return None
             values.update(zip(one.siblings, results, strict=True))

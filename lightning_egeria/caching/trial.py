@@ -48,7 +48,9 @@ def try_boundary(node: Node, value: Tensor) -> tuple[str | None, bool]:
             # All others are one and the same sample, so that a mean over the batch, say, becomes another one.
             for other in (1 - kept, (size // 2) | 1 - kept):
                 mixed = replay(node, [place if place % 2 == kept else other % size for place in range(size)])
-                if mixed is None or not same_bits(mixed[kept::2], value[kept::2]):
+                if mixed is None:
+                    return "its computation fits only these samples (are they padded one by one?)", False
+                if not same_bits(mixed[kept::2], value[kept::2]):
                     return "the output of one sample depends on the other samples of its batch", False
         turned = [(turn, replay(node, [(place + turn) % size for place in range(size)])) for turn in _spread(size)]
     exact = True
