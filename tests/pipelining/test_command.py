@@ -1,0 +1,76 @@
+"""`egeria-plan`: a table, timelines, files; mistakes in one line."""
+
+import json
+import sys
+
+import pytest
+from graphs import branches
+
+from lightning_egeria.pipelining.command import main
+from lightning_egeria.pipelining.plan import Plan
+
+
+@pytest.fixture
+def graph(tmp_path):
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(branches(4).to_state()))
+    return path
+
+
+def test_it_prints_and_draws_the_plan(graph, tmp_path, capsys):
+    settings = [f"model={graph}", "devices=6", "micro_batches=4", "max_width=1", f"out={tmp_path / 'out'}"]
+    assert main(settings) == 0
+    shown = capsys.readouterr().out
+    assert "throughput of the graph over the chain: 1.50" in shown
+    assert "branch3.0" in shown
+    assert (tmp_path / "out" / "timelines.png").is_file()
+    written = tmp_path / "out" / "plan.json"
+    assert Plan.from_json(written.read_text()).in_flight == (3, 2, 2, 2, 2, 1)
+    assert main([f"model={written}", "devices=2"]) == 0
+
+
+def test_an_example_is_known_by_name(capsys):
+    assert main(["model=candle-uno", "devices=4", "memory_gb=4"]) == 0
+    assert "feature0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_it_explains_itself(arguments, capsys):
+    assert main(arguments) == 0
+    assert "micro_batches  parts of a batch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model=dlrm"], "devices=... must be given"),
+        (["model=dlrm", "devices=many"], "devices must be a whole number, got 'many'"),
+        (["model=dlrm", "devices=0"], "at least 1, got 0"),
+        (["model=dlrm", "devices=2", "memory_gb=none"], "memory_gb must be a positive number"),
+        (["model=dlrm", "devices=2", "memory_gb=0.001"], "fits into"),
+        (["model=nothing", "devices=2"], "model must be one of candle-uno"),
+        (["model=dlrm", "device=2"], "got 'device=2'"),
+        (["dlrm"], "expected key=value"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("egeria-plan: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("text", ["", "3", "{}", '{"graph": {}}'])
+def test_a_damaged_file_is_one_line(text, tmp_path, capsys):
+    path = tmp_path / "graph.json"
+    path.write_text(text)
+    assert main([f"model={path}", "devices=2"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_without_matplotlib_it_says_so(graph, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "lightning_egeria.pipelining.drawing", raising=False)
+    assert main([f"model={graph}", "devices=2", f"out={tmp_path / 'out'}"]) == 2
+    assert "lightning-egeria[report]" in capsys.readouterr().err

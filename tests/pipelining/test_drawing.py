@@ -1,0 +1,17 @@
+"""The picture of timelines."""
+
+from graphs import branches
+
+from lightning_egeria.pipelining.drawing import timelines
+from lightning_egeria.pipelining.planner import Limits, plan_chain, plan_graph
+from lightning_egeria.pipelining.timeline import predict
+
+
+def test_each_timeline_has_its_axes_and_bars():
+    limits = Limits(devices=6, micro_batches=4, max_width=1)
+    drawn = {"graph": predict(plan_graph(branches(4), limits)), "chain": predict(plan_chain(branches(4), limits))}
+    figure = timelines(drawn)
+    first, second = figure.axes
+    assert len(first.patches) == len(second.patches) == 6 * 4 * 2
+    assert first.get_title() == "graph: 360 ms, idle 33%"
+    assert first.get_xlim() == second.get_xlim()
