@@ -57,10 +57,6 @@ class PlanError(EgeriaError):
     """A graph pipeline cannot be planned: a damaged graph or plan, stages in a circle, or too little memory."""
 
 
-class PipelineError(EgeriaError):
-    """A graph pipeline ended: one of its ranks failed, or the ranks did not get the same batch."""
-
-
 def first_of(names: list[str]) -> str:
     """Return the first of several names for a message, and how many more there are.
 

@@ -22,7 +22,9 @@ DOCS = ROOT / "docs"
 CARDS = sorted((ROOT / "lightning_egeria").rglob("README.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *CARDS, *sorted(DOCS.rglob("*.md"))]
 ORIGINAL_TRAINER = L.Trainer
-MOST_WORDS = 13_900  # of which the cluster simulator has 1,200 and partial backprop 700: a card, and its messages
+MOST_WORDS = (
+    14_850  # of which the cluster has 1,200, partial backprop 700, graph pipelines 800: a card, and its messages
+)
 OF_THE_CACHE = 1_300
 MOST_LINES_OF_README = 110
 

@@ -98,10 +98,10 @@ def read_graph(model: str) -> ComputationGraph:
         return EXAMPLES[model]()
     if not Path(model).is_file():
         raise ArgumentError(f"model must be one of {', '.join(sorted(EXAMPLES))} or a file of JSON, got {model!r}")
-    text = Path(model).read_text()
     try:
+        text = Path(model).read_text()
         state = json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ArgumentError(f"{model} is not JSON: {error}") from error
     if isinstance(state, dict) and "graph" in state:
         return Plan.from_json(text).graph

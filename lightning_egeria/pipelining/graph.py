@@ -98,7 +98,7 @@ class ComputationGraph:
         try:
             nodes = tuple(_node(entry) for entry in state["nodes"])
             edges = tuple((int(first), int(second)) for first, second in state["edges"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise PlanError(f"this is no graph with 'nodes' and 'edges': {type(error).__name__} {error}") from error
         return cls(nodes, edges)
 

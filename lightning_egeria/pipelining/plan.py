@@ -192,7 +192,7 @@ class Plan:
             )
             settings: dict[str, Any] = {"micro_batches": int(state["micro_batches"]), "group": int(state["group"])}
             return cls(graph, stages, **settings, is_chain=bool(state["is_chain"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
             raise PlanError(f"this is no plan of a graph pipeline: {type(error).__name__} {error}") from error

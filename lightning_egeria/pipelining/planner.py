@@ -13,15 +13,8 @@ from lightning_egeria.pipelining.plan import Plan, Stage, in_running_order
 from lightning_egeria.pipelining.search import Search, Sizes, parts_of
 from lightning_egeria.pipelining.timeline import predict
 
-SLOWER = (
-    1.02,
-    1.05,
-    1.1,
-    1.2,
-    1.4,
-    1.7,
-    2.0,
-)  # slowest stages that are tried for the sake of fewer micro-batches in flight
+# Shares by which the slowest stage may be slower for the sake of fewer micro-batches in flight.
+SLOWER = (1.02, 1.05, 1.1, 1.2, 1.4)
 EXACT = 1e-9  # two times that differ by this share count as equal
 CLOSE = 1e-3  # share at which bisection ends
 

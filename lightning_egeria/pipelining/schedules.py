@@ -79,7 +79,6 @@ def schedule(plan: Plan) -> list[list[Action]]:
 def _actions(plan: Plan, rank: int) -> list[Action]:
     stage, replica = plan.place(rank)
     width = plan.stages[stage].width
-    # Nobody behind a stage without backward tells it to wait, so its window is that of its longest path too.
     order = computations(
         range(replica, plan.micro_batches, width), plan.in_flight_of_a_device(stage), plan.group, plan.learns[stage]
     )

@@ -60,10 +60,10 @@ def test_a_mistake_is_one_line(arguments, message, capsys):
     assert message in line
 
 
-@pytest.mark.parametrize("text", ["", "3", "{}", '{"graph": {}}'])
+@pytest.mark.parametrize("text", [b"", b"3", b"{}", b'{"graph": {}}', b"\xff", b"[" * 100_000])
 def test_a_damaged_file_is_one_line(text, tmp_path, capsys):
     path = tmp_path / "graph.json"
-    path.write_text(text)
+    path.write_bytes(text)
     assert main([f"model={path}", "devices=2"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from graphs import branches, random_graph, series_parallel
 
 from lightning_egeria.pipelining.decomposition import Leaf, Parallel, Series, decompose, is_contiguous

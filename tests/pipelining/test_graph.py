@@ -5,6 +5,8 @@ import pytest
 from lightning_egeria.errors import PlanError
 from lightning_egeria.pipelining.graph import ComputationGraph, Node, bits, members
 
+DAMAGED = {"nodes": [["a"]], "edges": []}
+INFINITE = {"nodes": [{"name": "a", "forward_s": 1, "backward_s": 1, "output_bytes": float("inf")}], "edges": []}
 ABC = tuple(Node(name, 1, 2) for name in "abc")
 
 
@@ -36,7 +38,9 @@ def test_a_wrong_graph_is_refused(nodes, edges, message):
         ComputationGraph(nodes, edges)
 
 
-@pytest.mark.parametrize("state", [None, [], {"nodes": []}, {"nodes": [{"name": "a"}], "edges": []}, {"edges": 3}])
+@pytest.mark.parametrize(
+    "state", [None, [], {"nodes": []}, {"nodes": [{"name": "a"}], "edges": []}, {"edges": 3}, DAMAGED, INFINITE]
+)
 def test_a_damaged_state_is_refused(state):
     with pytest.raises(PlanError, match="no graph with"):
         ComputationGraph.from_state(state)

@@ -30,7 +30,7 @@ def test_a_chain_is_1f1b():
 
 def test_two_branches():
     assert printed(each(branches(2), 2)) == [
-        "F0 SF0:1 SF0:2 F1 SF1:1 SF1:2 RB0:1 RB0:2 B0 RB1:1 RB1:2 B1",
+        "F0 SF0:1 SF0:2 RB0:1 RB0:2 F1 SF1:1 SF1:2 RB1:1 RB1:2 B0 B1",
         "RF0:0 RF1:0 F0 SF0:3 RB0:3 F1 SF1:3 RB1:3 B0 SB0:0 B1 SB1:0",
         "RF0:0 RF1:0 F0 SF0:3 RB0:3 F1 SF1:3 RB1:3 B0 SB0:0 B1 SB1:0",
         "RF0:1 RF0:2 F0 RF1:1 RF1:2 B0 SB0:1 SB0:2 F1 B1 SB1:1 SB1:2",
