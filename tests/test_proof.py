@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY
+from models import Classifier, fit
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +27,7 @@ from benchmarks.proof.controls import (
     ProbeThenTune,
     StaticFreezing,
 )
+from benchmarks.proof.depths import Branching, table
 from benchmarks.proof.run import run
 from benchmarks.proof.workloads import RESULTS
 from lightning_egeria import Freezer, LayerChain
@@ -68,6 +70,19 @@ def test_gradual_unfreezing_ends_with_everything():
     found = depths(begun(GradualUnfreezing(total_steps=12, steps_per_epoch=3), max_depth=3), 12)
     assert found == [3, 3, 2, 2, 2, 1, 1, 1, 0, 0, 0, 0]
     assert depths(begun(GradualUnfreezing(total_steps=3, steps_per_epoch=3), max_depth=3), 2) == [3, 3]
+
+
+def test_depths_are_compared_on_the_same_batches():
+    branching = Branching([2, 1, 0], steps=8)
+    trainer = fit(Classifier(), branching, max_epochs=5)
+    assert trainer.global_step < 25
+    assert list(branching.losses) == [2, 1, 0]
+    assert {len(losses) for losses in branching.losses.values()} == {8}
+    assert len({losses[-1] for losses in branching.losses.values()}) == 3
+    head, _, *rows = table(branching.losses).splitlines()
+    assert head == "| frozen | 8 steps |"
+    assert [row.split(" | ")[0] for row in rows] == ["| 2", "| 1", "| 0"]
+    assert rows[-1] == "| 0 | 1.00 |"
 
 
 def test_linear_freezing_begins_at_half_of_the_run():
