@@ -143,6 +143,7 @@ class DepthTrial(Observer):
         self._safe = safe_depth(len(chain), chain.max_depth)
         self._branches: Branches | None = None
         self._device = trainer.strategy.root_device
+        self._may_begin = False  # the first step is over
         self._began: float | torch.cuda.Event | None = None
         self._full: tuple[float | torch.cuda.Event, float | torch.cuda.Event] | None = None
 
@@ -155,7 +156,7 @@ class DepthTrial(Observer):
         """Keep the batch, or time it if nothing is frozen."""
         if self._branches is not None:
             self._branches.batch_start(batch, step)
-        elif not self.over and not self._freezer.depth:
+        elif self._may_begin and not self.over and not self._freezer.depth:
             self._began = mark(self._device)
 
     def forward_end(self, loss: Tensor) -> None:
@@ -178,7 +179,8 @@ class DepthTrial(Observer):
         if self._freezer.depth:
             self._freezer.freeze_to(0, "the trial of depths begins again")  # resumed within one
         elif self._began is None or learning_rate == 0:
-            return None  # the first step; the second one is timed
+            self._may_begin = True
+            return None
         else:
             self._full = self._began, mark(self._device)
         first, *others = self._depths

@@ -125,6 +125,13 @@ def test_the_depth_stays():
     assert callback.savings().evaluations_done == 0
 
 
+def test_it_begins_after_the_second_step_with_accumulation_too():
+    callback = pretrained()
+    fit(Classifier(ConvNet(dropout=0)), callback, accumulate_grad_batches=2, max_epochs=6)
+    assert history(callback)[0] == (2, FIRST)
+    assert callback.savings().step_seconds_before > 0
+
+
 def test_it_waits_for_a_learning_rate():
     class Waiting(Classifier):
         def configure_optimizers(self):
