@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from lightning_egeria.training.callback import PrefixFreezing
     from lightning_egeria.training.freezer import Decision, Freezer
     from lightning_egeria.training.observers import Observer
+    from lightning_egeria.training.turns import DeviceTurns
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Decision",
+    "DeviceTurns",
     "Freezer",
     "FreezingPolicy",
     "FrozenPrefixCache",
@@ -42,6 +44,7 @@ __all__ = [
 
 _HOMES = {
     "Decision": "training.freezer",
+    "DeviceTurns": "training.turns",
     "Freezer": "training.freezer",
     "Observer": "training.observers",
     "PrefixFreezing": "training.callback",

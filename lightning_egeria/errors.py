@@ -57,6 +57,10 @@ class PlanError(EgeriaError):
     """A graph pipeline cannot be planned: a damaged graph or plan, stages in a circle, or too little memory."""
 
 
+class JobError(EgeriaError):
+    """A job is described wrongly, its command cannot be started, or it has failed too often."""
+
+
 def first_of(names: list[str]) -> str:
     """Return the first of several names for a message, and how many more there are.
 

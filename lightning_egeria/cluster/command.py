@@ -1,4 +1,4 @@
-"""`egeria-cluster`: run a workload under cluster policies and compare them."""
+"""`egeria-cluster`: run a workload under cluster policies and compare them, or run real jobs under one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_egeria.cluster.example import write_example
+from lightning_egeria.cluster.job_files import read_jobs
 from lightning_egeria.cluster.jobs import Cluster
 from lightning_egeria.cluster.policies import POLICIES
 from lightning_egeria.cluster.records import Record
@@ -19,11 +20,14 @@ from lightning_egeria.cluster.traces import read_applications
 from lightning_egeria.cluster.workloads import read_workload
 from lightning_egeria.errors import EgeriaError
 
+LIVE = ("fair", "pollux", "tiresias")
+_EXTRAS = {"matplotlib": "report", "ray": "ray"}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="egeria-cluster", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="simulate|example")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="simulate|example|run")
     running = commands.add_parser("simulate", help="run a workload; write its log and pictures")
     running.add_argument("--policy", nargs="+", choices=sorted(POLICIES), default=["pollux"], help="default: pollux")
     running.add_argument(
@@ -38,8 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     writing.add_argument("folder", type=Path)
     writing.add_argument("--jobs", type=int, default=40, help="default: 40")
     writing.add_argument("--seed", type=int, default=0, help="default: 0")
+    live = commands.add_parser("run", help="run real jobs on Ray (extra: ray)")
+    live.add_argument("jobs", type=Path, help="YAML: jobs: {NAME: {command: [PROGRAM, ...], devices: 1, ...}}")
+    live.add_argument("--policy", choices=LIVE, default="pollux", help="default: pollux")
+    live.add_argument("--out", type=Path, default=Path("jobs"), help="a folder for each job; default: jobs")
+    live.add_argument("--interval", type=float, default=60, help="seconds between two decisions; default: 60")
+    live.add_argument("--retries", type=int, default=3, help="how often a job may fail; default: 3")
+    live.add_argument("--resource", default="CPU", help="a device, as Ray names it: CPU or GPU; default: CPU")
+    live.add_argument("--address", help="of a Ray cluster, or 'auto'; default: start Ray on this machine")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "run":
+            return _run(options)
         if options.command == "example":
             print(f"wrote {write_example(options.folder, options.jobs, seed=options.seed)} and traces/ beside it")
         else:
@@ -48,10 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"egeria-cluster: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
+        if error.name not in _EXTRAS:
             raise
-        print("egeria-cluster needs matplotlib: pip install 'lightning-egeria[report]'", file=sys.stderr)
+        extra = _EXTRAS[error.name]
+        print(f"egeria-cluster needs {error.name}: pip install 'lightning-egeria[{extra}]'", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("egeria-cluster: stopped. The same command goes on", file=sys.stderr)
+        return 130
     except OSError as error:
         print(f"egeria-cluster: cannot write {error.filename}: {error.strerror or error}", file=sys.stderr)
         return 2
@@ -78,6 +96,29 @@ def _simulate(options: argparse.Namespace) -> None:
     drawing.utilisation(records).savefig(options.out / "utilisation.png", dpi=150)
     Console().print(_table(records))
     print(f"wrote logs and pictures to {options.out}")
+
+
+def _run(options: argparse.Namespace) -> int:
+    # Ray takes seconds to import, and may be missing.
+    from lightning_egeria.cluster.live import run_jobs
+    from lightning_egeria.cluster.status import table_of
+
+    fleet = run_jobs(
+        read_jobs(options.jobs),
+        POLICIES[options.policy](),
+        options.out,
+        resource=options.resource,
+        interval_s=options.interval,
+        retries=options.retries,
+        address=options.address,
+    )
+    Console().print(table_of(fleet))
+    if not all(job.has_ended for job in fleet.jobs.values()):
+        raise KeyboardInterrupt  # Ray Tune has caught it, stopped the jobs, and returned
+    failed = [name for name, job in fleet.jobs.items() if job.state == "failed"]
+    if failed:
+        print(f"egeria-cluster: {', '.join(failed)} failed; see log.txt in {options.out}/NAME", file=sys.stderr)
+    return int(bool(failed))
 
 
 def _table(records: Sequence[Record]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lightning_egeria.cluster.fair import FairShare
 from lightning_egeria.cluster.jobs import Policy
 from lightning_egeria.cluster.optimus import Optimus
 from lightning_egeria.cluster.pollux import Pollux
@@ -11,5 +12,6 @@ from lightning_egeria.cluster.queues import BackFill, FirstComeFirstServed, Shor
 from lightning_egeria.cluster.tiresias import Tiresias
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    policy.name: policy for policy in (Pollux, Tiresias, Optimus, FirstComeFirstServed, BackFill, ShortestRemaining)
+    policy.name: policy
+    for policy in (Pollux, Tiresias, Optimus, FirstComeFirstServed, BackFill, ShortestRemaining, FairShare)
 }

@@ -9,14 +9,14 @@ from lightning_egeria.cluster.jobs import Cluster, devices_of
 from lightning_egeria.cluster.policies import POLICIES
 from lightning_egeria.cluster.simulator import simulate
 
-CHOOSE_THE_NUMBER = {"pollux", "optimus"}
+CHOOSE_THE_NUMBER = {"pollux", "optimus", "fair"}
 
 
 def test_each_policy_is_new_and_knows_its_name():
     for name, policy in POLICIES.items():
         assert policy().name == name
         assert policy() is not policy()
-    assert POLICIES.keys() == {"pollux", "tiresias", "optimus", "fcfs", "backfill", "srtf"}
+    assert POLICIES.keys() == {"pollux", "tiresias", "optimus", "fcfs", "backfill", "srtf", "fair"}
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -1,0 +1,81 @@
+"""Jobs that share a device step by step: one computes while the others load data."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import IO, Any
+
+import lightning.pytorch as pl
+
+from lightning_egeria.training.adapter import ObserverCallback
+from lightning_egeria.training.observers import Observer
+
+
+class DeviceTurns(ObserverCallback):
+    """Computes training batches in turns with other jobs of this machine that use the same file.
+
+    A job holds the device from the start of a batch to its end, and leaves it while it loads data, validates or writes
+    a checkpoint. A job that waits is next, before the one that has just had its turn. A job that ends, however it
+    ends, leaves the device, because the system unlocks its files. Training is bit for bit that without the callback.
+
+    Args:
+        path: a file for each device, the same for all its jobs; made if it does not exist. On a local disk.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self._turns: _Turns | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Open the files."""
+        self._close()
+        self._turns = _Turns(self.path)
+        self.observers.add(self._turns)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the device to the others."""
+        self._close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave the device to the others."""
+        super().teardown(trainer, pl_module, stage)
+        self._close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the device to the others."""
+        super().on_exception(trainer, pl_module, exception)
+        self._close()
+
+    def _close(self) -> None:
+        if self._turns is not None:
+            self.observers.remove(self._turns)
+            self._turns.close()
+        self._turns = None
+
+
+class _Turns(Observer):
+    """The locks: who waits holds the place in the queue, so nobody can pass it."""
+
+    def __init__(self, path: Path) -> None:
+        with contextlib.ExitStack() as files:
+            self._device: IO[bytes] = files.enter_context(path.open("ab"))
+            self._queue: IO[bytes] = files.enter_context(path.with_name(f"{path.name}.queue").open("ab"))
+            self._files = files.pop_all()
+
+    def batch_start(self, batch: Any, step: int) -> None:
+        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        fcntl.flock(self._device, fcntl.LOCK_EX)
+        fcntl.flock(self._queue, fcntl.LOCK_UN)
+
+    def batch_end(self) -> None:
+        fcntl.flock(self._device, fcntl.LOCK_UN)
+
+    def abort(self) -> None:
+        self.batch_end()
+
+    def close(self) -> None:
+        self._files.close()

@@ -1,0 +1,170 @@
+"""Real jobs on a real Ray: they arrive, move, are killed, and end as if nothing had happened."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from live_job import SAMPLES
+from rich.console import Console
+
+pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
+
+from lightning_egeria.cluster.job_files import JobDescription
+from lightning_egeria.cluster.live import LOG, locked, run_jobs
+from lightning_egeria.cluster.policies import POLICIES
+from lightning_egeria.errors import ArgumentError, JobError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # those of Ray
+JOB = Path(__file__).with_name("live_job.py")
+
+
+def job(name, epochs, arrives_s=0.0, devices=1, most=2):
+    command = (sys.executable, str(JOB), "{folder}", "{devices}", str(epochs))
+    return JobDescription(name, command, arrives_s, devices, most, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def run(jobs, folder, policy="fair", **options):
+    """Run jobs; return the fleet, and the changes that were shown."""
+    shown = io.StringIO()
+    fleet = run_jobs(jobs, POLICIES[policy](), folder, interval_s=2, console=Console(file=shown, width=200), **options)
+    return fleet, re.findall(r"^(\w+): (.*)$", shown.getvalue(), re.MULTILINE)
+
+
+def epochs_of(folder, name):
+    """Epoch and number of ranks of each epoch that a job began, as its log has them."""
+    text = (folder / name / LOG).read_text()
+    return [(int(epoch), int(ranks)) for epoch, ranks in re.findall(r"epoch (\d+) on (\d+)", text)]
+
+
+def assert_each_sample_once_an_epoch(folder, name, epochs):
+    assert (folder / name / "seen").read_text().split() == [str(epochs)] * SAMPLES
+
+
+def alive(word):
+    """Processes of this machine whose command holds a word."""
+    found = subprocess.run(["pgrep", "-f", word], capture_output=True, text=True).stdout.split()
+    return [pid for pid in map(int, found) if pid != os.getpid()]
+
+
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s: {condition}")
+
+
+def test_jobs_arrive_share_and_end(tmp_path):
+    fleet, changes = run([job("first", 240), job("second", 8, 3.0), job("third", 8, 6.0)], tmp_path)
+    assert {name: one.state for name, one in fleet.jobs.items()} == dict.fromkeys(("first", "second", "third"), "done")
+    for name, epochs in (("first", 240), ("second", 8), ("third", 8)):
+        assert_each_sample_once_an_epoch(tmp_path, name, epochs)
+        epochs_begun = [epoch for epoch, _ in epochs_of(tmp_path, name)]
+        assert sorted(set(epochs_begun)) == list(range(epochs))
+    ranks = [ranks for _, ranks in epochs_of(tmp_path, "first")]
+    assert ranks[-1] == 2  # alone at the end, beside others before
+    assert 1 in ranks
+    beside = changes.index(("second", "running on 1 device"))
+    assert ("first", "running on 1 device") in changes[: beside + 3]
+    assert changes[-2:] == [("first", "running on 2 devices"), ("first", "done")]
+    assert not alive(str(tmp_path))
+    # Again, everything is done.
+    again, changes = run([job("first", 240)], tmp_path)
+    assert again.jobs["first"].state == "done"
+    assert again.jobs["first"].starts == 0
+
+
+def test_tiresias_keeps_gangs_whole(tmp_path):
+    fleet, changes = run([job("pair", 6, devices=2), job("single", 6)], tmp_path, "tiresias")
+    assert [one.state for one in fleet.jobs.values()] == ["done", "done"]
+    assert {ranks for _, ranks in epochs_of(tmp_path, "pair")} == {2}
+    assert changes.index(("pair", "done")) < changes.index(("single", "running on 1 device"))
+
+
+class KillsOnce(Console):
+    """Kills processes when a job has reached its second epoch."""
+
+    def __init__(self, folder, name, word):
+        super().__init__(file=io.StringIO(), width=200)
+        self.folder, self.name, self.word, self.killed = folder, name, word, []
+
+    def watch(self):
+        wait_for(lambda: (self.folder / self.name / "last.ckpt").exists())
+        self.killed = alive(self.word)
+        for pid in self.killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("word", ["live_job.py", "ray::.*Train"], ids=["job", "worker"])
+def test_a_killed_process_goes_on_from_its_checkpoint(word, tmp_path):
+    import threading
+
+    console = KillsOnce(tmp_path, "job", word)
+    thread = threading.Thread(target=console.watch)
+    thread.start()
+    fleet = run_jobs([job("job", 30, most=1)], POLICIES["fair"](), tmp_path, interval_s=2, console=console)
+    thread.join()
+    assert console.killed
+    assert fleet.jobs["job"].state == "done"
+    assert_each_sample_once_an_epoch(tmp_path, "job", 30)
+    log = (tmp_path / "job" / LOG).read_text()
+    assert log.count("epoch 29 on 1") == 1
+    assert not alive(str(tmp_path))
+
+
+def start_command(folder, epochs):
+    described = {"command": list(job("job", epochs).command), "environment": {"CUDA_VISIBLE_DEVICES": ""}}
+    (folder / "jobs.yaml").write_text(yaml.safe_dump({"jobs": {"job": described}}))
+    program = [sys.executable, "-m", "lightning_egeria.cluster.command", "run", str(folder / "jobs.yaml")]
+    options = ["--policy", "fair", "--interval", "2", "--out", str(folder / "out")]
+    return subprocess.Popen([*program, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_command_leaves_nothing_and_goes_on(number, tmp_path):
+    command = start_command(tmp_path, 60)
+    wait_for((tmp_path / "out" / "job" / "last.ckpt").exists)
+    command.send_signal(number)
+    printed, _ = command.communicate(timeout=90)
+    if number is signal.SIGINT:
+        assert command.returncode == 130, printed
+        assert "stopped. The same command goes on" in printed
+    wait_for(lambda: not alive(f"live_job.py {tmp_path}"))
+    assert not (tmp_path / "out" / "job" / "done").exists()
+    begun = epochs_of(tmp_path / "out", "job")
+    again = start_command(tmp_path, 60)
+    printed, _ = again.communicate(timeout=180)
+    assert again.returncode == 0, printed
+    assert_each_sample_once_an_epoch(tmp_path / "out", "job", 60)
+    assert len(epochs_of(tmp_path / "out", "job")) < len(begun) + 60  # it did not begin anew
+
+
+def test_a_job_that_fails_too_often_is_given_up(tmp_path):
+    wrong = JobDescription("wrong", (sys.executable, "-c", "raise SystemExit(3)"))
+    fleet, changes = run([wrong, job("right", 2)], tmp_path, retries=1)
+    assert fleet.jobs["wrong"].state == "failed"
+    assert fleet.jobs["right"].state == "done"
+    assert ("wrong", "failed") in changes
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    with locked(tmp_path), pytest.raises(JobError, match="another run has the jobs"):
+        run([job("one", 1)], tmp_path)
+
+
+def test_bad_numbers_are_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="interval_s must be positive"):
+        run_jobs([job("one", 1)], POLICIES["fair"](), tmp_path, interval_s=0)
+    with pytest.raises(ArgumentError, match="retries at least 0"):
+        run_jobs([job("one", 1)], POLICIES["fair"](), tmp_path, retries=-1)
