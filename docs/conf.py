@@ -14,6 +14,7 @@ PAGES = {
     "lightning_egeria/freezing/README.md": "cards/freezing.md",
     "lightning_egeria/caching/README.md": "cards/caching.md",
     "lightning_egeria/partial/README.md": "cards/partial.md",
+    "lightning_egeria/goodput/README.md": "cards/goodput.md",
     "lightning_egeria/cluster/README.md": "cards/cluster.md",
 }
 

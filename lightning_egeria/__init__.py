@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_egeria.freezing.scripted import ScriptedPolicy
     from lightning_egeria.freezing.similarity import similarity_preserving_loss
     from lightning_egeria.freezing.slopes import SlopePolicy
+    from lightning_egeria.goodput.datamodule import AdaptiveBatchSize
     from lightning_egeria.network.chain import LayerChain
     from lightning_egeria.partial.callback import StructuredPartialBackprop
     from lightning_egeria.report.recorder import RunRecorder
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveBatchSize",
     "Decision",
     "DeviceTurns",
     "Freezer",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdaptiveBatchSize": "goodput.datamodule",
     "Decision": "training.freezer",
     "DeviceTurns": "training.turns",
     "Freezer": "training.freezer",

@@ -7,6 +7,7 @@ from typing import Any
 from models import loader
 
 from lightning_egeria import (
+    AdaptiveBatchSize,
     FreezingPolicy,
     FrozenPrefixCache,
     KnowledgeGuidedFreezing,
@@ -45,6 +46,12 @@ def left_out(trainer):
     return [(name, count) for name, count in counts.items() if count < max(counts.values())]
 
 
+def other_batch_sizes(trainer):
+    """Step, batch size and reason of each change of the batch size."""
+    data = AdaptiveBatchSize.find(trainer.datamodule)
+    return [(change.step, change.batch_size, change.reason) for change in data.changes]
+
+
 @dataclasses.dataclass(frozen=True)
 class Method:
     """One way to train, by what it adds to a `fit`.
@@ -55,6 +62,8 @@ class Method:
         cached: whether the data goes through a `FrozenPrefixCache`.
         changes: returns what a method did to the training of a Trainer, each with a number above 0 in second place.
         several_processes: whether the method runs in several; it refuses them otherwise.
+        adapted: makes the data module around the loader, for methods that are one; gets whether it changes something.
+        steps: optimizer steps of 3 epochs, and of 2 more.
     """
 
     active: Callable[[], list[Any]]
@@ -62,11 +71,20 @@ class Method:
     cached: bool = False
     changes: Callable[[Any], list[Any]] = freezes
     several_processes: bool = True
+    adapted: Callable[[Any, bool], Any] | None = None
+    steps: tuple[int, int] = (15, 25)
 
-    def data(self, folder, dataset=None):
+    def data(self, folder, dataset=None, idle=False):
         """What to give to `fit`, from a loader with a fixed order."""
         plain = loader(dataset)
+        if self.adapted is not None:
+            return self.adapted(plain, not idle)
         return FrozenPrefixCache(plain, cache_dir=folder, min_free_bytes=0) if self.cached else plain
+
+
+def four_times_as_large(plain, active):
+    """After 8 steps; with two processes, twice as large."""
+    return AdaptiveBatchSize(plain, 32, batch_sizes={8: 32}) if active else AdaptiveBatchSize(plain, 8)
 
 
 def guided(policy, **arguments):
@@ -105,6 +123,7 @@ METHODS = {
         changes=left_out,
         several_processes=False,
     ),
+    "AdaptiveBatchSize": Method(list, list, changes=other_batch_sizes, adapted=four_times_as_large, steps=(11, 15)),
     "FrozenPrefixCache": Method(lambda: [scripted()], lambda: [scripted({})], cached=True),
 }
 # A process takes seconds to start: only where it may matter.

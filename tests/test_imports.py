@@ -31,6 +31,7 @@ def test_no_text_names_the_other_method(room, other):
 
 def test_public_names():
     assert sorted(lightning_egeria.__all__) == [
+        "AdaptiveBatchSize",
         "Decision",
         "DeviceTurns",
         "Freezer",

@@ -31,6 +31,7 @@ class MutableBatchSampler:
         sampler: the source.
         drop_last: as above.
         most_samples: samples of an epoch to use, from its beginning; None uses all.
+        announced: what `len` returns instead of the number of batches; None returns that.
 
     >>> batches = MutableBatchSampler(range(10), 2)
     >>> drawn = iter(batches)
@@ -55,6 +56,7 @@ class MutableBatchSampler:
         self.sampler: Any = source
         self.drop_last = drop_last
         self.most_samples: int | None = None
+        self.announced: int | None = None
         self._initial = self._size = batch_size
         self._yields_batches = yields_batches
         self._started = started
@@ -135,8 +137,23 @@ class MutableBatchSampler:
         """
         self._resumed = (order, list(sizes))
 
+    def forget_resumed(self) -> None:
+        """Let the next epoch begin at its beginning."""
+        self._resumed = None
+
+    @property
+    def full_length(self) -> int:
+        """Number of batches in a whole epoch, at the size that its first batch will have."""
+        size = self._planned[1] if self._planned is not None else self._size
+        if self._yields_batches and size == self._initial and self.most_samples is None:
+            return len(self.sampler)
+        samples = self._limited(len(self.sampler) * (self._initial if self._yields_batches else 1))
+        return samples // size if self.drop_last else -(-samples // size)
+
     def __len__(self) -> int:
         """Return the number of batches in this epoch, the ones drawn so far included."""
+        if self.announced is not None:
+            return self.announced
         rest = self._rest
         if rest is None:
             if self._resumed is not None:

@@ -14,7 +14,6 @@ import dataclasses
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import minimize
 
 Values = NDArray[np.float64]
 _LEAST = 1e-8  # of seconds: a logarithm needs more than none
@@ -80,6 +79,8 @@ def fit(
         gradient_seconds: forward and backward pass.
         step_seconds: the whole step, without accumulation.
     """
+    from scipy.optimize import minimize  # not needed to use a model that was fitted elsewhere
+
     several_nodes = np.asarray(nodes) > 1
     replicas, local = np.asarray(replicas), np.asarray(local_batch_size, float)
     gradient_log, step_log = np.log(np.asarray(gradient_seconds, float)), np.log(np.asarray(step_seconds, float))

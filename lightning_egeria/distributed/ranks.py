@@ -98,6 +98,14 @@ class Ranks:
         dist.all_reduce(total)
         return [float(value) for value in total / dist.get_world_size()]
 
+    def largest(self, value: float) -> float:
+        """Return the largest value of all ranks: one reduction. Every rank must call it."""
+        if not self.several:
+            return value
+        largest = torch.tensor(value, dtype=torch.float64, device=self._device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Copy buffers, such as running statistics, from rank 0 to all others: one broadcast. Every rank must call it.
 

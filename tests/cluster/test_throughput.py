@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+import scipy.optimize
 from scipy.optimize import check_grad, minimize
 
-from lightning_egeria.cluster import throughput
 from lightning_egeria.cluster.throughput import ThroughputModel, fit
 
 PLANTED = ThroughputModel((0.05, 0.003), (0.12, 0.004), (0.03, 0.002), 2.0)
@@ -66,7 +66,7 @@ def test_slopes_are_those_of_the_loss(monkeypatch):
         seen.append(error / np.linalg.norm(loss(away)[1]))
         return minimize(loss, start, **arguments)
 
-    monkeypatch.setattr(throughput, "minimize", checked)
+    monkeypatch.setattr(scipy.optimize, "minimize", checked)
     fit(*measured(PLANTED, CONFIGURATIONS))
     assert seen
     assert max(seen) < 1e-5

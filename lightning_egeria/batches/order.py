@@ -1,0 +1,120 @@
+"""The order of the samples of an epoch, to be repeated later and by another number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochOrder:
+    """How the samples of one epoch came into their order.
+
+    Samplers draw from torch's random numbers when an epoch begins, or from a generator that they hold. A
+    `DistributedSampler` shuffles by seed and epoch, and deals the order out to the processes in turn.
+
+    Attributes:
+        samples: number of samples of the sampler of one process alone.
+        seed: of the shuffle of a `DistributedSampler`; None where there is none.
+        replicas: number of processes.
+        sampled: whether the user's own sampler orders the samples, and not their number.
+        torch_random: state of torch's random numbers before the sampler drew.
+        generator: state of the sampler's own generator before that; None without one.
+    """
+
+    samples: int
+    seed: int | None
+    replicas: int
+    sampled: bool
+    torch_random: Tensor
+    generator: Tensor | None
+
+    @classmethod
+    def now(cls, loader: DataLoader[Any], sampler: Any) -> EpochOrder:
+        """Return the order that the next epoch of a loader will have.
+
+        Args:
+            loader: of this process, maybe with a `DistributedSampler`.
+            sampler: the user's own sampler or batch sampler.
+        """
+        dealing = loader.sampler if isinstance(loader.sampler, DistributedSampler) else None
+        generator = getattr(sampler, "generator", None)
+        data: Any = loader.dataset
+        sampled = dealing is None or dealing.dataset is not data
+        return cls(
+            len(sampler) if sampled else len(data),
+            dealing.seed + dealing.epoch if dealing is not None and dealing.shuffle else None,
+            dealing.num_replicas if dealing is not None else 1,
+            sampled,
+            torch.get_rng_state(),
+            generator.get_state() if isinstance(generator, torch.Generator) else None,
+        )
+
+    def ids(self, sampler: Any, yields_batches: bool = False) -> list[Any]:
+        """Return the ids of all samples in the order of the epoch. Random numbers stay as they are.
+
+        Args:
+            sampler: the user's own sampler or batch sampler, as that of `now`.
+            yields_batches: whether it yields lists of ids.
+        """
+        order: list[Any] = self._sampled(sampler) if self.sampled else list(range(self.samples))
+        if yields_batches:
+            order = list(itertools.chain.from_iterable(order))
+        if self.seed is not None:
+            places = torch.randperm(len(order), generator=torch.Generator().manual_seed(self.seed))
+            order = [order[place] for place in places.tolist()]
+        return order
+
+    def state(self) -> dict[str, Any]:
+        """Return the fields, in plain types and tensors."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> EpochOrder:
+        """Return the order from its `state`."""
+        return cls(**state)
+
+    def _sampled(self, sampler: Any) -> list[Any]:
+        own = getattr(sampler, "generator", None)
+        held = own if isinstance(own, torch.Generator) else None
+        before = torch.get_rng_state(), held.get_state() if held is not None else None
+        try:
+            torch.set_rng_state(self.torch_random)
+            if held is not None and self.generator is not None:
+                held.set_state(self.generator)
+            return list(iter(sampler))
+        finally:
+            torch.set_rng_state(before[0])
+            if held is not None and before[1] is not None:
+                held.set_state(before[1])
+
+
+def share_of(order: Sequence[Any], rank: int, replicas: int) -> list[Any]:
+    """Return the ids of one process: each ``replicas``-th, and as many as the others have.
+
+    As `DistributedSampler` does, the first ids come again at the end where the number does not divide.
+
+    >>> share_of([5, 6, 7, 8, 9], rank=1, replicas=2)
+    [6, 8, 5]
+    """
+    missing = -len(order) % replicas
+    return list(itertools.islice(itertools.chain(order, itertools.cycle(order)), rank, len(order) + missing, replicas))
+
+
+def digest_of(ids: Iterable[Any]) -> str:
+    """Return a short digest of ids in their order.
+
+    >>> digest_of([1, 2]) == digest_of(torch.tensor([1, 2]).tolist()), digest_of([1, 2]) == digest_of([2, 1])
+    (True, False)
+    """
+    hashed = hashlib.blake2b(digest_size=8)
+    for one in ids:
+        hashed.update(repr(one).encode() + b",")
+    return hashed.hexdigest()

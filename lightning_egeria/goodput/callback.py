@@ -1,0 +1,277 @@
+"""The callback behind `AdaptiveBatchSize`. It only translates the hooks of training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.goodput.changing import BatchSizeChanges, planned_of
+from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
+from lightning_egeria.goodput.decision import Division
+from lightning_egeria.goodput.exchange import measure_exchange
+from lightning_egeria.goodput.gradients import GradientMeter
+from lightning_egeria.goodput.learning_rate import LearningRateRule
+from lightning_egeria.goodput.loader import AdaptedLoader
+from lightning_egeria.goodput.optimizer_steps import ScaledSteps, step_schedulers
+from lightning_egeria.goodput.profile import Configuration
+from lightning_egeria.profiling.phases import PhaseTimer, exposed_communication
+from lightning_egeria.training.callback import freezing_of
+from lightning_egeria.training.epoch_length import set_epoch_length
+from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.progress import BarEntry
+
+HINTS_EVERY_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How steps are measured and counted.
+
+    Attributes:
+        rule: of the learning rate.
+        schedule_by: what schedulers count.
+        measure_every: steps between two measurements of the noise.
+        hints: file for a scheduler; None writes none.
+    """
+
+    rule: LearningRateRule
+    schedule_by: str
+    measure_every: int
+    hints: Path | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What `BatchSizeSteps` starts from.
+
+    Attributes:
+        control: decides.
+        adapted: the training data.
+        now: batch size.
+        settings: how steps are measured and counted.
+        state: that of a resumed run; None without one.
+    """
+
+    control: BatchSizeControl
+    adapted: AdaptedLoader
+    now: Division
+    settings: Settings
+    state: Mapping[str, Any] | None
+
+
+class BatchSizeSteps(pl.Callback):
+    """Measures each step, scales its learning rate, and changes the batch size between steps.
+
+    Args:
+        start: called when training starts, with optimizers, strategy and checkpoint in place.
+        notices: takes log lines and warnings.
+
+    Attributes:
+        started: whether training has started. Before that, there is none of what follows.
+        control: decides.
+        changes: makes the changes.
+        adapted: the training data.
+    """
+
+    control: BatchSizeControl
+    changes: BatchSizeChanges
+    adapted: AdaptedLoader
+    _settings: Settings
+    _steps: ScaledSteps
+    _meter: GradientMeter
+    _timer: PhaseTimer
+    _bar: BarEntry
+
+    def __init__(self, start: Callable[[pl.Trainer], Start], notices: Notices) -> None:
+        self.started = False
+        self._start, self._notices = start, notices
+        self._done = 0  # batches of this epoch
+        self._window: list[int] = []  # samples of the batches of this step, in this process
+        self._backwards, self._steps_before = 0, 0
+        self._hinted = -math.inf
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start to measure."""
+        start = self._start(trainer)
+        self.control, self.adapted, self._settings = start.control, start.adapted, start.settings
+        optimizer, scaler = trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None)
+        self._meter = GradientMeter(
+            optimizer,
+            start.control.noise,
+            start.settings.measure_every,
+            trainer.world_size,
+            scaler.get_scale if scaler is not None else lambda: 1.0,
+        )
+        measure_exchange(trainer.strategy.model, self._meter)
+        ranks = Ranks(trainer.strategy.root_device)
+        self.changes = BatchSizeChanges(trainer, start.control, ranks, start.now, self._notices)
+        self._steps, self._timer = ScaledSteps(optimizer), PhaseTimer(trainer.strategy.root_device)
+        self._bar = BarEntry(trainer, "batch", lambda: str(self.changes.now.total))
+        self.started = True
+        if start.state is not None:
+            self._done = int(start.state["done"])
+            planned = planned_of(start.state["planned"])
+            if planned is not None and planned.division.replicas == start.now.replicas:
+                self.changes.plan(planned, start.adapted)
+                if not self._done:
+                    self._report(self.changes.epoch_ended(trainer.global_step))
+        place = start.state["place"] if start.state is not None else None
+        if place is not None and place["over"]:
+            # The checkpoint is of the last batch of an epoch, which ends now.
+            set_epoch_length(trainer, self._done)
+            self._done = 0
+            self.control.progress.begin_epoch()
+            self._report(self.changes.epoch_ended(trainer.global_step))
+        else:
+            set_epoch_length(trainer, len(start.adapted.batches))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A new epoch begins; not one that is resumed."""
+        self._done = 0
+        self._window.clear()
+        self.control.progress.begin_epoch()
+        self.adapted.batches.forget_resumed()
+        set_epoch_length(trainer, self.adapted.batches.full_length)
+        self._timer.ready()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A batch begins, and maybe a step."""
+        set_epoch_length(trainer, len(self.adapted.batches))
+        self._steps_before, self._backwards = trainer.global_step, 0
+        freezing = freezing_of(trainer)
+        depth = freezing.frozen_depth if freezing is not None else 0
+        if depth != self.control.depth:
+            self.control.depth = depth
+            self._meter.forget()
+            self.control.wait(trainer.global_step)
+        if batch_idx % self.changes.now.batches == 0:
+            self._window.clear()
+            self._begin_step(trainer.global_step, batch_idx)
+        self._timer.batch_start(depth)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        """The forward is over."""
+        self._timer.forward_end()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The backward is over.
+
+        Raises:
+            UnsupportedError: if it is not the first of its batch.
+        """
+        self._backwards += 1
+        if self._backwards > 1:
+            raise UnsupportedError(
+                f"the optimizer ran the training step more than once in step {trainer.global_step}, as LBFGS and SAM "
+                "do. AdaptiveBatchSize needs one backward for each batch. Use SGD, Adam or AdamW"
+            )
+        self._timer.backward_end()
+        self._meter.batch_end()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is over, maybe with an optimizer step."""
+        stepped = trainer.global_step > self._steps_before
+        samples = self.adapted.batches.size_of(self._done)
+        self._done += 1
+        self._window.append(samples)
+        waited = exposed_communication(trainer.strategy.model) if self.changes.now.replicas > 1 else 0.0
+        self._timer.batch_end(trainer.global_step, waited)
+        self._note_times(samples, stepped)
+        if stepped:
+            self._steps.end()
+            self._step_over(trainer)
+            if batch is not None:
+                self.changes.decide(trainer.global_step, self.adapted, batch, samples, batch_idx)
+        self._report(self.changes.reach(self._done, trainer.global_step))
+        self._write_hints(trainer)
+        self._timer.ready()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training goes on."""
+        if self.started:
+            self._timer.ready()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The epoch is over."""
+        self._done = 0
+        self._report(self.changes.epoch_ended(trainer.global_step))
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a checkpoint needs, in plain types and tensors."""
+        self._meter.read()
+        self._meter.drop_pair()
+        place = self.adapted.state(self._done)
+        return {
+            **self.control.state(),
+            **self.changes.state(),
+            "done": self._done if place else 0,
+            "place": place,
+            "generator": self.adapted.generator_state(),
+        }
+
+    def close(self, trainer: Any) -> None:
+        """Let go of the Trainer and the optimizer. Safe to call twice."""
+        if not self.started:
+            return
+        self.started = False
+        self._write_hints(trainer, last=True)
+        self._steps.remove()
+        self.changes.close()
+        self._bar.remove()
+
+    def _begin_step(self, step: int, batch_idx: int) -> None:
+        now, batches = self.changes.now, self.adapted.batches
+        # The last batch of an epoch may be smaller, which is known once it is drawn.
+        within = batch_idx + now.batches < len(batches)
+        whole = within or (now.batches == 1 and batches.size_of(batch_idx) == now.local)
+        scale = self.control.scale(now.total)
+        self._meter.begin(step, now.batches if whole else 0, now.total / self.control.initial)
+        epochs = self.control.progress.iterations / max(1, self.adapted.samples // self.control.initial)
+        self._steps.factors = self._settings.rule.factors(scale, self.control.noise, epochs) if scale > 1 else 1.0
+
+    def _step_over(self, trainer: pl.Trainer) -> None:
+        samples = sum(self._window) * self.changes.now.replicas
+        self._window.clear()
+        gain = self.control.noise.gain(self.control.scale(samples))
+        counted = self.control.progress.step(samples, gain, self._settings.schedule_by)
+        step_schedulers(trainer, counted - 1)
+
+    def _note_times(self, samples: int, stepped: bool) -> None:
+        now = self.changes.now
+        for phases in self._timer.finished():
+            if samples == now.local:
+                where = Configuration(self.control.nodes, now.replicas, samples, phases.depth)
+                seconds = phases.data + phases.forward + phases.backward + phases.communication + phases.rest
+                self.control.profile.add(where, seconds, stepped)
+
+    def _report(self, change: BatchSizeChange | None) -> None:
+        if change is not None:
+            division = f"{change.batches} x {change.local}" if change.batches > 1 else str(change.local)
+            self._notices.inform(
+                f"step {change.step}: batch size {change.batch_size} ({division} on each of "
+                f"{self.changes.now.replicas} devices): {change.reason}"
+            )
+
+    def _write_hints(self, trainer: Any, last: bool = False) -> None:
+        path, now = self._settings.hints, time.monotonic()
+        if path is None or not trainer.is_global_zero or (now - self._hinted < HINTS_EVERY_S and not last):
+            return
+        self._hinted = now
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.control.hints(self.changes.now.replicas).write(path)
+        except OSError as error:
+            self._notices.warn(f"cannot write hints to {path}: {error}. Training continues", once="hints")

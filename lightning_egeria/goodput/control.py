@@ -1,0 +1,186 @@
+"""What a job knows of its goodput, and the batch size that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_egeria.cluster.goodput import BatchLimits, Goodput
+from lightning_egeria.cluster.hints import Hints
+from lightning_egeria.goodput.decision import (
+    Division,
+    Estimate,
+    LargestGoodput,
+    ScriptedBatchSizes,
+    estimate,
+    limits_of,
+)
+from lightning_egeria.goodput.noise import GradientNoise
+from lightning_egeria.goodput.profile import Profile
+from lightning_egeria.goodput.progress import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizeChange:
+    """One change of the batch size.
+
+    Attributes:
+        step: number of optimizer steps before the change.
+        batch_size: samples of a step in all processes, from then on.
+        local: samples of a batch in one process.
+        batches: batches of one process in a step.
+        reason: why, in words and numbers.
+    """
+
+    step: int
+    batch_size: int
+    local: int
+    batches: int
+    reason: str
+
+
+class BatchSizeControl:
+    """Decides on the batch size. It is plain: no Trainer, no processes.
+
+    Args:
+        initial: the batch size at the start of the first run: samples of a step in all processes.
+        largest: the largest.
+        local_batch_sizes: smallest and largest batch of one process; None for the largest has no limit.
+        rule: the rule.
+        every: steps between two decisions.
+        groups: number of parameter groups.
+
+    Attributes:
+        noise: of the gradients.
+        profile: times of batches.
+        progress: scale-invariant iterations.
+        changes: every change so far.
+        depth: frozen layer modules.
+        nodes: number of nodes.
+        out_of_memory: smallest batch of one process that did not fit in memory; None if all did.
+    """
+
+    def __init__(
+        self,
+        initial: int,
+        largest: int,
+        local_batch_sizes: tuple[int, int | None],
+        rule: LargestGoodput | ScriptedBatchSizes,
+        every: int,
+        groups: int,
+    ) -> None:
+        self.noise = GradientNoise(groups)
+        self.profile = Profile()
+        self.progress = Progress(initial)
+        self.changes: list[BatchSizeChange] = []
+        self.depth, self.nodes = 0, 1
+        self.out_of_memory: int | None = None
+        self._initial, self._largest, self._local = initial, largest, local_batch_sizes
+        self._rule, self._every = rule, every
+        self._waits_until = every
+
+    @property
+    def initial(self) -> int:
+        """The batch size at the start of the first run."""
+        return self._initial
+
+    @property
+    def adapts(self) -> bool:
+        """Whether there is any other batch size than the initial one."""
+        return self._largest > self._initial
+
+    def limits(self, replicas: int) -> BatchLimits:
+        """Return the limits on the batch size for a number of processes."""
+        smallest, largest = self._local
+        if self.out_of_memory is not None:
+            largest = min(largest or self.out_of_memory, max(smallest, self.out_of_memory - 1))
+        return limits_of(self._initial, self._largest, smallest, largest, replicas)
+
+    def goodput(self, replicas: int) -> Goodput | None:
+        """Return throughput and efficiency as they are known now; None before both are."""
+        throughput = self.profile.fit(self.depth) if self.noise.known else None
+        if throughput is None:
+            return None
+        return Goodput(throughput, self.noise.squared_norm, self.noise.variance, self.limits(replicas))
+
+    def estimate(self, now: Division) -> Estimate | None:
+        """Return what a division is expected to reach; None before that is known."""
+        goodput = self.goodput(now.replicas)
+        return estimate(goodput, now, self.nodes) if goodput is not None else None
+
+    def scale(self, samples: int) -> float:
+        """Return a batch size in initial ones; at least 1, as for the rest of an epoch."""
+        return max(1.0, samples / self._initial)
+
+    def decides(self, step: int) -> bool:
+        """Whether to ask `next` after this step."""
+        return self.adapts and (isinstance(self._rule, ScriptedBatchSizes) or step >= self._waits_until)
+
+    @property
+    def decides_alike(self) -> bool:
+        """Whether all processes decide the same by themselves."""
+        return isinstance(self._rule, ScriptedBatchSizes)
+
+    def next(self, step: int, now: Division) -> Division | None:
+        """Return the batch size that should come next; None to stay."""
+        if isinstance(self._rule, ScriptedBatchSizes):
+            return self._rule.next(step, now, self.nodes, self.limits(now.replicas))
+        return self._rule.next(step, now, self.nodes, self.goodput(now.replicas))
+
+    def wait(self, step: int) -> None:
+        """Decide again after ``every`` more steps: a decision was taken, or what was measured counts no more."""
+        self._waits_until = step + self._every
+
+    def changed(self, step: int, division: Division, reason: str) -> BatchSizeChange:
+        """Note a change."""
+        change = BatchSizeChange(step, division.total, division.local, division.batches, reason)
+        self.changes.append(change)
+        return change
+
+    def divided(self, samples: int, replicas: int) -> Division:
+        """Return how a batch size is divided between a new number of processes."""
+        local, accumulation = self.limits(replicas).split(samples, replicas)
+        return Division(local, accumulation + 1, replicas)
+
+    def hints(self, replicas: int) -> Hints:
+        """Return what a scheduler wants to know."""
+        known = self.noise.known
+        return Hints(
+            limits=self.limits(replicas),
+            profiled=self.profile.replicas,
+            progress=self.progress.iterations,
+            squared_norm=self.noise.squared_norm if known else None,
+            variance=self.noise.variance if known else None,
+            throughput=self.profile.fit(self.depth),
+            unfrozen=self.profile.fit(0) if self.depth else None,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return all of it for a checkpoint, in plain types."""
+        return {
+            "initial": self._initial,
+            "noise": self.noise.state(),
+            "profile": self.profile.state(),
+            "progress": self.progress.state(),
+            "changes": [dataclasses.asdict(change) for change in self.changes],
+            "depth": self.depth,
+            "out_of_memory": self.out_of_memory,
+            "waits_until": self._waits_until,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state`. The initial batch size is that of the first run.
+
+        Raises:
+            ValueError: if the model had another number of parameter groups.
+        """
+        noise = GradientNoise.from_state(state["noise"])
+        if len(noise.gains(1.0)) != len(self.noise.gains(1.0)):
+            raise ValueError(f"{len(noise.gains(1.0))} parameter groups, expected {len(self.noise.gains(1.0))}")
+        self.noise, self.profile = noise, Profile.from_state(state["profile"])
+        self.progress = Progress.from_state(state["progress"])
+        self.changes = [BatchSizeChange(**change) for change in state["changes"]]
+        self._initial, self.depth = int(state["initial"]), int(state["depth"])
+        self.out_of_memory = None if state["out_of_memory"] is None else int(state["out_of_memory"])
+        self._waits_until = int(state["waits_until"])

@@ -1,0 +1,296 @@
+"""Goodput as a data module around the user's own. It only puts the parts together."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.utils.data import DataLoader
+
+from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
+from lightning_egeria.goodput.callback import BatchSizeSteps, Settings, Start
+from lightning_egeria.goodput.changing import planned_of
+from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
+from lightning_egeria.goodput.decision import Division, LargestGoodput, ScriptedBatchSizes, limits_of
+from lightning_egeria.goodput.learning_rate import LearningRateRule, rule_of
+from lightning_egeria.goodput.loader import AdaptedLoader
+from lightning_egeria.goodput.memory import is_out_of_memory
+from lightning_egeria.goodput.progress import COUNTS
+from lightning_egeria.training.checkpoints import checkpoint_read
+from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.wrapping import WrappingDataModule
+
+STATE_VERSION = 1
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+
+
+class AdaptiveBatchSize(WrappingDataModule):
+    """Changes the batch size to that of the largest goodput, and the learning rate with it.
+
+    Goodput is throughput times statistical efficiency, and both are measured while training. Batches are those of the
+    user's data module, cut otherwise: each sample still comes once an epoch. With ``max_batch_size`` at the initial
+    batch size, training is bit for bit that without this class.
+
+    A batch size is the number of samples in an optimizer step: in all processes and all accumulated batches.
+
+    Args:
+        datamodule: the user's own, or just the training DataLoader.
+        max_batch_size: the largest batch size. The initial one is the smallest.
+        learning_rate: rule for the learning rate: ``"auto"`` (``"adascale"``, or ``"sqrt"`` for Adam and its like),
+            ``"adascale"``, ``"sqrt"``, ``"linear"``, ``"legw"``, ``"none"``, or a `LearningRateRule`.
+        schedule_by: what schedulers that Lightning steps after each step count: ``"epoch"`` (steps of the initial batch
+            size, so that a schedule ends with its epochs), ``"step"``, or ``"progress"``. None: ``"step"`` if the
+            Trainer has ``max_steps``, else ``"epoch"``.
+        change_every_n_steps: steps between two decisions.
+        measure_every_n_steps: steps between two measurements of the gradient noise.
+        local_batch_sizes: smallest and largest batch of one process. None: from half of the initial one to what fits in
+            memory.
+        batch_sizes: batch sizes by optimizer step, instead of those of the largest goodput.
+        hints: file that tells a scheduler of this job, written every 30 s; None writes none.
+        val_dataloaders: for validation, if ``datamodule`` is a DataLoader.
+
+    Attributes:
+        datamodule: the user's own.
+
+    Raises:
+        ArgumentError: if an argument is out of range.
+    """
+
+    egeria_method = "goodput"
+
+    def __init__(
+        self,
+        datamodule: pl.LightningDataModule | DataLoader[Any] | None,
+        max_batch_size: int,
+        learning_rate: str | LearningRateRule = "auto",
+        schedule_by: str | None = None,
+        change_every_n_steps: int = 100,
+        measure_every_n_steps: int = 1,
+        local_batch_sizes: tuple[int, int | None] | None = None,
+        batch_sizes: Mapping[int, int] | None = None,
+        hints: str | os.PathLike[str] | None = None,
+        val_dataloaders: Any = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("max_batch_size", max_batch_size),
+            ("change_every_n_steps", change_every_n_steps),
+            ("measure_every_n_steps", measure_every_n_steps),
+        ):
+            if type(value) is not int or value < 1:
+                raise ArgumentError(f"{name} must be an integer of at least 1, got {value!r}")
+        if schedule_by is not None and schedule_by not in COUNTS:
+            raise ArgumentError(f"schedule_by must be one of {', '.join(COUNTS)}, or None, got {schedule_by!r}")
+        if local_batch_sizes is not None:
+            smallest, largest = local_batch_sizes
+            if smallest < 1 or (largest is not None and largest < smallest):
+                raise ArgumentError(
+                    f"local_batch_sizes must be two sizes, the smaller first, got {local_batch_sizes!r}"
+                )
+        rule_of(learning_rate, adaptive=False)
+        self.max_batch_size = max_batch_size
+        self.learning_rate = learning_rate
+        self.schedule_by = schedule_by
+        self.change_every_n_steps = change_every_n_steps
+        self.measure_every_n_steps = measure_every_n_steps
+        self.local_batch_sizes = local_batch_sizes
+        self.batch_sizes = dict(batch_sizes) if batch_sizes is not None else None
+        self.hints = Path(hints) if hints is not None else None
+        self._rule = LargestGoodput() if batch_sizes is None else ScriptedBatchSizes(batch_sizes)
+        self._notices = Notices("goodput")
+        self._adapted: AdaptedLoader | None = None
+        self._sizes: _Sizes | None = None
+        self._steps: BatchSizeSteps | None = None
+        self._control: BatchSizeControl | None = None  # of the last fit
+        self._state: dict[str, Any] | None = None  # loaded, or of the end of the last fit
+        self.wrap(datamodule, val_dataloaders)
+
+    @property
+    def changes(self) -> list[BatchSizeChange]:
+        """Every change of the batch size, in the last fit so far."""
+        return list(self._control.changes) if self._control is not None else []
+
+    @property
+    def control(self) -> BatchSizeControl | None:
+        """What is known of the goodput, in the last fit so far; None before training starts."""
+        return self._control
+
+    @property
+    def batch_size(self) -> int | None:
+        """The batch size now; None outside of training."""
+        steps = self._steps
+        return steps.changes.now.total if steps is not None and steps.started else None
+
+    def setup(self, stage: str) -> None:
+        """Set up the user's data module, and refuse a Trainer that is not supported."""
+        super().setup(stage)
+        if stage != "fit":
+            return
+        self._close()
+        self._state = self._control = None
+        trainer: Any = self.trainer
+        check_combination(methods_of(trainer))
+        if not getattr(trainer, "fast_dev_run", False):
+            _check(trainer)
+            self._steps = BatchSizeSteps(self._begin, self._notices)
+            trainer.callbacks.insert(0, self._steps)  # first: those after it may write checkpoints
+
+    def train_dataloader(self) -> Any:
+        """Return the user's DataLoader, with batches of a size that changes."""
+        loader = self.datamodule.train_dataloader()
+        trainer, steps = self.trainer, self._steps
+        if trainer is None or steps is None:
+            return loader
+        self._adapted = AdaptedLoader(loader, trainer, self._notices.warn)
+        if steps.started:  # loaded again, for a later epoch
+            self._adapted.batches.change(steps.changes.now.local)
+            steps.adapted = self._adapted
+        else:
+            self._sizes = self._first_sizes(trainer, self._adapted)
+        return self._adapted.loader
+
+    def teardown(self, stage: str) -> None:
+        """Return the Trainer's settings."""
+        if stage == "fit":
+            self._close()
+        super().teardown(stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Do the same; Lightning does not call `teardown` after an error."""
+        steps = self._steps
+        if steps is not None and steps.started and is_out_of_memory(exception):
+            exception.add_note(
+                f"goodput: batches had {steps.changes.now.local} samples in each process. Set the second of "
+                "local_batch_sizes to less"
+            )
+        self._close()
+        super().on_exception(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the user's own, and what is known of the goodput."""
+        steps = self._steps
+        own = {"version": STATE_VERSION, **steps.state()} if steps is not None and steps.started else self._state
+        return super().state_dict() | ({"goodput": own} if own is not None else {})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep the state until training starts.
+
+        Raises:
+            CheckpointError: if another version of this class wrote it.
+        """
+        super().load_state_dict(state_dict)
+        state = state_dict.get("goodput")
+        if state is None or self._steps is None:
+            return
+        if state.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"the checkpoint holds {self.egeria_method} state of version {state.get('version')!r}, expected "
+                f"version {STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
+            )
+        self._state = dict(state)
+
+    def _first_sizes(self, trainer: pl.Trainer, adapted: AdaptedLoader) -> _Sizes:
+        """Return the limits and the first batch size, and let the loader begin with it."""
+        batches, replicas, state = adapted.batches, trainer.world_size, self._state
+        local = batches.initial_batch_size
+        now = Division(local, trainer.accumulate_grad_batches, replicas)
+        initial = now.total
+        if state is not None:
+            with checkpoint_read("goodput"):
+                initial = int(state["initial"])
+                now = Division(*(int(state["now"][name]) for name in ("local", "batches", "replicas")))
+        smallest, largest = self.local_batch_sizes or (None, None)
+        if smallest is None:
+            smallest = max(1, min(-(-local // 2), self.max_batch_size // replicas))
+        limits = limits_of(initial, self.max_batch_size, smallest, largest, replicas)
+        if state is not None:
+            if now.replicas != replicas:
+                divided, accumulation = limits.split(max(now.total, initial), replicas)
+                now = Division(divided, accumulation + 1, replicas)
+            # Who asks before training starts is told what the loader would have at the initial batch size.
+            batches.announced = -(-adapted.samples // initial) * trainer.accumulate_grad_batches
+            batches.change(now.local)
+            with checkpoint_read("goodput"):
+                adapted.resume(state["place"], state["generator"])
+                planned = planned_of(state["planned"])
+            if planned is not None and planned.division.replicas == replicas:
+                within = state["place"] is not None and not state["place"]["over"]
+                batches.change(planned.division.local, planned.at if within else 0)
+        return _Sizes(initial, smallest, largest, now)
+
+    def _begin(self, trainer: pl.Trainer) -> Start:
+        sizes, adapted, state = self._sizes, self._adapted, self._state
+        assert sizes is not None  # `train_dataloader` comes before training
+        assert adapted is not None
+        optimizer = trainer.optimizers[0]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError("LBFGS runs the training step more than once in a step. Use SGD, Adam or AdamW")
+        local, groups = (sizes.smallest, sizes.largest), len(optimizer.param_groups)
+        control = BatchSizeControl(
+            sizes.initial, self.max_batch_size, local, self._rule, self.change_every_n_steps, groups
+        )
+        with checkpoint_read("goodput"):
+            if state is not None:
+                control.load(state)
+        control.nodes = trainer.num_nodes
+        rule = rule_of(self.learning_rate, adaptive="betas" in optimizer.defaults)
+        counts = self.schedule_by or ("step" if trainer.max_steps != -1 else "epoch")
+        adapted.batches.announced = None
+        self._control, self._state = control, None
+        settings = Settings(rule, counts, self.measure_every_n_steps, self.hints)
+        return Start(control, adapted, sizes.now, settings, state)
+
+    def _close(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is None:
+            return
+        if steps.started:
+            self._state = {"version": STATE_VERSION, **steps.state()}
+            steps.close(self.trainer)
+        callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
+        if steps in callbacks:
+            callbacks.remove(steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The initial batch size of the first run, the smallest and largest of one process, and the first of this run."""
+
+    initial: int
+    smallest: int
+    largest: int | None
+    now: Division
+
+
+def _check(trainer: Any) -> None:
+    """Refuse a Trainer that is not supported.
+
+    Raises:
+        UnsupportedError: if it is not; the message has the alternative.
+    """
+    strategy = type(trainer.strategy).__name__
+    if strategy not in _STRATEGIES:
+        raise UnsupportedError(
+            f"the gradient noise scale is not measured with {strategy}. Use one device, or strategy='ddp'"
+        )
+    if not trainer.lightning_module.automatic_optimization:
+        raise UnsupportedError(
+            "AdaptiveBatchSize sets the learning rate of each step, and with manual optimization nobody knows which "
+            "steps belong together. Use automatic optimization"
+        )
+    if trainer.overfit_batches:
+        raise UnsupportedError("overfit_batches replaces the sampler whose batches AdaptiveBatchSize cuts. Remove one")
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        raise UnsupportedError(
+            "GradientAccumulationScheduler and AdaptiveBatchSize both set accumulate_grad_batches. Remove one of them"
+        )
+    if importlib.util.find_spec("scipy") is None:
+        raise UnsupportedError("the throughput is fitted with scipy. Run: pip install 'lightning-egeria[goodput]'")

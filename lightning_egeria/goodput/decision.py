@@ -1,0 +1,135 @@
+"""Which batch size comes next."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from lightning_egeria.cluster.goodput import BatchLimits, Goodput
+from lightning_egeria.cluster.throughput import ThroughputModel
+from lightning_egeria.errors import ArgumentError
+
+LEAST_GAIN = 1.05  # in goodput, for a change
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A batch size, and how a step comes to it.
+
+    Attributes:
+        local: samples in a batch of one process.
+        batches: batches of each process in an optimizer step.
+        replicas: number of processes.
+    """
+
+    local: int
+    batches: int
+    replicas: int
+
+    @property
+    def total(self) -> int:
+        """Samples in an optimizer step."""
+        return self.local * self.batches * self.replicas
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What one division is expected to reach.
+
+    Attributes:
+        throughput: samples a second.
+        efficiency: what a sample teaches, relative to the initial batch size.
+    """
+
+    throughput: float
+    efficiency: float
+
+    @property
+    def goodput(self) -> float:
+        """Samples a second that teach as much as at the initial batch size."""
+        return self.throughput * self.efficiency
+
+
+class LargestGoodput:
+    """Changes to the batch size of the largest goodput, where that is at least 5 % above the present one's.
+
+    Of 50 batch sizes in geometric steps from the initial to the largest, with accumulation where memory ends.
+    """
+
+    def next(self, step: int, now: Division, nodes: int, goodput: Goodput | None) -> Division | None:
+        """Return another division; None to stay.
+
+        Args:
+            step: number of optimizer steps so far.
+            now: the present one.
+            nodes: number of nodes.
+            goodput: of the job; None before it is known.
+        """
+        if goodput is None:
+            return None
+        best, local, accumulation = goodput.best(nodes, now.replicas)
+        if best < LEAST_GAIN * estimate(goodput, now, nodes).goodput or local < 1:
+            return None
+        return Division(local, accumulation + 1, now.replicas)
+
+
+class ScriptedBatchSizes:
+    """Batch sizes by step, for comparisons.
+
+    Args:
+        schedule: batch size of all processes by the number of optimizer steps from which on it holds.
+
+    Raises:
+        ArgumentError: if a step or size is out of range.
+    """
+
+    def __init__(self, schedule: Mapping[int, int]) -> None:
+        for step, size in schedule.items():
+            if type(step) is not int or type(size) is not int or step < 0 or size < 1:
+                raise ArgumentError(f"batch_sizes must map steps to batch sizes of at least 1, got {step!r}: {size!r}")
+        self.schedule = dict(sorted(schedule.items()))
+
+    def next(self, step: int, now: Division, nodes: int, limits: BatchLimits) -> Division | None:
+        """Return another division; None to stay. As `LargestGoodput.next`, from the limits alone."""
+        sizes = [size for start, size in self.schedule.items() if start <= step]
+        if not sizes:
+            return None
+        local = math.ceil(sizes[-1] / now.replicas)
+        batches = math.ceil(local / limits.largest_local)
+        found = Division(math.ceil(local / batches), batches, now.replicas)
+        return found if found != now else None
+
+
+def estimate(goodput: Goodput, division: Division, nodes: int) -> Estimate:
+    """Return what a division is expected to reach."""
+    model: ThroughputModel = goodput.throughput
+    seconds = model.step_seconds(nodes, division.replicas, division.local)
+    seconds = seconds + (division.batches - 1) * model.gradient_seconds(division.local)
+    efficiency = goodput.efficiency(np.array([float(division.total)]))[0]
+    return Estimate(division.total / float(seconds), float(efficiency))
+
+
+def limits_of(initial: int, largest: int, smallest_local: int, largest_local: int | None, replicas: int) -> BatchLimits:
+    """Return the limits on the batch size.
+
+    Args:
+        initial: the initial batch size.
+        largest: the largest.
+        smallest_local: smallest batch of one process.
+        largest_local: largest batch of one process; None has no limit but ``largest``.
+        replicas: number of processes.
+
+    Raises:
+        ArgumentError: if no batch size is left for so many processes.
+    """
+    least = max(initial, smallest_local * replicas)
+    if largest < least:
+        raise ArgumentError(
+            f"max_batch_size must be at least {least}, the initial batch size, and {smallest_local} samples in each of "
+            f"{replicas} processes; got {largest}"
+        )
+    local = min(largest if largest_local is None else largest_local, -(-largest // replicas))
+    return BatchLimits(initial, largest, smallest_local, max(local, smallest_local))

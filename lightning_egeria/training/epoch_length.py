@@ -1,0 +1,33 @@
+"""Telling Lightning that an epoch has another number of batches than its loader had at first."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
+    """Let the epoch in progress, and those after it, have this many batches.
+
+    Lightning asks the loader once and then counts. Validation in shares of an epoch (``val_check_interval`` as a float)
+    follows; an interval in batches stays.
+
+    Args:
+        trainer: the Trainer, in `fit`.
+        batches: number of batches in the epoch, the ones so far included.
+    """
+    loop: Any = trainer.fit_loop
+    loader, fetcher = loop._combined_loader, loop._data_fetcher
+    if loader is not None:
+        loader.limits = [math.inf] * len(loader.flattened)  # the length of the loader is the limit
+    if fetcher is not None and fetcher.length is not None:
+        fetcher.length = batches
+        fetcher.done = fetcher.fetched >= batches
+    if loop.max_batches == batches:
+        return
+    loop.max_batches = batches
+    interval, interval_in_batches = trainer.val_check_interval, getattr(trainer, "val_check_batch", None)
+    if isinstance(interval, float) and interval_in_batches not in (None, math.inf):
+        trainer.val_check_batch = max(1, int(batches * interval))

@@ -1,0 +1,63 @@
+"""When a change holds; `test_datamodule.py` and `test_exchange.py` have it in whole runs."""
+
+from types import SimpleNamespace
+
+import pytest
+from models import trainer_of
+
+from lightning_egeria.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.goodput.changing import BatchSizeChanges, planned_of
+from lightning_egeria.goodput.control import BatchSizeControl
+from lightning_egeria.goodput.decision import Division, ScriptedBatchSizes
+from lightning_egeria.training.notices import Notices
+
+
+@pytest.fixture
+def trainer():
+    return trainer_of(accumulate_grad_batches=2)
+
+
+def changes_of(trainer, schedule, local=(1, 4)):
+    control = BatchSizeControl(8, 64, local, ScriptedBatchSizes(schedule), 1, 1)
+    return BatchSizeChanges(trainer, control, Ranks(), Division(4, 2, 1), Notices("goodput"))
+
+
+def test_a_change_waits_until_steps_begin_together(trainer):
+    changes = changes_of(trainer, {1: 12})
+    adapted = SimpleNamespace(batches=MutableBatchSampler(range(80), 4))
+    drawn = iter(adapted.batches)
+    for _ in range(2):
+        next(drawn)
+    changes.decide(1, adapted, None, 4, 1)
+    assert (changes.planned.at, changes.planned.division) == (6, Division(4, 3, 1))
+    state = changes.state()
+    assert planned_of(state["planned"]) == changes.planned
+    assert planned_of(None) is None
+    assert [changes.reach(batch, 2) for batch in (3, 4, 5)] == [None] * 3
+    assert trainer.accumulate_grad_batches == 2
+    change = changes.reach(6, 3)
+    assert (change.step, change.batch_size, change.batches, change.reason) == (3, 12, 3, "as scheduled")
+    assert trainer.accumulate_grad_batches == 3
+    changes.close()
+    assert trainer.accumulate_grad_batches == 2
+
+
+def test_an_epoch_that_ends_before_makes_the_change(trainer):
+    changes = changes_of(trainer, {1: 12})
+    adapted = SimpleNamespace(batches=MutableBatchSampler(range(20), 4))
+    drawn = iter(adapted.batches)
+    for _ in range(3):
+        next(drawn)
+    changes.decide(1, adapted, None, 4, 2)
+    assert changes.epoch_ended(3).batch_size == 12
+    assert changes.epoch_ended(6) is None
+    assert changes.now == Division(4, 3, 1)
+
+
+def test_what_cannot_be_tried_is_told_of(trainer):
+    changes = changes_of(trainer, {1: 32}, local=(1, None))
+    adapted = SimpleNamespace(batches=MutableBatchSampler(range(80), 4))
+    with pytest.warns(UserWarning, match="larger batches are not tried in memory"):
+        changes.decide(1, adapted, {"text": "no tensor"}, 4, 1)
+    assert changes.planned.division == Division(32, 1, 1)

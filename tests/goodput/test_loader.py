@@ -1,0 +1,89 @@
+"""Places in an epoch, for a checkpoint."""
+
+import itertools
+
+import pytest
+import torch
+from adaptive import Seeing, numbered, own_generator
+from models import trainer_of
+from torch.utils.data import DataLoader
+
+from lightning_egeria.goodput.loader import AdaptedLoader
+
+
+@pytest.fixture
+def adapt():
+    trainer = trainer_of()
+    trainer.strategy._lightning_module = Seeing()
+    told = []
+
+    def adapted(data, **changes):
+        for name, value in changes.items():
+            setattr(trainer, name, value)
+        return AdaptedLoader(data, trainer, told.append)
+
+    adapted.told = told
+    return adapted
+
+
+def drawn(adapted, count):
+    batches = iter(adapted.loader.batch_sampler)
+    return [next(batches) for _ in range(count)]
+
+
+def test_the_users_loader_stays_as_it_is(adapt):
+    data = numbered()
+    before = data.batch_sampler
+    adapted = adapt(data)
+    adapted.batches.change(4)
+    assert data.batch_sampler is before
+    assert len(data) == 10
+    assert len(adapted.loader) == 20
+    assert adapted.samples == 80
+    assert type(adapted.loader) is DataLoader
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(3, 3), (0.5, 5), (1.0, 10), (200, 10), (0, 0)])
+def test_a_limit_on_batches_is_one_on_samples(limit, batches, adapt):
+    adapted = adapt(numbered(), limit_train_batches=limit)
+    assert len(adapted.batches) == batches
+    adapted.batches.change(4)
+    assert len(adapted.batches) == 2 * batches
+
+
+def test_a_place_is_found_again(adapt):
+    first = adapt(numbered(**own_generator()))
+    before = drawn(first, 10)
+    state, generator = first.state(3), first.generator_state()
+    assert not state["over"]
+    assert adapt(numbered(**own_generator())).state(3) is None  # nothing drawn
+    second = adapt(numbered(**own_generator()))
+    second.resume(state, generator)
+    assert len(second.batches) == 10
+    assert drawn(second, 7) == before[3:]
+    assert second.state(5)["sizes"] == [8] * 5
+    assert second.state(5)["digest"] != state["digest"]
+    assert drawn(second, 3) == drawn(first, 3)  # the next epoch
+    assert adapt.told == []
+
+
+def test_an_epoch_that_is_over_begins_the_next(adapt):
+    first = adapt(numbered(**own_generator()))
+    drawn(first, 10)
+    state, generator = first.state(10), first.generator_state()
+    assert state["over"]
+    second = adapt(numbered(**own_generator()))
+    second.resume(state, generator)
+    assert drawn(second, 10) == drawn(first, 10)
+
+
+def test_another_order_begins_again(adapt):
+    first = adapt(numbered(**own_generator()))
+    drawn(first, 4)
+    state = first.state(2)
+    second = adapt(numbered(shuffle=True, generator=torch.Generator().manual_seed(7)))
+    second.resume({**state, "digest": "other"}, None)
+    assert "cannot be repeated" in adapt.told[0]
+    assert len(second.batches) == 2 + 10
+    assert sorted(itertools.chain.from_iterable(drawn(second, 10))) == list(range(80))
+    assert second.state(4)["batches"] == 2

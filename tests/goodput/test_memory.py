@@ -1,0 +1,64 @@
+"""A larger batch is tried, and nothing remains of it."""
+
+import copy
+
+import pytest
+import torch
+from models import After, Classifier, ConvNet, fit, images, loader
+
+from lightning_egeria.goodput.memory import enlarged, fits_in_memory, is_out_of_memory
+from lightning_egeria.snapshots.random_state import RandomState
+
+
+class Failing(Classifier):
+    largest = 20
+    error = torch.OutOfMemoryError("out of memory")
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) > self.largest:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_trial_leaves_no_trace():
+    torch.manual_seed(0)
+    module, found = Failing(ConvNet()), []
+    batch = (torch.randn(8, 1, 8, 8), torch.arange(8) % 3)
+
+    def look(trainer, _):
+        before = copy.deepcopy(module.state_dict()), RandomState.current(), list(module.losses)
+        gradients = [p.grad.clone() for p in module.parameters()]
+        for size in (20, 21):
+            found.append(fits_in_memory(trainer, enlarged(batch, 8, size), 0))
+        assert all(torch.equal(value, before[0][name]) for name, value in module.state_dict().items())
+        assert all(torch.equal(p.grad, kept) for p, kept in zip(module.parameters(), gradients, strict=True))
+        assert (RandomState.current(), list(module.losses)) == before[1:]
+
+    fit(module, After(look, 2), data=loader(images(40)), epochs=1)
+    assert found == [True, False]
+
+
+def test_other_errors_are_the_users():
+    module = Failing(ConvNet())
+    module.error = ValueError("not this size")
+
+    def look(trainer, _):
+        fits_in_memory(trainer, (torch.randn(21, 1, 8, 8), torch.arange(21) % 3), 0)
+
+    with pytest.raises(ValueError, match="not this size"):
+        fit(module, After(look, 1), epochs=1)
+
+
+def test_what_counts_as_out_of_memory():
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_batches_of_any_structure_are_enlarged():
+    batch = {"a": torch.arange(4).view(2, 2), "b": [torch.tensor([5, 6])], "text": "kept", "one": torch.tensor(3)}
+    larger = enlarged(batch, 2, 5)
+    assert larger["a"].tolist() == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
+    assert larger["b"][0].tolist() == [5, 6, 5, 6, 5]
+    assert (larger["text"], int(larger["one"])) == ("kept", 3)
+    assert enlarged({"text": "none"}, 2, 5) is None
