@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
-from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
+from lightning_egeria.errors import ArgumentError, CheckpointError, EgeriaError, UnsupportedError
 from lightning_egeria.goodput.callback import BatchSizeSteps, Settings, Start
 from lightning_egeria.goodput.changing import planned_of
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
@@ -109,6 +109,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         self._adapted: AdaptedLoader | None = None
         self._sizes: _Sizes | None = None
         self._steps: BatchSizeSteps | None = None
+        self._refusal: EgeriaError | None = None  # raised when training starts
         self._control: BatchSizeControl | None = None  # of the last fit
         self._state: dict[str, Any] | None = None  # loaded, or of the end of the last fit
         self.wrap(datamodule, val_dataloaders)
@@ -135,7 +136,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         if stage != "fit":
             return
         self._close()
-        self._state = self._control = None
+        self._state = self._control = self._refusal = None
         trainer: Any = self.trainer
         check_combination(methods_of(trainer))
         if not getattr(trainer, "fast_dev_run", False):
@@ -149,12 +150,17 @@ class AdaptiveBatchSize(WrappingDataModule):
         trainer, steps = self.trainer, self._steps
         if trainer is None or steps is None:
             return loader
-        self._adapted = AdaptedLoader(loader, trainer, self._notices.warn)
+        try:
+            self._adapted = AdaptedLoader(loader, trainer, self._notices.warn)
+            if not steps.started:
+                self._sizes = self._first_sizes(trainer, self._adapted)
+        except EgeriaError as error:
+            # Not here: Lightning would leave DataLoader as it has changed it while it asks for loaders.
+            self._refusal = error
+            return loader
         if steps.started:  # loaded again, for a later epoch
             self._adapted.batches.change(steps.changes.now.local)
             steps.adapted = self._adapted
-        else:
-            self._sizes = self._first_sizes(trainer, self._adapted)
         return self._adapted.loader
 
     def teardown(self, stage: str) -> None:
@@ -227,6 +233,8 @@ class AdaptiveBatchSize(WrappingDataModule):
         return _Sizes(initial, smallest, largest, now)
 
     def _begin(self, trainer: pl.Trainer) -> Start:
+        if self._refusal is not None:
+            raise self._refusal
         sizes, adapted, state = self._sizes, self._adapted, self._state
         assert sizes is not None  # `train_dataloader` comes before training
         assert adapted is not None
