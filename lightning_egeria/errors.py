@@ -61,6 +61,36 @@ class JobError(EgeriaError):
     """A job is described wrongly, its command cannot be started, or it has failed too often."""
 
 
+class WorkflowError(EgeriaError):
+    """Base class of what goes wrong between the description of a job and its run. ``layer`` names where."""
+
+    layer = "workflow"
+
+
+class DescriptionError(WorkflowError):
+    """The description of a job has mistakes; the message has each with its line."""
+
+    layer = "schema"
+
+
+class CompilationError(WorkflowError):
+    """A job cannot become a run directory: a file, a lock or a secret is in the way."""
+
+    layer = "compile"
+
+
+class QueueError(WorkflowError):
+    """A job cannot be handed over, found or changed; the message names the back end or the job."""
+
+    layer = "schedule"
+
+
+class ExecutionError(WorkflowError):
+    """A job that was handed over cannot start or go on: its environment, its data, or its run directory."""
+
+    layer = "execute"
+
+
 def first_of(names: list[str]) -> str:
     """Return the first of several names for a message, and how many more there are.
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from lightning_egeria.cluster.goodput import Goodput
 from lightning_egeria.errors import ArgumentError, SchedulingError
+
+# Queues do without scipy, which takes half a second to import and is an extra.
+if TYPE_CHECKING:
+    from lightning_egeria.cluster.goodput import Goodput
 
 # (node, devices on it), in the order in which they were taken. A job without devices has no allocation.
 Allocation = tuple[tuple[int, int], ...]

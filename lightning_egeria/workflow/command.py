@@ -1,0 +1,192 @@
+"""`egeria-jobs`: from the description of a job to its run, on this machine, Slurm or Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_egeria.errors import QueueError, WorkflowError
+from lightning_egeria.workflow.backends import NAMES, backend
+from lightning_egeria.workflow.compiler import Compiled, explanation
+from lightning_egeria.workflow.history import History
+from lightning_egeria.workflow.home import Home
+from lightning_egeria.workflow.listing import table
+from lightning_egeria.workflow.reading import read_description
+from lightning_egeria.workflow.submission import cancel, refresh, resume, submit
+
+_POLL_S = 0.2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except WorkflowError as error:
+        print(f"egeria-jobs: {error.layer}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"egeria-jobs: {error.filename or 'cannot write'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="egeria-jobs", description=__doc__)
+    parser.add_argument(
+        "--home", type=Path, default=Home.default(), help="folder of jobs and history; default: %(default)s"
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=help, description=help)
+        added.set_defaults(run=run)
+        return added
+
+    for name, run, help in (
+        ("compile", _compile, "write the run directory of a job: what would run, as files"),
+        ("submit", _submit, "compile a job and hand it over"),
+    ):
+        added = command(name, run, help)
+        added.add_argument("descriptions", type=Path, nargs="+", metavar="job.yaml")
+        added.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the description"
+        )
+    added.add_argument("-b", "--backend", choices=NAMES, default="local", help="default: local")
+    added.add_argument("--after", type=int, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
+    listing = command("ps", _ps, "list the jobs that have not ended, and the latest that have")
+    listing.add_argument("-n", type=int, default=20, help="how many that have ended; default: 20")
+    listing.add_argument("--json", action="store_true", help="print one JSON object a line")
+    logs = command("logs", _logs, "print the log of a job")
+    logs.add_argument("-f", "--follow", action="store_true", help="until the job ends")
+    for name, run, help in (
+        ("cancel", _cancel, "end jobs"),
+        ("resume", _resume, "let jobs that have failed or were cancelled go on from their last checkpoint"),
+    ):
+        command(name, run, help).add_argument("ids", type=int, nargs="+", metavar="ID")
+    logs.add_argument("id", type=int, metavar="ID")
+    command("queue", _queue, "be the local queue until no job is left, as `submit` starts it in the background")
+    serving = command("serve", _serve, "show jobs on a page, on this machine only")
+    serving.add_argument("--port", type=int, default=8642, help="default: 8642")
+    serving.add_argument(
+        "--actions", action="store_true", help="let the page cancel and resume; prints the token for it"
+    )
+    command("schema", _schema, "print the JSON schema of a description, for editors")
+    digest = command("digest", _digest, "print the digest of a file or folder, for data sets")
+    digest.add_argument("path", type=Path)
+    return parser
+
+
+def _compiled(options: argparse.Namespace, home: Home, history: History) -> list[tuple[Path, list[Compiled]]]:
+    compiler = home.compiler(history)
+    descriptions = [read_description(path, options.set) for path in options.descriptions]
+    return [(description.folder, compiler.compile(description)) for description in descriptions]
+
+
+def _compile(options: argparse.Namespace) -> int:
+    home = Home(options.home)
+    with home.history() as history:
+        for _, compiled in _compiled(options, home, history):
+            for one in compiled:
+                print(f"{one.name}: {one.path}")
+                print("".join(f"  {line}\n" for line in explanation(one.choices).splitlines()), end="")
+    return 0
+
+
+def _submit(options: argparse.Namespace) -> int:
+    home = Home(options.home)
+    with home.history() as history:
+        chosen = backend(options.backend, home)
+        for folder, compiled in _compiled(options, home, history):
+            ids = submit(home, history, chosen, compiled, folder, options.after)
+            for one, id in zip(compiled, ids, strict=True):
+                on = [choice.method for choice in one.choices if choice.on]
+                print(f"{id}  {one.name}" + (f"  with {', '.join(on)}" if on else ""))
+    return 0
+
+
+def _ps(options: argparse.Namespace) -> int:
+    home = Home(options.home)
+    with home.history() as history:
+        used = {row.backend for row in history.unfinished()} - {"local"}
+        refresh(home, history, {name: backend(name, home) for name in sorted(used)})
+        rows = history.unfinished() + history.finished(options.n)
+    if options.json:
+        for row in rows:
+            print(json.dumps(row.content()))
+    else:
+        print(table(rows, home), end="")
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    home = Home(options.home)
+    with home.history() as history:
+        history.get(options.id)
+        folder = home.folder(options.id)
+        with folder.log.open("rb") as log:
+            while True:
+                ended = history.get(options.id).state.final or folder.status().state.final
+                while data := log.read(2**16):
+                    sys.stdout.write(data.decode(errors="replace"))
+                sys.stdout.flush()
+                if ended or not options.follow:
+                    return 0
+                time.sleep(_POLL_S)
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    home = Home(options.home)
+    with home.history() as history:
+        for id in options.ids:
+            print(cancel(home, history, backend(history.get(id).backend, home), id))
+    return 0
+
+
+def _resume(options: argparse.Namespace) -> int:
+    home = Home(options.home)
+    with home.history() as history:
+        for id in options.ids:
+            resume(home, history, backend(history.get(id).backend, home), id)
+            print(f"job {id} goes on")
+    return 0
+
+
+def _queue(options: argparse.Namespace) -> int:
+    from lightning_egeria.workflow.local_queue import main as be_the_queue
+
+    return be_the_queue(str(options.home))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    try:
+        from lightning_egeria.workflow.serving import serve
+    except ModuleNotFoundError as error:
+        raise QueueError(f"serve needs {error.name}. Run: pip install 'lightning-egeria[workflow]'") from error
+
+    serve(Home(options.home), options.port, options.actions)
+    return 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from lightning_egeria.workflow.editors import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _digest(options: argparse.Namespace) -> int:
+    from lightning_egeria.workflow.rundirs import digest_of
+
+    print(digest_of(options.path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""The folder of a job: what was submitted, its state, its heart-beat, its log, and what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_egeria.errors import ExecutionError, QueueError
+from lightning_egeria.workflow.rundirs import check_owned
+
+MOST_STALLS = 3
+
+
+class State(enum.StrEnum):
+    """Where a job is."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"  # has saved, and waits to go on
+    LOST = "lost"  # was killed, and waits to go on
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing happens any more."""
+        return self in (State.DONE, State.FAILED, State.CANCELLED)
+
+
+@dataclasses.dataclass
+class Status:
+    """What the process that watches a job writes.
+
+    Attributes:
+        state: of the job.
+        attempt: number of starts so far.
+        failures: attempts that failed.
+        stalls: attempts in a row that were stopped or lost without a new checkpoint.
+        progress: `JobFolder.progress` when the latest attempt began.
+        started: of the latest attempt, in seconds since 1970.
+        ended: of the latest attempt.
+        message: what went wrong, with its layer.
+        host: machine of the latest attempt.
+    """
+
+    state: State = State.QUEUED
+    attempt: int = 0
+    failures: int = 0
+    stalls: int = 0
+    progress: int = 0
+    started: float | None = None
+    ended: float | None = None
+    message: str = ""
+    host: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """What was handed over.
+
+    Attributes:
+        id: of the job.
+        name: of the job.
+        run: path of the run directory.
+        origin: folder of the description; relative data paths start there.
+        backend: ``"local"``, ``"slurm"`` or ``"ray"``.
+    """
+
+    id: int
+    name: str
+    run: str
+    origin: str
+    backend: str
+
+
+class JobFolder:
+    """The folder of one job.
+
+    Args:
+        path: of the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log, self.work, self.results = path / "log", path / "work", path / "results"
+        self.checkpoints, self.data = path / "checkpoints", path / "data"
+        self._status, self._beat, self._asked = path / "status.json", path / "heartbeat", path / "asked"
+
+    @classmethod
+    def create(cls, path: Path, submission: Submission) -> JobFolder:
+        """Make the folder of a new job.
+
+        Raises:
+            QueueError: it cannot be written.
+        """
+        folder = cls(path)
+        try:
+            for part in (path, folder.work, folder.results, folder.checkpoints):
+                part.mkdir(mode=0o700, parents=True)
+            write_whole(path / "submission.json", json.dumps(dataclasses.asdict(submission)))
+            folder.log.touch(mode=0o600)
+        except OSError as error:
+            raise QueueError(f"cannot write the folder {path}: {error.strerror or error}") from error
+        return folder
+
+    def submission(self) -> Submission:
+        """Return what was handed over.
+
+        Raises:
+            ExecutionError: the folder is no job, or others could have written to it.
+        """
+        try:
+            check_owned(self.path)
+            return Submission(**json.loads((self.path / "submission.json").read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ExecutionError(f"{self.path}: no folder of a job: {error}") from error
+
+    def status(self) -> Status:
+        """Return the latest status; that of a job nobody has started yet, if there is none."""
+        try:
+            content: dict[str, Any] = json.loads(self._status.read_text())
+            return Status(**{**content, "state": State(content["state"])})
+        except FileNotFoundError:
+            return Status()
+        except (ValueError, TypeError, KeyError):  # the machine lost its power, say
+            return Status(State.LOST, message="the status file is damaged")
+
+    def write_status(self, status: Status) -> None:
+        """Replace the status. A reader sees the whole old or new one."""
+        write_whole(self._status, json.dumps(dataclasses.asdict(status)))
+
+    def settle(self, status: Status, retries: int, stopping: bool = False) -> None:
+        """Decide whether an attempt that has ended is the last one, and write the status.
+
+        A failure is retried as often as the description says. What was stopped or killed goes on, unless this happens
+        `MOST_STALLS` times in a row without a new checkpoint.
+
+        Args:
+            status: its state says how the attempt ended; changed to where the job is now.
+            retries: of the description.
+            stopping: whether the process that watches the job has to end.
+        """
+        status.ended = time.time()
+        if status.state is State.FAILED:
+            status.failures += 1
+            if status.failures <= retries and not stopping:
+                status.state = State.QUEUED
+        elif status.state in (State.PREEMPTED, State.LOST):
+            status.stalls = 0 if self.progress() != status.progress else status.stalls + 1
+            if status.stalls >= MOST_STALLS:
+                status.state = State.FAILED
+                status.message = f"execute: stopped {status.stalls} times in a row without a new checkpoint"
+            elif status.state is State.LOST:
+                status.state = State.PREEMPTED if stopping else State.QUEUED
+        self.write_status(status)
+
+    def beat(self) -> None:
+        """Say that the job is watched."""
+        self._beat.touch()
+
+    def since_beat(self) -> float | None:
+        """Return the seconds since the last heart-beat; None before the first."""
+        with contextlib.suppress(FileNotFoundError):
+            return max(time.time() - self._beat.stat().st_mtime, 0.0)
+        return None
+
+    def ask(self, state: State) -> None:
+        """Ask the process that watches the job to end it, so that it is cancelled or preempted."""
+        write_whole(self._asked, state.value)
+
+    @property
+    def asked(self) -> State | None:
+        """How somebody has asked the job to end; None if nobody has."""
+        with contextlib.suppress(FileNotFoundError):
+            return State(self._asked.read_text())
+        return None
+
+    def forget_asked(self) -> None:
+        """Forget that somebody has asked the job to end."""
+        self._asked.unlink(missing_ok=True)
+
+    def revive(self) -> None:
+        """Let a job that has ended go on from its last checkpoint."""
+        self.forget_asked()
+        status = self.status()
+        self.write_status(Status(State.QUEUED, attempt=status.attempt))
+
+    def tell(self, layer: str, text: str) -> None:
+        """Add lines to the log, with the time and the layer that speaks."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with self.log.open("a", encoding="utf-8", errors="replace") as log:
+            log.writelines(f"{stamp} [{layer}] {line}\n" for line in text.splitlines())
+
+    def progress(self) -> int:
+        """Return a number that changes whenever a checkpoint is written; 0 without one."""
+        return max((path.stat().st_mtime_ns for path in self.checkpoints.iterdir() if path.is_file()), default=0)
+
+    def give_token(self, token: str) -> None:
+        """Let only the process with this token start the job from now on."""
+        write_whole(self.path / "token", token)
+
+    def token(self) -> str:
+        """Return the latest token; empty without one."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.path / "token").read_text()
+        return ""
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[bool]:
+        """Hold the job: True for the one process that has it, False while another has. Ends with the process."""
+        with (self.path / "lock").open("w") as guard:
+            try:
+                fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a process holds the job now."""
+        with self.watched() as free:
+            return not free
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file: a reader sees the whole old or new one, and a full disk leaves the old one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,82 @@
+"""Rules of a description that its types do not say: what belongs together, and which names exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_egeria.cli.signatures import near_match
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.training.combinations import check_combination
+from lightning_egeria.workflow.schema import METHODS
+
+# The words of a description, and those of the table of combinations.
+IN_TABLE = {"cache": "caching", "selective": "selecting"}
+
+
+def broken_rules(job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each broken rule of a description: the key and the message.
+
+    Args:
+        job: plain values, of the types of the schema.
+    """
+    entry = job["entry"]
+    yield from _of_entry(entry)
+    environment = job.get("environment") or {}
+    if environment.get("requirements") and environment.get("lock"):
+        yield "environment.requirements", "a lock has the requirements already. Keep one of the two"
+    doubled = set(environment.get("secrets", ())) & set(environment.get("variables", ()))
+    for name in sorted(doubled):
+        yield f"environment.variables.{name}", "is a secret too, whose value must not be written here. Remove it here"
+    if entry.get("experiment") and (job.get("resources") or {}).get("nodes", 1) > 1:
+        yield "resources.nodes", "an experiment runs on one node. For more, use a command with srun or torchrun"
+    yield from _of_optimisations(job.get("optimisations", "auto"), trains=bool(entry.get("experiment")))
+    for name, values in job.get("sweep", {}).items():
+        if not values:
+            yield f"sweep.{name}", "expected at least one value"
+    for name, data in job.get("data", {}).items():
+        if data.get("stage") and not data.get("digest"):
+            yield (
+                f"data.{name}.stage",
+                "a copy is checked by its digest, which is missing. `egeria-jobs digest` prints it",
+            )
+
+
+def _of_entry(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    command, experiment = entry.get("command"), entry.get("experiment")
+    if (command is None) == (experiment is None):
+        yield "entry", "expected either experiment or command"
+    if command is not None:
+        as_list = isinstance(command, list) and command and all(isinstance(part, str) for part in command)
+        if not as_list and not (isinstance(command, str) and command.strip()):
+            yield "entry.command", f"expected a list of texts, or one text for sh, got {command!r}"
+        elif "\0" in "".join(command):
+            yield "entry.command", "has a zero byte"
+        if entry.get("overrides"):
+            yield "entry.overrides", "belongs to an experiment. Write arguments into the command"
+    for place, override in enumerate(entry.get("overrides", ())):
+        if override.lstrip("+~").startswith(("callbacks=", "cache=", "run_dir=", "ckpt_path=", "hydra.")):
+            name = override.lstrip("+~").partition("=")[0]
+            better = "optimisations" if name in ("callbacks", "cache") else "checkpoints, or a new job,"
+            yield f"entry.overrides.{place}", f"{name} is set by the workflow. Use {better} instead"
+
+
+def _of_optimisations(chosen: Any, trains: bool) -> Iterator[tuple[str, str]]:
+    if chosen in ("auto", "none"):
+        return
+    if not isinstance(chosen, Mapping):
+        yield "optimisations", f"expected auto, none, or methods, got {chosen!r}.{near_match(str(chosen), METHODS)}"
+        return
+    for name, options in chosen.items():
+        if name not in METHODS:
+            near = near_match(name, METHODS) or f" Methods: {', '.join(METHODS)}"
+            yield f"optimisations.{name}", f"no such method.{near}"
+        elif not isinstance(options, bool | Mapping):
+            yield f"optimisations.{name}", f"expected true, false or options, got {options!r}"
+        elif options is not False and not trains:
+            yield f"optimisations.{name}", "a command takes no methods. Use an experiment, or add them in the program"
+    wanted = [name for name, options in chosen.items() if name in METHODS and options is not False]
+    try:
+        check_combination(IN_TABLE.get(name, name) for name in wanted)
+    except UnsupportedError as error:
+        yield "optimisations", str(error)

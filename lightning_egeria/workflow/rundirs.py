@@ -1,0 +1,121 @@
+"""Run directories: immutable, named by a digest of what is in them, checked before they run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lightning_egeria.errors import CompilationError, ExecutionError
+
+JOB, MANIFEST, EXPLANATION, CODE, LOCK = "job.json", "manifest.json", "explanation.txt", "code", "requirements.lock"
+# Why a method is on may name times of earlier runs. What runs is the same.
+_NOT_PART = (MANIFEST, EXPLANATION)
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of a file, or of a folder: of the names and contents of all files in it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        whole = hashlib.sha256()
+        for file in sorted(path.rglob("*"), key=lambda file: file.relative_to(path).parts):
+            if file.is_file():
+                name = file.relative_to(path).as_posix().encode(errors="surrogateescape")
+                whole.update(len(name).to_bytes(8, "big") + name + bytes.fromhex(_of_file(file)))
+        return f"sha256:{whole.hexdigest()}"
+    return f"sha256:{_of_file(path)}"
+
+
+def write_run_directory(folder: Path, contents: Mapping[str, bytes]) -> Path:
+    """Write a run directory below ``folder``, or find it there, and return its path.
+
+    Args:
+        folder: of all run directories.
+        contents: bytes of each file by its relative path.
+
+    Raises:
+        CompilationError: a path leaves the directory, or it cannot be written.
+    """
+    for name in contents:
+        parts = PurePosixPath(name).parts
+        if not parts or ".." in parts or PurePosixPath(name).is_absolute() or "\\" in name or "\n" in name:
+            raise CompilationError(f"{name!r}: leaves the run directory. Use names below the folder of the description")
+    digests = {name: hashlib.sha256(contents[name]).hexdigest() for name in sorted(contents) if name not in _NOT_PART}
+    manifest = (json.dumps(digests, indent=2) + "\n").encode()
+    place = folder / hashlib.sha256(manifest).hexdigest()[:16]
+    if (place / MANIFEST).is_file():
+        return place
+    # Beside its place first, so that nobody sees a part of it.
+    beside = folder / f".{place.name}.{os.getpid()}"
+    try:
+        beside.mkdir(parents=True, mode=0o700)
+        for name, content in {**contents, MANIFEST: manifest}.items():
+            path = beside / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            path.chmod(0o444)
+        for parent in sorted({path.parent for path in beside.rglob("*")} - {beside}, reverse=True):
+            parent.chmod(0o555)
+        beside.rename(place)
+        place.chmod(0o555)
+    except OSError as error:
+        remove(beside)
+        if (place / MANIFEST).is_file():  # another process was faster
+            return place
+        raise CompilationError(f"cannot write the run directory {place}: {error.strerror or error}") from error
+    return place
+
+
+def read_run_directory(place: Path) -> dict[str, Any]:
+    """Return the job of a run directory, after a check that nothing in it has changed.
+
+    Raises:
+        ExecutionError: it is missing, not this user's alone, or a file is not what the manifest says.
+    """
+    try:
+        check_owned(place)
+        manifest = (place / MANIFEST).read_bytes()
+        if hashlib.sha256(manifest).hexdigest()[:16] != place.name:
+            raise ExecutionError(f"{place}: the manifest has changed. Compile the job again")
+        for name, digest in json.loads(manifest).items():
+            if (place / name).is_symlink() or _of_file(place / name) != digest:
+                raise ExecutionError(f"{place}: {name} has changed since it was compiled. Compile the job again")
+        content: dict[str, Any] = json.loads((place / JOB).read_bytes())
+    except OSError as error:
+        raise ExecutionError(f"{place}: cannot read the run directory: {error.strerror or error}") from error
+    return content
+
+
+def check_owned(place: Path) -> None:
+    """Check that nobody else could have written to a folder.
+
+    Raises:
+        ExecutionError: it belongs to another user, or others may write to it.
+    """
+    status = place.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ExecutionError(
+            f"{place}: others could have written here, and what is here is executed. Use a folder that is yours alone "
+            f"(chmod go-w)"
+        )
+
+
+def remove(place: Path) -> None:
+    """Remove a directory whose files and folders are read-only."""
+    for path in [place, *place.rglob("*")]:
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o700)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

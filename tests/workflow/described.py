@@ -1,0 +1,58 @@
+"""Descriptions, homes and jobs, as the tests of the workflow need them."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from lightning_egeria.workflow.backends import Local
+from lightning_egeria.workflow.home import Home
+from lightning_egeria.workflow.jobfolders import JobFolder, Submission
+from lightning_egeria.workflow.reading import read_description
+from lightning_egeria.workflow.submission import submit
+
+PYTHON = sys.executable
+
+
+def described(folder, text="", **keys):
+    """Read a description of a command that prints hello, with more lines."""
+    Path(folder).mkdir(exist_ok=True, parents=True)
+    path = Path(folder) / "job.yaml"
+    path.write_text("name: hello\nentry: {command: echo hello}\n" + text)
+    return read_description(path, [f"{name}={value}" for name, value in keys.items()])
+
+
+class Quiet(Local):
+    """A local back end without a queue, which a test runs itself."""
+
+    def start(self, jobs):
+        return {}
+
+
+def submitted(home, description, history, after=()):
+    compiled = home.compiler(history).compile(description)
+    return submit(home, history, Quiet(home), compiled, description.folder, after)
+
+
+def folder_of(tmp_path, description):
+    """Compile one job and make its folder, without a queue."""
+    home = Home(tmp_path / "home")
+    with home.history() as history:
+        (compiled,) = home.compiler(history).compile(description)
+    submission = Submission(1, compiled.name, str(compiled.path), str(description.folder), "local")
+    return JobFolder.create(home.jobs / "1", submission)
+
+
+def until(true, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

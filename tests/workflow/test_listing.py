@@ -1,0 +1,22 @@
+import os
+import time
+
+from described import described, submitted
+
+from lightning_egeria.workflow.home import Home
+from lightning_egeria.workflow.listing import table
+
+
+def test_a_line_for_each_job(tmp_path):
+    home = Home(tmp_path / "home")
+    with home.history() as history:
+        first, second = (submitted(home, described(tmp_path), history, after)[0] for after in ((), (1,)))
+        history.update(first, state="running", started=time.time() - 125, attempt=2)
+        home.folder(first).beat()
+        os.utime(home.folder(first).path / "heartbeat", (1, time.time() - 90))
+        lines = table(history.unfinished(), home).splitlines()
+    assert lines[0].split() == ["ID", "NAME", "STATE", "WHERE", "ATTEMPT", "FOR", "NOTE"]
+    assert lines[1].startswith("1   hello  running  local  2        2m 5s")
+    assert "no heart-beat for 1m 30s" in lines[1]
+    assert lines[2].endswith(f"after {first}")
+    assert second == 2

@@ -1,0 +1,156 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from described import alive, described, submitted, until
+
+from lightning_egeria.workflow import local_queue
+from lightning_egeria.workflow.home import Home
+from lightning_egeria.workflow.jobfolders import State
+from lightning_egeria.workflow.local_queue import LocalQueue, devices_here, ensure_queue, queue_runs
+
+
+@pytest.fixture
+def home(tmp_path):
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture
+def history(home):
+    with home.history() as history:
+        yield history
+
+
+def add(home, history, command, after=(), **keys):
+    keys = {"entry.command": json.dumps(command), **keys}
+    (id,) = submitted(home, described(home.path.parent, **keys), history, after)
+    return id
+
+
+def states(history, *ids):
+    return [history.get(id).state.value for id in ids]
+
+
+def test_three_jobs_on_two_devices_in_order(home, history):
+    note = 'echo "$EGERIA_JOB_ID in" >> ../../order; sleep 0.3; echo "$EGERIA_JOB_ID out" >> ../../order'
+    ids = [add(home, history, note) for _ in range(3)]
+    LocalQueue(home, history, 2).run()
+    assert states(history, *ids) == ["done"] * 3
+    lines = (home.jobs / "order").read_text().split("\n")[:-1]
+    assert sorted(lines) == sorted(f"{id} {way}" for id in ids for way in ("in", "out"))
+    running = most = 0
+    for line in lines:
+        running += 1 if line.endswith("in") else -1
+        most = max(most, running)
+    assert most == 2
+    assert not queue_runs(home)
+
+
+def test_jobs_wait_for_others(home, history, monkeypatch):
+    monkeypatch.setenv("EGERIA_DEVICES", "9")
+    first = add(home, history, "sleep 0.2; echo x > ../../first")
+    second = add(home, history, "cat ../../first", after=[first])
+    third = add(home, history, "false", after=[second])
+    fourth = add(home, history, "true", after=[third])
+    large = add(home, history, "true", **{"resources.devices": 9})
+    LocalQueue(home, history, 2).run()
+    assert states(history, first, second, third, fourth, large) == ["done", "done", "failed", "cancelled", "failed"]
+    assert history.get(fourth).message == f"schedule: job {third}, which it comes after, has failed"
+    assert "needs 9 devices, and this machine has 2" in history.get(large).message
+
+
+def test_nothing_is_lost_or_run_twice_when_the_queue_is_killed(home, history, monkeypatch):
+    monkeypatch.setenv("EGERIA_DEVICES", "2")
+    once = "echo $EGERIA_JOB_ID >> ../../ran; until test -e ../../go; do sleep 0.05; done"
+    ids = [add(home, history, once) for _ in range(3)]
+    command = [sys.executable, "-m", "lightning_egeria.workflow.local_queue", str(home.path)]
+    with subprocess.Popen(command) as queue:
+        until(lambda: (home.jobs / "ran").exists() and len((home.jobs / "ran").read_text().split()) == 2)
+        queue.send_signal(signal.SIGKILL)
+    assert states(history, *ids) == ["running", "running", "queued"]
+    with subprocess.Popen(command) as queue:
+        until(lambda: queue_runs(home))
+        ensure_queue(home)  # one is enough
+        (home.jobs / "go").touch()
+        assert queue.wait() == 0
+    assert states(history, *ids) == ["done"] * 3
+    assert sorted((home.jobs / "ran").read_text().split()) == [str(id) for id in ids]
+
+
+def test_a_killed_watcher_is_noticed_and_the_job_goes_on(home, history):
+    script = "test $EGERIA_ATTEMPT = 2 && exit; echo $$ > pid; sleep 60"
+    id = add(home, history, script)
+    queue = LocalQueue(home, history, 1)
+    queue.step(0.0)
+    pid = home.folder(id).work / "pid"
+    until(lambda: pid.exists() and pid.read_text().strip())
+    (watcher,) = queue._children.values()
+    watcher.kill()
+    watcher.wait()
+    until(lambda: not alive(int(pid.read_text())))
+    queue.run()
+    assert (history.get(id).state, history.get(id).attempt) == (State.DONE, 2)
+    assert "the process that watched the job was killed" in home.folder(id).log.read_text()
+
+
+def test_a_job_in_a_gap_makes_room(home, history):
+    saves = (
+        "trap 'exit 75' TERM; test $EGERIA_ATTEMPT = 2 && exit; touch \"$EGERIA_CHECKPOINTS/x\"\n"
+        "while :; do sleep 0.05; done"
+    )
+    first = add(home, history, "until test -e ../../go; do sleep 0.05; done")
+    large = add(home, history, "true", **{"resources.devices": 2})
+    small = add(home, history, saves)
+    queue = LocalQueue(home, history, 2)
+    queue.order = local_queue.Order(2, threshold_s=0.0)
+    queue.step(0.0)
+    assert states(history, first, large, small) == ["running", "queued", "running"]
+    until(lambda: (home.folder(small).checkpoints / "x").exists())
+    (home.jobs / "go").touch()
+    queue.run()
+    assert states(history, first, large, small) == ["done"] * 3
+    assert history.get(small).attempt == 2
+    assert history.get(large).started < history.get(small).started
+
+
+def test_a_gpu_job_sees_its_own_devices(home, history):
+    ids = [add(home, history, "echo gpus $CUDA_VISIBLE_DEVICES; sleep 0.2", **{"resources.devices": n}) for n in (1, 2)]
+    LocalQueue(home, history, 3, gpus=True).run()
+    seen = [home.folder(id).log.read_text().partition("\ngpus ")[2].split()[0] for id in ids]
+    assert seen == ["0", "1,2"]
+
+
+def test_the_log_has_what_keeps_a_watcher_from_starting(home, history, monkeypatch):
+    id = add(home, history, "true")
+    monkeypatch.setattr(local_queue.sys, "executable", "/no/python")
+    LocalQueue(home, history, 1).step(0.0)
+    assert history.get(id).message.startswith("schedule: cannot start a process")
+
+
+def test_the_queue_of_a_job_is_not_part_of_it(home, monkeypatch):
+    monkeypatch.setenv("EGERIA_JOB_FOLDER", "/x")
+    seen = []
+    monkeypatch.setattr(local_queue.subprocess, "Popen", lambda command, env, **more: seen.append(env) or _Ended())
+    (home.path / "queue.log").write_text("x\nwhy\n")
+    with pytest.raises(local_queue.QueueError, match="the local queue does not start: why"):
+        ensure_queue(home)
+    assert "EGERIA_JOB_FOLDER" not in seen[0]
+
+
+class _Ended:
+    returncode = 1
+
+    def poll(self):
+        return 1
+
+
+def test_devices_here(monkeypatch):
+    monkeypatch.setattr(local_queue.shutil, "which", lambda name: "/bin/x")
+    listed = subprocess.CompletedProcess([], 0, "GPU 0: x\nGPU 1: y\n")
+    monkeypatch.setattr(local_queue.subprocess, "run", lambda *a, **k: listed)
+    assert devices_here() == (2, True)
+    monkeypatch.setattr(local_queue.shutil, "which", lambda name: None)
+    assert devices_here() == (len(os.sched_getaffinity(0)), False)

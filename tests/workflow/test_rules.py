@@ -1,0 +1,43 @@
+import pytest
+
+from lightning_egeria.workflow.rules import broken_rules
+
+COMMAND, EXPERIMENT = {"command": "x"}, {"experiment": "default"}
+
+
+def broken(**keys):
+    return [f"{key}: {message}" for key, message in broken_rules({"name": "a", "entry": COMMAND, **keys})]
+
+
+def test_a_good_job_breaks_none():
+    assert broken() == []
+    assert broken(entry=EXPERIMENT, optimisations={"freezing": True, "cache": {"host_bytes": "1"}}) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"entry": {}}, "entry: expected either experiment or command"),
+        ({"entry": {**COMMAND, **EXPERIMENT}}, "entry: expected either experiment or command"),
+        ({"entry": {"command": []}}, "entry.command: expected a list of texts"),
+        ({"entry": {"command": " "}}, "entry.command: expected a list of texts"),
+        ({"entry": {**COMMAND, "overrides": ["a=1"]}}, "entry.overrides: belongs to an experiment"),
+        ({"entry": {**EXPERIMENT, "overrides": ["callbacks=none"]}}, "Use optimisations instead"),
+        ({"entry": {**EXPERIMENT, "overrides": ["+run_dir=x"]}}, "run_dir is set by the workflow"),
+        ({"entry": EXPERIMENT, "resources": {"nodes": 2}}, "resources.nodes: an experiment runs on one node"),
+        ({"environment": {"requirements": "a", "lock": "b"}}, "a lock has the requirements already"),
+        ({"environment": {"secrets": ["A"], "variables": {"A": "1"}}}, "environment.variables.A: is a secret too"),
+        ({"optimisations": "atuo"}, "Did you mean"),
+        ({"optimisations": {"freezng": True}}, "optimisations.freezng: no such method. Did you mean 'freezing'?"),
+        ({"optimisations": {"freezing": True}}, "a command takes no methods"),
+        ({"entry": EXPERIMENT, "optimisations": {"cache": "yes"}}, "expected true, false or options, got 'yes'"),
+        ({"entry": EXPERIMENT, "optimisations": {"goodput": True, "tuning": True}}, "cannot train in one run"),
+        ({"sweep": {"A": []}}, "sweep.A: expected at least one value"),
+        ({"data": {"a": {"path": "x", "stage": True}}}, "a copy is checked by its digest"),
+    ],
+)
+def test_each_rule(keys, expected):
+    if expected == "Did you mean":
+        expected = "expected auto, none, or methods, got 'atuo'"
+    (found,) = broken(**keys)
+    assert expected in found

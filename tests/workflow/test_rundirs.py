@@ -1,0 +1,84 @@
+import hashlib
+import os
+
+import pytest
+
+from lightning_egeria.errors import CompilationError, ExecutionError
+from lightning_egeria.workflow import rundirs
+from lightning_egeria.workflow.rundirs import check_owned, digest_of, read_run_directory, write_run_directory
+
+CONTENTS = {"job.json": b'{"name": "a"}', "code/train.py": b"print(1)", "explanation.txt": b"because"}
+
+
+def test_the_name_is_a_digest_of_what_runs(tmp_path):
+    place = write_run_directory(tmp_path / "one", CONTENTS)
+    again = write_run_directory(tmp_path / "two", {**CONTENTS, "explanation.txt": b"another reason"})
+    other = write_run_directory(tmp_path / "one", {**CONTENTS, "code/train.py": b"print(2)"})
+    assert place.name == again.name != other.name
+    assert place.name == hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()[:16] == "95887f760ad03ffa"
+    assert read_run_directory(place) == {"name": "a"}
+    assert write_run_directory(tmp_path / "one", CONTENTS) == place
+
+
+def test_it_is_read_only(tmp_path):
+    place = write_run_directory(tmp_path, CONTENTS)
+    assert [path for path in [place, *place.rglob("*")] if path.stat().st_mode & 0o222] == []
+    rundirs.remove(place)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "", "a\nb", "a\\b"])
+def test_nothing_leaves_it(name, tmp_path):
+    with pytest.raises(CompilationError, match="leaves the run directory"):
+        write_run_directory(tmp_path / "runs", {name: b""})
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_changed_one_does_not_run(tmp_path):
+    place = write_run_directory(tmp_path, CONTENTS)
+    code = place / "code" / "train.py"
+    code.chmod(0o600)
+    code.write_text("print(3)")
+    with pytest.raises(ExecutionError, match=r"code/train.py has changed since it was compiled"):
+        read_run_directory(place)
+    manifest = place / "manifest.json"
+    manifest.chmod(0o600)
+    manifest.write_text("{}")
+    with pytest.raises(ExecutionError, match="the manifest has changed"):
+        read_run_directory(place)
+    with pytest.raises(ExecutionError, match="cannot read the run directory"):
+        read_run_directory(tmp_path / "none")
+
+
+def test_a_folder_of_others_is_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    with pytest.raises(ExecutionError, match="others could have written here"):
+        check_owned(tmp_path)
+    tmp_path.chmod(0o700)
+    check_owned(tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ExecutionError, match="others could have written here"):
+        check_owned(tmp_path)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rundirs.Path, "write_bytes", full)
+    with pytest.raises(CompilationError, match="No space left on device"):
+        write_run_directory(tmp_path, CONTENTS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_digests_of_folders_know_names_and_contents(tmp_path):
+    folders = []
+    for place, files in enumerate([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "2", "b": "1"}, {"a": "12"}]):
+        folders.append(tmp_path / str(place))
+        folders[-1].mkdir()
+        for name, text in files.items():
+            (folders[-1] / name).write_text(text)
+    digests = [digest_of(folder) for folder in folders]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+    assert digest_of(folders[0] / "a") == f"sha256:{hashlib.sha256(b'1').hexdigest()}"
