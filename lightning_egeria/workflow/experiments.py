@@ -20,7 +20,6 @@ from lightning_egeria.workflow.optimisations import Choice, Facts, Measured
 DEFAULT = "default"  # egeria-train without an experiment
 _STEPS = ("MultiStepLR", "StepLR", "step_decay")
 _CALLBACKS = {"partial": "StructuredPartialBackprop", "selective": "SelectiveBackprop", "tuning": "BranchTuning"}
-_CALLBACKS |= {"goodput": "AdaptiveBatchSize"}
 
 
 def arguments_of(experiment: str, overrides: Sequence[str]) -> list[str]:
@@ -84,6 +83,8 @@ def cost_key(config: DictConfig, code: str) -> str:
 
 def why_not_here(method: str) -> str | None:
     """Return why a method cannot run in this version of the package; None if it can."""
+    if method == "goodput":
+        return "egeria-train cannot switch on goodput yet. Wrap the data in AdaptiveBatchSize in your own program"
     name = _CALLBACKS.get(method)
     return None if name is None or name in lightning_egeria.__all__ else f"this version has no {name}"
 

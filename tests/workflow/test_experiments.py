@@ -76,3 +76,7 @@ def test_every_method_that_this_version_has_can_be_asked_for():
             (choice,) = (one for one in choose({method: True}, facts("default")) if one.method == method)
             assert choice.on
     assert why_not_here("freezing") is None
+
+
+def test_goodput_is_refused_with_the_way_around():
+    assert "AdaptiveBatchSize in your own program" in why_not_here("goodput")
