@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from lightning_egeria.errors import QueueError
@@ -36,6 +37,10 @@ class RayJobs:
             self._client = JobSubmissionClient(address)
         except (ConnectionError, RuntimeError) as error:
             raise QueueError(f"no Ray cluster answers at {address}. Start one, or set RAY_ADDRESS") from error
+        except RayError as error:
+            raise QueueError(
+                f"the Ray cluster at {address} wants a token. Set RAY_AUTH_MODE and RAY_AUTH_TOKEN"
+            ) from error
 
     def check(self, compiled: Compiled) -> None:
         """Refuse several nodes."""

@@ -25,18 +25,20 @@ def test_without_a_cluster(monkeypatch):
 @pytest.mark.slow
 def test_jobs_run_and_are_cancelled_on_ray(tmp_path, monkeypatch):
     ray = Path(sys.executable).parent / "ray"
-    port = "18265"
+    port = "8299"
     starting = [
         ray,
         "start",
         "--head",
         "--num-cpus=2",
         f"--dashboard-port={port}",
-        "--port=16379",
+        "--port=6399",
         f"--temp-dir=/tmp/ray-{tmp_path.name[-8:]}",
         "--disable-usage-stats",
+        "--block",
     ]
-    subprocess.run(starting, check=True, capture_output=True)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    cluster = subprocess.Popen(starting, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{port}")
     try:
         home = Home(tmp_path / "home")
@@ -62,7 +64,8 @@ def test_jobs_run_and_are_cancelled_on_ray(tmp_path, monkeypatch):
             assert [history.get(id).state.value for id in (good, bad, endless)] == ["done", "failed", "cancelled"]
             assert "\nhello\n" in home.folder(good).log.read_text()
     finally:
-        subprocess.run([ray, "stop", "--force"], check=True, capture_output=True)
+        cluster.terminate()  # with all that it has started, and nothing of another cluster
+        cluster.wait(60)
 
 
 def _answering(make):
