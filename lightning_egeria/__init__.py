@@ -21,11 +21,17 @@ if TYPE_CHECKING:
     from lightning_egeria.training.freezer import Decision, Freezer
     from lightning_egeria.training.observers import Observer
     from lightning_egeria.training.turns import DeviceTurns
+    from lightning_egeria.tuning.callback import BranchTuner
+    from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
+    from lightning_egeria.tuning.tunables import Custom
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveBatchSize",
+    "BranchTuner",
+    "Choice",
+    "Custom",
     "Decision",
     "DeviceTurns",
     "Freezer",
@@ -33,6 +39,7 @@ __all__ = [
     "FrozenPrefixCache",
     "KnowledgeGuidedFreezing",
     "LayerChain",
+    "LogUniform",
     "Observer",
     "PrefixFreezing",
     "RunRecorder",
@@ -41,6 +48,7 @@ __all__ = [
     "SlopePolicy",
     "StructuredPartialBackprop",
     "TrainingState",
+    "Uniform",
     "similarity_preserving_loss",
 ]
 
@@ -61,6 +69,11 @@ _HOMES = {
     "SlopePolicy": "freezing.slopes",
     "StructuredPartialBackprop": "partial.callback",
     "TrainingState": "snapshots.training_state",
+    "BranchTuner": "tuning.callback",
+    "Choice": "tuning.spaces",
+    "LogUniform": "tuning.spaces",
+    "Uniform": "tuning.spaces",
+    "Custom": "tuning.tunables",
     "similarity_preserving_loss": "freezing.similarity",
 }
 

@@ -8,9 +8,12 @@ from models import loader
 
 from lightning_egeria import (
     AdaptiveBatchSize,
+    BranchTuner,
+    Choice,
     FreezingPolicy,
     FrozenPrefixCache,
     KnowledgeGuidedFreezing,
+    LogUniform,
     PrefixFreezing,
     ScriptedPolicy,
     SlopePolicy,
@@ -50,6 +53,16 @@ def other_batch_sizes(trainer):
     """Step, batch size and reason of each change of the batch size."""
     data = AdaptiveBatchSize.find(trainer.datamodule)
     return [(change.step, change.batch_size, change.reason) for change in data.changes]
+
+
+def tuned(trainer):
+    """Step, number of branches and winner of each search that changed the setting."""
+    callback = next(one for one in trainer.callbacks if isinstance(one, BranchTuner))
+    return [(one.step, len(one.branches), one.setting) for one in callback.searches if one.winner]
+
+
+def tuner(spaces, **arguments):
+    return BranchTuner(spaces, **{"first_steps": 2, "max_trials": 8, "max_share": 100, **arguments})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +137,11 @@ METHODS = {
         several_processes=False,
     ),
     "AdaptiveBatchSize": Method(list, list, changes=other_batch_sizes, adapted=four_times_as_large, steps=(11, 15)),
+    "BranchTuner": Method(
+        lambda: [tuner({"lr": LogUniform(1e-3, 1)}, at_epochs=(1, 2))],
+        lambda: [tuner({"lr": Choice([0.05]), "momentum": Choice([0.9])})],
+        changes=tuned,
+    ),
     "FrozenPrefixCache": Method(lambda: [scripted()], lambda: [scripted({})], cached=True),
 }
 # A process takes seconds to start: only where it may matter.

@@ -32,6 +32,9 @@ def test_no_text_names_the_other_method(room, other):
 def test_public_names():
     assert sorted(lightning_egeria.__all__) == [
         "AdaptiveBatchSize",
+        "BranchTuner",
+        "Choice",
+        "Custom",
         "Decision",
         "DeviceTurns",
         "Freezer",
@@ -39,6 +42,7 @@ def test_public_names():
         "FrozenPrefixCache",
         "KnowledgeGuidedFreezing",
         "LayerChain",
+        "LogUniform",
         "Observer",
         "PrefixFreezing",
         "RunRecorder",
@@ -47,6 +51,7 @@ def test_public_names():
         "SlopePolicy",
         "StructuredPartialBackprop",
         "TrainingState",
+        "Uniform",
         "similarity_preserving_loss",
     ]
     assert all(hasattr(lightning_egeria, name) for name in lightning_egeria.__all__)

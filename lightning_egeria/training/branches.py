@@ -19,7 +19,7 @@ from lightning_egeria.snapshots.random_state import RandomState, preserved_rando
 from lightning_egeria.snapshots.training_state import TrainingState
 from lightning_egeria.training.freezer import Freezer
 from lightning_egeria.training.observers import Observer
-from lightning_egeria.training.rehearsal import rehearsal
+from lightning_egeria.training.rehearsal import rehearsal, with_callbacks
 
 MOST_BYTES = 2**30  # of kept batches
 
@@ -123,7 +123,7 @@ class Branches(Observer):
         repeats = Repeats(self, self._state())
         try:
             prefix.set_depth(0)
-            with rehearsal(prefix.module), _without_callbacks(self._trainer):
+            with rehearsal(prefix.module), with_callbacks(self._trainer):
                 try:
                     yield repeats
                 finally:
@@ -234,12 +234,3 @@ def _scaler(trainer: pl.Trainer) -> Any:
 
 def _number(loss: Tensor | None) -> float:
     return float("nan") if loss is None else float(loss.detach())
-
-
-@contextlib.contextmanager
-def _without_callbacks(trainer: pl.Trainer) -> Iterator[None]:
-    callbacks, trainer.callbacks = trainer.callbacks, []  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]

@@ -27,13 +27,37 @@ def rehearsal(module: nn.Module) -> Iterator[None]:
     """
     attributes = ModuleAttributes(module)
     try:
-        with preserved_random_state():
-            for part in module.modules():
-                if isinstance(part, pl.LightningModule):
-                    vars(part).update(log=_ignore, log_dict=_ignore)
+        with preserved_random_state(), without_logs(module):
             yield
     finally:
         attributes.restore()
+
+
+@contextlib.contextmanager
+def without_logs(module: nn.Module) -> Iterator[None]:
+    """Let ``self.log`` and ``self.log_dict`` of a module and its submodules do nothing meanwhile."""
+    names = ("log", "log_dict")
+    parts = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
+    before = [{name: vars(part)[name] for name in names if name in vars(part)} for part in parts]
+    try:
+        for part in parts:
+            vars(part).update(dict.fromkeys(names, _ignore))
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            for name in names:
+                vars(part).pop(name, None)
+            vars(part).update(own)
+
+
+@contextlib.contextmanager
+def with_callbacks(trainer: pl.Trainer, *callbacks: pl.Callback) -> Iterator[None]:
+    """Let a Trainer have these callbacks only meanwhile."""
+    before, trainer.callbacks = trainer.callbacks, list(callbacks)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        trainer.callbacks = before  # type: ignore[attr-defined]
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,261 @@
+"""Branch tuning as a Lightning callback. It only puts the parts together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import ArgumentError, CheckpointError
+from lightning_egeria.training.checkpoints import checkpoint_read
+from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.progress import BarEntry
+from lightning_egeria.tuning.feed import Feed
+from lightning_egeria.tuning.plateau import Advice, Plateau
+from lightning_egeria.tuning.record import SearchRecord
+from lightning_egeria.tuning.rounds import Limits, Result
+from lightning_egeria.tuning.run import SearchRun
+from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFactory
+from lightning_egeria.tuning.setups import TOO_SHORT, check_trainer, most_steps
+from lightning_egeria.tuning.spaces import Setting, Space
+from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
+
+STATE_VERSION = 1
+
+
+class BranchTuner(pl.Callback):
+    """Finds settings within one fit: tries each from the same state of training, and goes on from the best branch.
+
+    Args:
+        tunables: the values of each tunable, by name: ``"lr"``, ``"momentum"``, ``"dropout"``,
+            ``"gradient_clip_val"``, ``"frozen_depth"``, or any option of the optimizer. A `Custom` has its own setter.
+        searcher: ``"random"``, ``"grid"``, with Optuna ``"tpe"`` or ``"cmaes"``, or a function from spaces and a seed
+            to a searcher.
+        max_trials: most settings in a search.
+        max_share: most steps of all trials together, as a share of the steps of the run.
+        first_steps: optimizer steps of the first trial.
+        monitor: metric of validation that starts a search when it stops getting better; None starts none.
+        mode: ``"min"`` if less of the metric is better, or ``"max"``.
+        patience: validations without a better one before a search.
+        stop_patience: validations without a better one that end training; None never ends it.
+        at_epochs: epochs that begin with a search.
+        seed: the same settings are tried for the same seed.
+
+    Attributes:
+        searches: a record of each search so far.
+        setting: the setting in use; None before the first search.
+
+    Raises:
+        ArgumentError: if an argument is out of range.
+    """
+
+    egeria_method = "tuning"
+
+    def __init__(
+        self,
+        tunables: Mapping[str, Space | Custom],
+        searcher: str | SearcherFactory = "random",
+        max_trials: int = 20,
+        max_share: float = 0.5,
+        first_steps: int = 10,
+        monitor: str | None = None,
+        mode: str = "min",
+        patience: int = 4,
+        stop_patience: int | None = None,
+        at_epochs: Sequence[int] = (0,),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if isinstance(searcher, str) and searcher not in SEARCHERS:
+            raise ArgumentError(f"searcher must be one of {', '.join(SEARCHERS)} or a function, got {searcher!r}")
+        for name, value in (("max_trials", max_trials), ("first_steps", first_steps)):
+            if value < 1:
+                raise ArgumentError(f"{name} must be at least 1, got {value!r}")
+        if not max_share > 0:
+            raise ArgumentError(f"max_share must be a positive share of the run's steps, got {max_share!r}")
+        if monitor is None and stop_patience is not None:
+            raise ArgumentError("stop_patience needs the name of a validation metric as monitor")
+        self.tunables = Tunables(tunables)
+        self.searcher = searcher
+        self.max_trials = max_trials
+        self.max_share = max_share
+        self.first_steps = first_steps
+        self.monitor = monitor
+        self.at_epochs = tuple(at_epochs)
+        self.seed = seed
+        self.notices = Notices("tuning")
+        self.ranks = Ranks()
+        self._plateau_arguments = (mode, patience, stop_patience)
+        self._fitting: bool | None = None
+        self._bar_entry: BarEntry | None = None
+        self._feed: Feed | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.searches: list[SearchRecord] = []
+        self.setting: Setting | None = None
+        self._plateau = Plateau(*self._plateau_arguments)
+        self._due: str | None = None  # why a search comes next
+        self._searched_epoch = -1  # the last one that `at_epochs` gave a search
+        self._finished: dict[tuple[str, int], Result] = {}  # trials of a search that was left
+        self._trying: str | None = None
+        self._resumed = False
+
+    @property
+    def search_steps(self) -> int:
+        """Optimizer steps of all trials so far, the ones that were kept included."""
+        return sum(record.steps for record in self.searches)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse an unsupported Trainer."""
+        again, self._fitting = self._fitting is not None, stage == "fit"
+        if not self._fitting:
+            return
+        if again:
+            self._forget()
+        check_combination(methods_of(trainer))
+        check_trainer(trainer)
+        self.ranks = Ranks(trainer.strategy.root_device)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Apply the part of the setting that checkpoints do not hold."""
+        self.tunables.check(trainer)
+        if not self._resumed:
+            self._forget()
+        self._resumed = False
+        if self.setting is not None:
+            self.tunables.set_outside_checkpoints(trainer, self.setting)
+        self._bar_entry = BarEntry(trainer, "tuning", lambda: self._trying)
+        self._read_ahead(trainer)  # Lightning skips `on_train_epoch_start` when it resumes within an epoch
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make a search due, if this epoch begins with one."""
+        epoch = trainer.current_epoch
+        if epoch in self.at_epochs and epoch != self._searched_epoch:
+            self._due, self._searched_epoch = f"epoch {epoch} begins with one", epoch
+        self._read_ahead(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make a search due, or end training, if validation has stopped getting better."""
+        if self.monitor is None or trainer.sanity_checking or not self._fitting:
+            return
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            raise ArgumentError(
+                f"monitor={self.monitor!r} was not logged in validation; the metrics are "
+                f"{', '.join(sorted(trainer.callback_metrics)) or 'none'}"
+            )
+        advice = self._plateau.told(float(self.ranks.share(float(value))))
+        if advice is Advice.TUNE:
+            self._due = f"no better {self.monitor} for {self._plateau.waited} validations"
+        elif advice is Advice.STOP:
+            self.notices.inform(f"no better {self.monitor} for {self._plateau.waited} validations: training ends")
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the Trainer its own data fetcher back."""
+        self._release(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Do the same as `teardown`, which Lightning does not call after an error."""
+        self._release(trainer)
+        self._remove_entry()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave nothing on the Trainer."""
+        self._release(trainer)
+        self._remove_entry()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return searches, setting, and the trials of a search that has not ended, in plain types."""
+        return {
+            "version": STATE_VERSION,
+            "searches": [record.state() for record in self.searches],
+            "setting": self.setting,
+            "due": self._due,
+            "searched_epoch": self._searched_epoch,
+            "best": self._plateau.best,
+            "waited": self._plateau.waited,
+            "finished": [
+                [setting, steps, list(one.losses), one.cost, one.failed]
+                for (setting, steps), one in self._finished.items()
+            ],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of a checkpoint.
+
+        Raises:
+            CheckpointError: if another version of this class wrote the checkpoint, or it is damaged.
+        """
+        if self._fitting is False:
+            return
+        if state_dict.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"the checkpoint holds tuning state of version {state_dict.get('version')!r}, expected version "
+                f"{STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
+            )
+        self._forget()
+        with checkpoint_read("tuning"):
+            self.searches = [SearchRecord.from_state(record) for record in state_dict["searches"]]
+            self.setting = None if state_dict["setting"] is None else dict(state_dict["setting"])
+            self._due = state_dict["due"]
+            self._searched_epoch = state_dict["searched_epoch"]
+            self._plateau.best, self._plateau.waited = state_dict["best"], int(state_dict["waited"])
+            self._finished = {
+                (setting, int(steps)): Result(list(losses), float(cost), failed)
+                for setting, steps, losses, cost, failed in state_dict["finished"]
+            }
+        self._resumed = True
+
+    def _read_ahead(self, trainer: pl.Trainer) -> None:
+        loop: Any = trainer.fit_loop
+        if self._due is None or self._feed is not None or getattr(trainer, "fast_dev_run", False):
+            return
+        self._feed = Feed(loop._data_fetcher, lambda: self._search_if_due(trainer))
+        loop._data_fetcher = self._feed
+
+    def _release(self, trainer: pl.Trainer) -> None:
+        loop: Any = trainer.fit_loop
+        if self._feed is not None and loop._data_fetcher is self._feed:
+            loop._data_fetcher = self._feed.fetcher
+        self._feed = None
+
+    def _remove_entry(self) -> None:
+        if self._bar_entry is not None:
+            self._bar_entry.remove()
+        self._bar_entry = None
+
+    def _search_if_due(self, trainer: pl.Trainer) -> None:
+        accumulated = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+        if self._due is None or accumulated or (self.tunables.needs_freezer and freezer_of(trainer) is None):
+            return  # the first step of training finds the layer modules
+        assert self._feed is not None
+        most = self.ranks.share(most_steps(trainer, self._feed))
+        if most < 1:
+            self.notices.warn(TOO_SHORT)
+        else:
+            run = SearchRun(trainer, self._feed, self.tunables, self.ranks, self.notices, self._finished)
+            self._trying = "..."
+            record = run.search(self._new_searcher, self._limits(trainer, most), self._due, self._show)
+            self.searches.append(record)
+            self.setting = record.setting
+        self._due = self._trying = None
+        self._finished.clear()
+
+    def _new_searcher(self, spaces: Mapping[str, Space]) -> Searcher:
+        factory = SEARCHERS[self.searcher] if isinstance(self.searcher, str) else self.searcher
+        return factory(spaces, self.seed + len(self.searches))
+
+    def _limits(self, trainer: pl.Trainer, most: int) -> Limits:
+        total = self.max_share * trainer.estimated_stepping_batches - self.search_steps
+        if not self.searches:
+            return Limits(self.first_steps, most, self.max_trials, total)
+        last = self.searches[-1]
+        return Limits(last.trial_steps, most, len(last.branches), total, doubling=False)
+
+    def _show(self, text: str) -> None:
+        self._trying = text

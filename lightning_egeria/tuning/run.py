@@ -1,0 +1,154 @@
+"""A search within a fit, on all ranks: rank 0 searches, and every rank trains."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.training.notices import Notices
+from lightning_egeria.tuning.feed import Feed
+from lightning_egeria.tuning.record import SearchRecord, describe
+from lightning_egeria.tuning.rounds import Limits, Order, Outcome, Result, search
+from lightning_egeria.tuning.searchers import Searcher
+from lightning_egeria.tuning.spaces import Setting, Space
+from lightning_egeria.tuning.trials import Trials
+from lightning_egeria.tuning.tunables import Tunables, freezer_of
+
+
+class SearchRun:
+    """One search, from the present state of training.
+
+    Args:
+        trainer: the Trainer, between two optimizer steps.
+        feed: its batches.
+        tunables: how to apply a setting.
+        ranks: the processes of the job.
+        notices: takes log lines.
+        finished: trials that a search from this state has finished before, by setting (its ``repr``) and steps. Each
+            further one is added.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        feed: Feed,
+        tunables: Tunables,
+        ranks: Ranks,
+        notices: Notices,
+        finished: dict[tuple[str, int], Result],
+    ) -> None:
+        self._trainer = trainer
+        self._tunables = tunables
+        self._ranks = ranks
+        self._notices = notices
+        self._finished = finished
+        self._step = trainer.global_step
+        self._trials = Trials(trainer, feed, tunables, ranks, freezer_of(trainer))
+
+    def search(
+        self,
+        new_searcher: Callable[[Mapping[str, Space]], Searcher],
+        limits: Limits,
+        reason: str,
+        show: Callable[[str], None],
+    ) -> SearchRecord:
+        """Search, and let training go on from the fastest branch.
+
+        Args:
+            new_searcher: makes the searcher from the spaces; on rank 0 only.
+            limits: what the search may spend.
+            reason: why it begins.
+            show: called with the setting of each trial.
+
+        Raises:
+            SIGTERMException: if Lightning was told to stop; training is where it was, and ``finished`` has the trials.
+        """
+        started, trials = time.perf_counter(), self._trials
+        self._notices.inform(f"step {self._step}: a search begins, because {reason}")
+        run = search(new_searcher(self._tunables.spaces), trials.present, limits) if self._ranks.leads else None
+        result: Result | None = None
+        with _saving_later(self._trainer) as waiting:
+            while True:
+                message = self._ranks.share(_next_message(run, result))
+                if "order" not in message:
+                    break
+                order = Order(**message["order"])
+                show(describe(order.setting))
+                result = self._trial(order)
+                self._save(waiting)
+        winner: int | None = message["winner"]
+        branches: list[dict[str, Any]] = message["branches"]
+        setting: Setting = trials.present
+        if winner is None:
+            trials.leave()
+        else:
+            setting = branches[winner]["setting"]
+            trials.adopt(Order(winner, setting, branches[winner]["steps"]))
+        length = message["trial_steps"] if winner is None else branches[winner]["steps"]
+        seconds = time.perf_counter() - started
+        record = SearchRecord(self._step, reason, message["reason"], branches, winner, length, seconds, setting)
+        self._notices.inform(
+            f"step {self._step}: the search ends after {len(branches)} trials and {record.steps} steps, because "
+            f"{record.ended}. "
+            + ("No setting made progress" if winner is None else f"Training goes on with {describe(setting)}")
+        )
+        return record
+
+    def _trial(self, order: Order) -> Result:
+        key = (repr(order.setting), order.steps)
+        if key not in self._finished:
+            self._finished[key] = self._trials.run(order)
+            result = self._finished[key]
+            last = result.losses[-1] if result.losses else float("nan")
+            told = result.failed or f"loss {result.losses[0]:.4g} to {last:.4g}" if result.losses else result.failed
+            self._notices.inform(f"{describe(order.setting)}: {order.steps} steps, {told}")
+            numbers = {name: value for name, value in order.setting.items() if isinstance(value, int | float)}
+            metrics = {"branch": order.branch, "steps": order.steps, "loss": last, **numbers}
+            for logger in self._trainer.loggers:
+                logger.log_metrics({f"tuning/{name}": float(one) for name, one in metrics.items()}, step=self._step)
+        return self._finished[key]
+
+    def _save(self, waiting: list[tuple[str, bool]]) -> None:
+        """Write the checkpoints that were asked for in a trial: of the state before the search."""
+        for path, weights_only in self._ranks.share(waiting):
+            self._trials.leave()
+            type(self._trainer).save_checkpoint(self._trainer, path, weights_only)
+        waiting.clear()
+        if self._ranks.share(bool(getattr(self._trainer, "received_sigterm", False))):
+            self._trials.leave()
+            raise SIGTERMException
+
+
+def _next_message(run: Generator[Order, Result, Outcome] | None, result: Result | None) -> dict[str, Any]:
+    """Return rank 0's next order, or the outcome, in plain types."""
+    if run is None:
+        return {}
+    try:
+        order = next(run) if result is None else run.send(result)
+        return {"order": dataclasses.asdict(order)}
+    except StopIteration as end:
+        outcome: Outcome = end.value
+        return {**vars(outcome), "branches": [branch.state() for branch in outcome.branches]}
+
+
+@contextlib.contextmanager
+def _saving_later(trainer: pl.Trainer) -> Iterator[list[tuple[str, bool]]]:
+    """Keep calls of ``trainer.save_checkpoint`` for later: a signal handler may call it within a trial."""
+    waiting: list[tuple[str, bool]] = []
+
+    def save_checkpoint(filepath: Any, weights_only: bool = False, *args: Any, **kwargs: Any) -> None:
+        waiting.append((os.fspath(filepath), bool(weights_only)))
+
+    vars(trainer)["save_checkpoint"] = save_checkpoint
+    try:
+        yield waiting
+    finally:
+        vars(trainer).pop("save_checkpoint", None)

@@ -1,0 +1,170 @@
+"""Searchers: they are asked for a setting and told how fast it trains, and know nothing of training."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from lightning_egeria.errors import ArgumentError
+from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, Uniform
+
+TRIES = 20  # of a random searcher, to draw a setting that was not tried yet
+
+
+class Searcher(Protocol):
+    """Chooses the settings of one search."""
+
+    def ask(self) -> Setting | None:
+        """Return a setting to try next, or None if there is nothing left to try."""
+
+    def tell(self, setting: Setting, speed: float) -> None:
+        """Take the speed of a setting that `ask` returned. More is better; 0 for one that failed or diverged."""
+
+
+SearcherFactory: TypeAlias = Callable[[Mapping[str, Space], int], Searcher]  # of spaces and a seed
+
+
+class RandomSearcher:
+    """Draws settings, each once.
+
+    Args:
+        spaces: the values of each tunable.
+        seed: the same settings come for the same seed.
+
+    >>> searcher = RandomSearcher({"momentum": Choice([0.0, 0.9])}, seed=0)
+    >>> sorted([searcher.ask()["momentum"], searcher.ask()["momentum"]]), searcher.ask()
+    ([0.0, 0.9], None)
+    """
+
+    def __init__(self, spaces: Mapping[str, Space], seed: int = 0) -> None:
+        self._spaces = dict(spaces)
+        self._generator = random.Random(seed)
+        self._drawn: set[str] = set()
+
+    def ask(self) -> Setting | None:
+        """Return a setting that was not drawn before."""
+        sizes = [len(space.values) if isinstance(space, Choice) else math.inf for space in self._spaces.values()]
+        if len(self._drawn) >= math.prod(sizes):
+            return None
+        for _ in range(TRIES * (len(self._drawn) + 1)):
+            setting = {name: space.draw(self._generator) for name, space in self._spaces.items()}
+            if repr(setting) not in self._drawn:
+                self._drawn.add(repr(setting))
+                return setting
+        return None
+
+    def tell(self, setting: Setting, speed: float) -> None:
+        """Ignore the speed."""
+
+
+class GridSearcher:
+    """Goes through a grid in an order that covers it evenly from the start.
+
+    Args:
+        spaces: the values of each tunable.
+        seed: the same order comes for the same seed.
+        points: values of each space that is no list.
+
+    >>> searcher = GridSearcher({"lr": LogUniform(0.01, 1)}, points=3)
+    >>> sorted(round(searcher.ask()["lr"], 3) for _ in range(3)), searcher.ask()
+    ([0.01, 0.1, 1.0], None)
+    """
+
+    def __init__(self, spaces: Mapping[str, Space], seed: int = 0, points: int = 7) -> None:
+        names, grids = list(spaces), [space.grid(points) for space in spaces.values()]
+        self._left = [dict(zip(names, values, strict=True)) for values in itertools.product(*grids)]
+        random.Random(seed).shuffle(self._left)
+
+    def ask(self) -> Setting | None:
+        """Return the next setting of the grid."""
+        return self._left.pop() if self._left else None
+
+    def tell(self, setting: Setting, speed: float) -> None:
+        """Ignore the speed."""
+
+
+class OptunaSearcher:
+    """Asks a sampler of Optuna (extra ``tune``).
+
+    Args:
+        spaces: the values of each tunable.
+        seed: seed of the sampler.
+        sampler: ``"tpe"``, ``"cmaes"``, ``"random"``, or a function from a seed to a sampler.
+
+    Raises:
+        ArgumentError: if Optuna is not installed, there is no such sampler, or a space is not one of this package.
+    """
+
+    def __init__(self, spaces: Mapping[str, Space], seed: int = 0, sampler: str | Callable[[int], Any] = "tpe") -> None:
+        optuna = _optuna()
+        self._distributions = {name: _distribution(optuna, name, space) for name, space in spaces.items()}
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        made = _sampler(optuna, sampler, seed) if isinstance(sampler, str) else sampler(seed)
+        self._study = optuna.create_study(direction="maximize", sampler=made)
+        self._asked: dict[str, list[Any]] = {}  # trials of Optuna without an answer, by setting
+        self._speeds: dict[str, float] = {}
+        self._most = math.prod(
+            len(space.values) if isinstance(space, Choice) else math.inf for space in spaces.values()
+        )
+
+    def ask(self) -> Setting | None:
+        """Return a setting that was not asked before; a sampler that repeats itself is told the speed it has seen."""
+        for _ in range(TRIES):
+            if len(self._speeds) + len(self._asked) >= self._most:
+                return None
+            trial = self._study.ask(self._distributions)
+            setting = {name: trial.params[name] for name in self._distributions}
+            key = repr(setting)
+            if key in self._speeds:
+                self._study.tell(trial, self._speeds[key])
+                continue
+            self._asked.setdefault(key, []).append(trial)
+            if len(self._asked[key]) == 1:
+                return setting
+        return None
+
+    def tell(self, setting: Setting, speed: float) -> None:
+        """Pass the speed on to the sampler."""
+        key = repr(setting)
+        self._speeds[key] = speed
+        for trial in self._asked.pop(key, []):
+            self._study.tell(trial, speed)
+
+
+SEARCHERS: dict[str, SearcherFactory] = {
+    "random": RandomSearcher,
+    "grid": GridSearcher,
+    "tpe": OptunaSearcher,
+    "cmaes": lambda spaces, seed: OptunaSearcher(spaces, seed, "cmaes"),
+}
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            "this searcher needs Optuna: pip install 'lightning-egeria[tune]', or use searcher='random' or 'grid'"
+        ) from error
+    return optuna
+
+
+def _sampler(optuna: Any, name: str, seed: int) -> Any:
+    if name == "tpe":
+        return optuna.samplers.TPESampler(seed=seed)
+    if name == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    if name == "cmaes":
+        return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+    raise ArgumentError(f"sampler must be 'tpe', 'cmaes', 'random' or a function from a seed, got {name!r}")
+
+
+def _distribution(optuna: Any, name: str, space: Space) -> Any:
+    if isinstance(space, Choice):
+        return optuna.distributions.CategoricalDistribution(space.values)
+    if isinstance(space, Uniform):
+        return optuna.distributions.FloatDistribution(space.low, space.high, log=isinstance(space, LogUniform))
+    raise ArgumentError(f"Optuna knows Choice, Uniform and LogUniform, but the space of {name!r} is {space!r}")

@@ -1,0 +1,110 @@
+"""The values that a tunable may take."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+from lightning_egeria.errors import ArgumentError
+
+Value: TypeAlias = bool | int | float | str
+Setting: TypeAlias = dict[str, Value]  # a value for each tunable, by name
+
+
+class Space(Protocol):
+    """A set of values."""
+
+    def draw(self, generator: random.Random) -> Value:
+        """Return a random value."""
+
+    def grid(self, points: int) -> list[Value]:
+        """Return values in equal distances, ``points`` of them at most unless the space is a list."""
+
+
+class Choice:
+    """One value of a list.
+
+    Args:
+        values: numbers, strings or booleans, each once.
+
+    Raises:
+        ArgumentError: if there are none, or one is of another type or comes twice.
+
+    >>> Choice([32, 64]).grid(10)
+    [32, 64]
+    """
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.values = list(values)
+        plain = all(type(value) in (bool, int, float, str) for value in self.values)
+        if not plain or not values or isinstance(values, str) or len(set(map(repr, values))) < len(values):
+            raise ArgumentError(
+                f"Choice needs a list of different numbers, strings or booleans, got {values!r}. For another kind of "
+                "value, choose between names and use Custom with a setter"
+            )
+
+    def draw(self, generator: random.Random) -> Value:
+        """Return one of the values."""
+        return generator.choice(self.values)
+
+    def grid(self, points: int) -> list[Value]:
+        """Return all values."""
+        return list(self.values)
+
+
+class Uniform:
+    """A number from ``low`` to ``high``.
+
+    Args:
+        low: least value.
+        high: largest value.
+
+    Raises:
+        ArgumentError: if ``low`` is not below ``high``.
+    """
+
+    def __init__(self, low: float, high: float) -> None:
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ArgumentError(f"{type(self).__name__} needs finite low < high, got {low!r} and {high!r}")
+        self.low, self.high = float(low), float(high)
+
+    def draw(self, generator: random.Random) -> Value:
+        """Return a number, each with the same probability."""
+        return generator.uniform(self.low, self.high)
+
+    def grid(self, points: int) -> list[Value]:
+        """Return numbers in equal distances, with both ends; the middle if it is one."""
+        return [self.low + share * (self.high - self.low) for share in _shares(points)]
+
+
+class LogUniform(Uniform):
+    """A positive number from ``low`` to ``high``; each factor has the same probability.
+
+    Raises:
+        ArgumentError: if ``low`` is not positive and below ``high``.
+
+    >>> [round(value, 3) for value in LogUniform(0.001, 1).grid(4)]
+    [0.001, 0.01, 0.1, 1.0]
+    """
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__(low, high)
+        if low <= 0:
+            raise ArgumentError(f"LogUniform needs a positive low, got {low!r}")
+
+    def draw(self, generator: random.Random) -> Value:
+        """Return a number whose logarithm is uniform."""
+        return self._within(math.exp(generator.uniform(math.log(self.low), math.log(self.high))))
+
+    def grid(self, points: int) -> list[Value]:
+        """Return numbers in equal ratios, with both ends; the middle if it is one."""
+        return [self._within(self.low * (self.high / self.low) ** share) for share in _shares(points)]
+
+    def _within(self, value: float) -> float:
+        return min(max(value, self.low), self.high)
+
+
+def _shares(points: int) -> list[float]:
+    return [number / (points - 1) for number in range(points)] if points > 1 else [0.5]

@@ -1,0 +1,253 @@
+"""Training branches within a fit: Lightning's own training loop, from one state, unseen by callbacks and loggers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.training.fit_state import FitState
+from lightning_egeria.training.freezer import Freezer, FreezingEvent
+from lightning_egeria.training.rehearsal import with_callbacks, without_logs
+from lightning_egeria.tuning.feed import BranchFeed, Feed
+from lightning_egeria.tuning.rounds import Order, Result
+from lightning_egeria.tuning.spaces import Setting
+from lightning_egeria.tuning.summary import WINDOWS
+from lightning_egeria.tuning.tunables import Tunables
+
+
+@dataclasses.dataclass
+class _Branch:
+    """A branch of this process.
+
+    Attributes:
+        setting: its setting.
+        state: state after ``batches``; None if it is not kept.
+        batches: number of batches it has trained on.
+        losses: loss of each, the mean of all ranks.
+        seconds: time that took.
+    """
+
+    setting: Setting
+    state: FitState | None = None
+    batches: int = 0
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Trials:
+    """Trains branches of one search, each from the state of training when this was created.
+
+    A branch goes through Lightning's training loop: the user's hooks, precision, accumulation, gradient clipping,
+    schedulers and counters work as in training. Callbacks and loggers do not see it, and ``self.log`` does nothing.
+    Create it between two optimizer steps. Every rank must make the same calls.
+
+    Args:
+        trainer: the Trainer.
+        feed: its batches.
+        tunables: how to apply a setting.
+        ranks: the processes of the job.
+        freezer: freezer of the model, if there is one.
+
+    Attributes:
+        present: the setting at the beginning.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, feed: Feed, tunables: Tunables, ranks: Ranks, freezer: Freezer | None
+    ) -> None:
+        self.present = tunables.get(trainer)
+        self._trainer = trainer
+        self._feed = feed
+        self._tunables = tunables
+        self._ranks = ranks
+        self._freezer = freezer
+        self._parent = FitState(trainer, freezer)
+        self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # number of the first batch
+        self._branches: dict[int, _Branch] = {}
+        self._unlearned: list[float] = []  # loss of each batch without learning
+
+    def run(self, order: Order) -> Result:
+        """Train a branch. Out of memory is a result; other errors are raised from the state of the beginning.
+
+        Raises:
+            UnsupportedError: if the training step returns no loss.
+        """
+        for number, other in self._branches.items():
+            if number not in order.needed and number != order.branch:
+                other.state = None
+        branch = self._branches.setdefault(order.branch, _Branch(order.setting))
+        batches = order.steps * self._trainer.accumulate_grad_batches
+        failed = None
+        try:
+            self._continue(branch, batches)
+        except RuntimeError as error:
+            if self._ranks.several or not _is_out_of_memory(error):
+                self.leave()
+                raise
+            failed = f"out of memory: {str(error).splitlines()[0]:.200}"
+        except BaseException:
+            self.leave()
+            raise
+        if failed is not None:
+            self._free()
+        else:
+            branch.state = FitState(self._trainer, self._freezer)
+            self._train_without_learning(len(branch.losses))
+        cost = branch.seconds if self._tunables.changes_cost else float(order.steps)
+        return Result(self._relative(branch.losses), cost, failed)
+
+    def leave(self) -> None:
+        """Return to the beginning."""
+        self._parent.restore()
+        self._tunables.set(self._trainer, self.present)
+
+    def adopt(self, order: Order) -> None:
+        """Let training go on from the end of a branch."""
+        branch = self._branches.setdefault(order.branch, _Branch(order.setting))
+        if branch.state is None:
+            self._continue(branch, order.steps * self._trainer.accumulate_grad_batches)
+        else:
+            branch.state.restore()
+            self._tunables.set(self._trainer, branch.setting)
+        self._feed.skip(branch.batches)
+        freezer = self._freezer
+        if freezer is not None and freezer.depth != self._parent.frozen_depth:
+            kind = "freeze" if freezer.depth > self._parent.frozen_depth else "unfreeze"
+            step = self._trainer.global_step
+            freezer.events.append(FreezingEvent(step, kind, freezer.depth, "the fastest branch of a search"))
+
+    def _continue(self, branch: _Branch, batches: int) -> None:
+        if branch.state is not None:
+            branch.state.restore()
+        else:
+            self._parent.restore()
+            branch.batches, branch.losses, branch.seconds = 0, [], 0.0
+        self._tunables.set(self._trainer, branch.setting)
+        branch.state = None
+        self._train(branch, batches)
+
+    def _relative(self, losses: list[float]) -> list[float]:
+        """Return losses without the part that the batch has in them: with learning minus without, plus the mean."""
+        base = self._unlearned[: len(losses)]
+        if len(base) < len(losses) or not all(map(math.isfinite, base)):
+            return losses
+        mean = math.fsum(base) / max(1, len(base))
+        return [loss - unlearned + mean for loss, unlearned in zip(losses, base, strict=True)]
+
+    def _train_without_learning(self, batches: int) -> None:
+        """Note the losses of the first batches with the weights of the beginning. The state changes."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        done = len(self._unlearned)
+        if batches <= done or not module.automatic_optimization:
+            return
+        self._parent.restore()
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        losses: list[float] = []
+        with _unseen(trainer, _Recorder(None)), torch.no_grad():
+            for position, item in zip(range(done, batches), self._feed.from_here(done), strict=False):
+                batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(item[0]))
+                batch = trainer.strategy.batch_to_device(batch)
+                arguments = (batch, self._first + position) if takes_index else (batch,)
+                output: Any = trainer.strategy.training_step(*arguments)
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                losses.append(math.nan if loss is None else float(loss) / trainer.accumulate_grad_batches)
+        self._unlearned += self._ranks.mean(losses)
+
+    def _train(self, branch: _Branch, batches: int) -> None:
+        """Train until the branch has had so many batches, or a loss is not finite."""
+        device = self._trainer.strategy.root_device
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+        feed = BranchFeed(self._feed.from_here(branch.batches))
+        chunk = max(1, batches // WINDOWS)
+        recorder = _Recorder(self._freezer)
+        started = time.perf_counter()
+        while branch.batches < batches and all(map(math.isfinite, branch.losses[-chunk:])):
+            count = min(chunk, batches - branch.batches)
+            with _unseen(self._trainer, recorder):
+                for _ in range(count):
+                    self._advance(feed)
+            branch.batches += count
+            branch.losses += self._ranks.mean(recorder.take())
+        wait(device)
+        branch.seconds += time.perf_counter() - started
+        if not branch.losses:
+            raise UnsupportedError(
+                "the training step returned no loss in a trial. With manual optimization, return it at the end of "
+                "training_step; otherwise tune with batches that train"
+            )
+
+    def _advance(self, feed: BranchFeed) -> None:
+        """Train on a batch, as `_TrainingEpochLoop.run` does, without validation."""
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        loop.restarting = False
+        loop.advance(feed)
+        loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        if not loop._should_accumulate():
+            loop._batches_that_stepped += 1
+
+    def _free(self) -> None:
+        for optimizer in self._trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if self._trainer.strategy.root_device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Recorder(pl.Callback):
+    """The only callback of a branch: notes losses, and tells the freezer of the moments of training."""
+
+    def __init__(self, freezer: Freezer | None) -> None:
+        self._freezer = freezer
+        self._losses: list[Tensor] = []
+        self._steps_before = 0
+
+    def take(self) -> list[float]:
+        """Return the losses since the last call."""
+        losses, self._losses = self._losses, []
+        return [float(loss) for loss in losses]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._steps_before = trainer.global_step
+        if self._freezer is not None:
+            self._freezer.batch_start(None, trainer.global_step)
+
+    def on_after_backward(self, *args: Any) -> None:
+        if self._freezer is not None:
+            self._freezer.backward_end()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._losses.append(loss.detach().clone())
+        if self._freezer is not None:
+            self._freezer.batch_end()
+            if trainer.global_step > self._steps_before:
+                self._freezer.optimizer_step(trainer.global_step)
+
+
+@contextlib.contextmanager
+def _unseen(trainer: pl.Trainer, recorder: _Recorder) -> Iterator[None]:
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers[:1]]
+    try:
+        with with_callbacks(trainer, recorder), without_logs(trainer.lightning_module):
+            yield
+    finally:
+        trainer.loggers = loggers
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device, or the host, has no memory left: torch raises a kind of its own on devices only."""
+    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+    return isinstance(error, kind) or "can't allocate memory" in str(error) or "out of memory" in str(error)

@@ -1,0 +1,81 @@
+"""Batches read ahead: each branch has those of training, and training goes on behind them."""
+
+import itertools
+
+import torch
+
+from lightning_egeria.tuning.feed import BranchFeed, Feed
+
+
+class Fetcher:
+    """Draws a random number for each batch, as augmentation does."""
+
+    def __init__(self, count=6):
+        self.count, self.fetched, self.profiled = count, 0, False
+
+    def __iter__(self):
+        self.fetched = 0
+        return self
+
+    def __next__(self):
+        if self.fetched == self.count:
+            raise StopIteration
+        self.fetched += 1
+        return torch.rand(2), self.fetched - 1, 0
+
+    @property
+    def done(self):
+        return self.fetched == self.count
+
+
+def drawn(batches, count):
+    """Each batch, and what training on it would draw next."""
+    return [(item[0].tolist(), float(torch.rand(()))) for item in itertools.islice(batches, count)]
+
+
+def test_each_branch_has_the_batches_of_training():
+    torch.manual_seed(0)
+    plain = drawn(Fetcher(), 5)
+    torch.manual_seed(0)
+    feed = Feed(Fetcher(), lambda: None)
+    first = drawn(feed.from_here(0), 3)
+    second = drawn(feed.from_here(0), 3)
+    third = drawn(feed.from_here(1), 2)
+    assert first == second == plain[:3]
+    assert third == plain[1:3]
+    drawn(feed.from_here(0), 3)
+    feed.skip(3)
+    assert drawn(iter(lambda: next(feed), None), 2) == plain[3:]
+
+
+def test_training_gets_what_longer_branches_have_read():
+    feed = Feed(Fetcher(), lambda: None)
+    read = [item[1] for item in itertools.islice(feed.from_here(0), 6)]
+    feed.skip(2)
+    left = []
+    while not feed.done:
+        left.append(next(feed)[1])
+    assert (read, left) == ([0, 1, 2, 3, 4, 5], [2, 3, 4, 5])
+
+
+def test_a_branch_that_changes_its_batch_changes_no_other():
+    feed = Feed(Fetcher(), lambda: None)
+    (item,) = itertools.islice(feed.from_here(0), 1)
+    before = item[0].clone()
+    item[0].zero_()
+    (again,) = itertools.islice(feed.from_here(0), 1)
+    assert torch.equal(again[0], before)
+    assert torch.equal(next(feed)[0], before)
+
+
+def test_it_stands_for_the_fetcher():
+    calls = []
+    fetcher = Fetcher()
+    feed = Feed(fetcher, lambda: calls.append(1))
+    feed.profiled = True
+    assert fetcher.profiled
+    assert feed.first_bytes() == 8
+    assert iter(feed) is feed
+    assert [next(feed)[1] for _ in range(6)] == list(range(6))
+    assert (len(calls), feed.done, feed.fetcher) == (6, True, fetcher)
+    assert BranchFeed(iter([1])).done is False

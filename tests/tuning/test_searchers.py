@@ -1,0 +1,83 @@
+"""Searchers return settings of the spaces, each once, and the same ones for the same seed."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from lightning_egeria.errors import ArgumentError
+from lightning_egeria.tuning.searchers import SEARCHERS, GridSearcher, OptunaSearcher, RandomSearcher
+from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
+
+needs_optuna = pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs the extra tune")
+OPTUNA = ("tpe", "cmaes")
+each = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_optuna) if name in OPTUNA else name for name in SEARCHERS]
+)
+SMALL = {"momentum": Choice([0.0, 0.9]), "nesterov": Choice([True, False])}
+LARGE = {"lr": LogUniform(1e-4, 1), "decay": Uniform(0, 0.1), "momentum": Choice([0.0, 0.9])}
+
+
+def asked(searcher, most=100):
+    settings = []
+    while len(settings) < most and (setting := searcher.ask()) is not None:
+        settings.append(setting)
+        searcher.tell(setting, setting["momentum"])
+    return settings
+
+
+@each
+def test_a_small_space_is_tried_whole_and_once(name):
+    settings = asked(SEARCHERS[name](SMALL, 0))
+    assert len(settings) <= 4
+    assert len({repr(setting) for setting in settings}) == len(settings)
+    if name not in OPTUNA:  # whose samplers may repeat themselves many times
+        assert len(settings) == 4
+
+
+@each
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning" if "optuna" in sys.modules else "ignore:x")
+def test_settings_are_of_the_spaces_and_repeatable(name):
+    first, again, other = (asked(SEARCHERS[name](LARGE, seed), 12) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+    for setting in first:
+        assert list(setting) == list(LARGE)
+        assert 1e-4 <= setting["lr"] <= 1 + 1e-9
+        assert 0 <= setting["decay"] <= 0.1
+        assert setting["momentum"] in (0.0, 0.9)
+
+
+def test_the_grid_has_every_combination():
+    settings = asked(GridSearcher({"lr": LogUniform(1e-4, 1), "momentum": Choice([0.0, 0.9])}, 0, points=5))
+    assert len(settings) == len({repr(setting) for setting in settings}) == 10
+
+
+@needs_optuna
+def test_tpe_goes_where_speeds_are_high():
+    searcher = OptunaSearcher({"x": Uniform(0, 1)}, 0)
+    for _ in range(30):
+        setting = searcher.ask()
+        searcher.tell(setting, -((setting["x"] - 0.7) ** 2))
+    last = [searcher.ask()["x"] for _ in range(5)]
+    assert sum(abs(x - 0.7) < 0.2 for x in last) >= 3
+
+
+def test_without_optuna_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ArgumentError, match=r"pip install 'lightning-egeria\[tune\]'"):
+        OptunaSearcher(SMALL)
+
+
+@needs_optuna
+def test_an_unknown_sampler_and_space_are_refused():
+    with pytest.raises(ArgumentError, match="sampler must be 'tpe'"):
+        OptunaSearcher(SMALL, sampler="annealing")
+    with pytest.raises(ArgumentError, match="Optuna knows Choice, Uniform"):
+        OptunaSearcher({"x": object()})
+
+
+def test_a_random_searcher_ends_when_it_has_drawn_all():
+    searcher = RandomSearcher({"x": Choice([1])})
+    assert searcher.ask() == {"x": 1}
+    assert searcher.ask() is None

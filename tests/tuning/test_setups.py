@@ -1,0 +1,61 @@
+"""Where branches can train, and how long."""
+
+from types import SimpleNamespace
+
+import pytest
+from models import Classifier
+
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.tuning.setups import check_trainer, most_steps
+
+
+def trainer(batches=20, ready=0, accumulate=1, max_steps=-1, step=0, strategy="SingleDeviceStrategy", module=None):
+    loop = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=ready)))
+    return SimpleNamespace(
+        num_training_batches=batches,
+        accumulate_grad_batches=accumulate,
+        max_steps=max_steps,
+        global_step=step,
+        strategy=type(strategy, (), {})(),
+        lightning_module=module or Classifier(),
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+    )
+
+
+SMALL, LARGE = SimpleNamespace(first_bytes=lambda: 8), SimpleNamespace(first_bytes=lambda: 2**28)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "feed", "expected"),
+    [
+        ({}, SMALL, 19),
+        ({"ready": 15}, SMALL, 4),
+        ({"accumulate": 4}, SMALL, 4),
+        ({"max_steps": 8, "step": 3}, SMALL, 4),
+        ({"batches": 1}, SMALL, 0),
+        ({}, LARGE, 4),
+    ],
+)
+def test_most_steps_of_a_trial(arguments, feed, expected):
+    assert most_steps(trainer(**arguments), feed) == expected
+
+
+def test_data_without_a_length_are_refused():
+    with pytest.raises(UnsupportedError, match="must know where an epoch ends"):
+        most_steps(trainer(batches=float("inf")), SMALL)
+
+
+@pytest.mark.parametrize("strategy", ["ModelParallelStrategy", "FSDPStrategy", "DeepSpeedStrategy"])
+def test_strategies_that_are_not_tested_are_refused(strategy):
+    with pytest.raises(UnsupportedError, match=f"branch tuning does not run with {strategy}"):
+        check_trainer(trainer(strategy=strategy))
+    check_trainer(trainer(strategy="DDPStrategy"))
+
+
+def test_a_step_that_reads_batches_itself_is_refused():
+    class Reads(Classifier):
+        def training_step(self, dataloader_iter):
+            pass
+
+    with pytest.raises(UnsupportedError, match="training_step with dataloader_iter reads them itself"):
+        check_trainer(trainer(module=Reads()))

@@ -1,0 +1,91 @@
+"""Branches in a fit: run A, run B, and A again is A."""
+
+import lightning as L
+import pytest
+from models import Classifier, equal, fit
+
+from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.tuning.feed import Feed
+from lightning_egeria.tuning.rounds import Order
+from lightning_egeria.tuning.spaces import Choice
+from lightning_egeria.tuning.trials import Trials
+from lightning_egeria.tuning.tunables import Tunables
+
+A, B = {"lr": 0.2}, {"lr": 1e-3}
+
+
+class Tries(L.Callback):
+    """Calls a function with trials before the first batch of an epoch."""
+
+    def __init__(self, do, epoch=1):
+        self.do, self.epoch = do, epoch
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == self.epoch:
+            inner = trainer.fit_loop._data_fetcher
+            trainer.fit_loop._data_fetcher = self.feed = Feed(inner, lambda: self.once(trainer))
+
+    def once(self, trainer):
+        do, self.do = self.do, None
+        if do is not None:
+            do(Trials(trainer, self.feed, Tunables({"lr": Choice([1])}), Ranks(), None))
+
+
+def test_a_branch_again_is_the_branch():
+    results = []
+
+    def do(trials):
+        results.extend(trials.run(Order(number, setting, 3)).losses for number, setting in enumerate((A, B, A)))
+        trials.leave()
+
+    plain, module = Classifier(), Classifier()
+    fit(plain)
+    fit(module, Tries(do))
+    assert results[0] == results[2] != results[1]
+    assert equal(plain, module)
+
+
+@pytest.mark.parametrize("kept", [(), (0,)])
+def test_a_branch_grows_as_if_it_had_run_at_once(kept):
+    """Whether its state was kept or not."""
+    grown, whole = [], []
+
+    def in_parts(trials):
+        trials.run(Order(0, A, 1))
+        trials.run(Order(1, B, 2, kept))
+        grown.append(trials.run(Order(0, A, 3)).losses)
+        trials.adopt(Order(0, A, 3))
+
+    def at_once(trials):
+        whole.append(trials.run(Order(0, A, 3)).losses)
+        trials.adopt(Order(0, A, 3))
+
+    first, second = Classifier(), Classifier()
+    fit(first, Tries(in_parts))
+    fit(second, Tries(at_once))
+    assert grown == whole
+    assert first.losses == second.losses
+    assert equal(first, second)
+
+
+def test_losses_are_relative_to_those_without_learning():
+    seen = []
+    fit(Classifier(), Tries(lambda trials: (seen.append(trials.run(Order(0, {"lr": 1e-30}, 4))), trials.leave())))
+    assert seen[0].losses == pytest.approx([seen[0].losses[0]] * 4, abs=1e-5)
+    assert (seen[0].cost, seen[0].failed) == (4.0, None)
+
+
+class Silent(Classifier):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
+def test_without_a_loss_it_says_what_to_return():
+    module = Silent()
+    module.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match="the training step returned no loss in a trial"):
+        fit(module, Tries(lambda trials: trials.run(Order(0, A, 2)), epoch=0))

@@ -1,0 +1,100 @@
+"""Each tunable reads and sets what it names, and says what does not fit."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import Classifier, ConvNet
+from torch import nn
+
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.tuning.spaces import Choice
+from lightning_egeria.tuning.tunables import Custom, Tunables
+
+
+def trainer_of(module=None, adam=False, scheduler=None):
+    module = module or Classifier()
+    optimizer = torch.optim.AdamW(module.parameters()) if adam else module.configure_optimizers()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "weight_decay": 0.5})
+    configs = [SimpleNamespace(scheduler=scheduler)] if scheduler is not None else []
+    return SimpleNamespace(
+        lightning_module=module,
+        optimizers=[optimizer],
+        lr_scheduler_configs=configs,
+        gradient_clip_val=None,
+        callbacks=[],
+    )
+
+
+CASES = {
+    "lr": (False, 0.05, 0.2, lambda t: t.optimizers[0].param_groups[0]["lr"]),
+    "momentum": (False, 0.9, 0.1, lambda t: t.optimizers[0].param_groups[1]["momentum"]),
+    "weight_decay": (False, 0.01, 0.0, lambda t: t.optimizers[0].param_groups[1]["weight_decay"]),
+    "groups.1.weight_decay": (False, 0.5, 0.25, lambda t: t.optimizers[0].param_groups[1]["weight_decay"]),
+    "nesterov": (False, False, True, lambda t: t.optimizers[0].param_groups[0]["nesterov"]),
+    "betas.1": (True, 0.999, 0.9, lambda t: t.optimizers[0].param_groups[0]["betas"][1]),
+    "dropout": (False, 0.2, 0.4, lambda t: next(m for m in t.lightning_module.modules() if type(m) is nn.Dropout).p),
+    "gradient_clip_val": (False, 0.0, 1.5, lambda t: t.gradient_clip_val),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_reads_and_sets_what_it_names(name):
+    adam, before, after, look = CASES[name]
+    trainer, tunables = trainer_of(adam=adam), Tunables({name: Choice([1])})
+    tunables.check(trainer)
+    assert tunables.get(trainer) == {name: before}
+    tunables.set(trainer, {name: after})
+    assert tunables.get(trainer) == {name: after}
+    assert look(trainer) == after
+
+
+def test_momentum_of_adam_is_its_first_beta():
+    trainer, tunables = trainer_of(adam=True), Tunables({"momentum": Choice([0.5])})
+    tunables.check(trainer)
+    tunables.set(trainer, {"momentum": 0.5})
+    assert trainer.optimizers[0].param_groups[0]["betas"] == (0.5, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rho", "nothing to tune named 'rho'.*The options are"),
+        ("betas.7", "nothing to tune named"),
+        ("groups.9.lr", "nothing to tune named"),
+        ("betas", r"the option 'betas' is \(0.9, 0.999\)"),
+        ("frozen_depth", "Add PrefixFreezing"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name, message):
+    with pytest.raises(UnsupportedError, match=message):
+        Tunables({name: Choice([1])}).check(trainer_of(adam=True))
+
+
+def test_dropout_clipping_and_cycled_momentum_are_refused():
+    with pytest.raises(UnsupportedError, match="no dropout modules"):
+        Tunables({"dropout": Choice([0.1])}).check(trainer_of(Classifier(ConvNet(dropout=0))))
+    manual = Classifier()
+    manual.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match="does not clip gradients"):
+        Tunables({"gradient_clip_val": Choice([0.1])}).check(trainer_of(manual))
+    with pytest.raises(UnsupportedError, match="sets the momentum in each step"):
+        Tunables({"momentum": Choice([0.1])}).check(trainer_of(scheduler=SimpleNamespace(cycle_momentum=True)))
+
+
+def test_a_custom_tunable_is_set_only_where_it_differs():
+    calls, box = [], {"value": 1}
+    custom = Custom(
+        Choice([1, 2]), lambda _: box["value"], lambda _, value: (calls.append(value), box.update(value=value))
+    )
+    tunables, trainer = Tunables({"mine": custom, "lr": Choice([0.05])}), trainer_of()
+    tunables.set(trainer, {"mine": 1, "lr": 0.05})
+    tunables.set(trainer, {"mine": 2, "lr": 0.05})
+    assert calls == [2]
+    trainer.optimizers[0].param_groups[0]["lr"] = 0.7
+    box["value"] = 1
+    tunables.set_outside_checkpoints(trainer, {"mine": 2, "lr": 0.05})  # the rate is in the checkpoint
+    assert (box["value"], trainer.optimizers[0].param_groups[0]["lr"]) == (2, 0.7)
+    box["value"] = None
+    with pytest.raises(UnsupportedError, match="returned None, expected a number"):
+        tunables.check(trainer)
