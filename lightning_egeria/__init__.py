@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_egeria.goodput.datamodule import AdaptiveBatchSize
     from lightning_egeria.network.chain import LayerChain
     from lightning_egeria.partial.callback import StructuredPartialBackprop
+    from lightning_egeria.pipelining.pipeline import GraphPipeline
     from lightning_egeria.report.recorder import RunRecorder
     from lightning_egeria.snapshots.training_state import TrainingState
     from lightning_egeria.training.callback import PrefixFreezing
@@ -37,6 +38,7 @@ __all__ = [
     "Freezer",
     "FreezingPolicy",
     "FrozenPrefixCache",
+    "GraphPipeline",
     "KnowledgeGuidedFreezing",
     "LayerChain",
     "LogUniform",
@@ -61,6 +63,7 @@ _HOMES = {
     "PrefixFreezing": "training.callback",
     "FreezingPolicy": "freezing.policy",
     "FrozenPrefixCache": "caching.datamodule",
+    "GraphPipeline": "pipelining.pipeline",
     "KnowledgeGuidedFreezing": "freezing.callback",
     "LayerChain": "network.chain",
     "RunRecorder": "report.recorder",

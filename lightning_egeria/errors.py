@@ -91,6 +91,10 @@ class ExecutionError(WorkflowError):
     layer = "execute"
 
 
+class PipelineError(EgeriaError):
+    """A graph pipeline ended: one of its ranks failed, or the ranks did not get the same batch."""
+
+
 def first_of(names: list[str]) -> str:
     """Return the first of several names for a message, and how many more there are.
 

@@ -40,6 +40,7 @@ def test_public_names():
         "Freezer",
         "FreezingPolicy",
         "FrozenPrefixCache",
+        "GraphPipeline",
         "KnowledgeGuidedFreezing",
         "LayerChain",
         "LogUniform",

@@ -1,0 +1,241 @@
+"""What ranks of a graph pipeline do in tests."""
+
+import copy
+import os
+import random
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from graphs import random_graph, series_parallel
+from torch import nn
+
+from lightning_egeria.errors import PipelineError, PlanError, UnsupportedError
+from lightning_egeria.pipelining.pipeline import GraphPipeline, split
+from lightning_egeria.pipelining.planner import Limits
+from lightning_egeria.pipelining.timeline import Timeline
+
+
+class Branches(nn.Module):
+    """Nested branches, a skip over one, a tied embedding, a weight between modules, and several outputs."""
+
+    def __init__(self, dropout=0.0, norm=True):
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.left = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 8))
+        self.inner = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.right = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Linear(8, 8)
+        self.head = nn.Linear(16, 3)
+        self.words = nn.Linear(8, 12, bias=False)
+        self.words.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, batch):
+        tokens, _ = batch
+        x = self.embed(tokens) * self.scale
+        left = self.left(x) + x
+        right = self.right(self.inner[0](x).tanh() + self.inner[1](x * self.scale)) + x
+        return self.head(torch.cat([self.norm(left), right], dim=1)), self.words(right)
+
+
+FOUR = {
+    "embed": ["embed"],
+    "left": ["left", "norm"],
+    "right": ["inner.0", "inner.1", "right"],
+    "end": ["head", "words"],
+}
+MOVED = {**FOUR, "left": ["left"], "end": ["norm", "head", "words"]}
+SIX = {
+    "embed": ["embed"],
+    "left": ["left"],
+    "inner": ["inner.0"],
+    "other": ["inner.1"],
+    "right": ["right"],
+    "end": ["norm", "head", "words"],
+}
+
+
+def loss_fn(output, batch):
+    classes, words = output
+    return nn.functional.cross_entropy(classes, batch[1]) + nn.functional.cross_entropy(words, batch[0])
+
+
+def data(samples=10, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 12, (samples,), generator=generator), torch.randint(0, 3, (samples,), generator=generator)
+
+
+def start(size):
+    if size > 1:
+        rank = int(os.environ["LOCAL_RANK"])
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+
+
+def plain_step(model, batch, micro_batches):
+    loss = 0.0
+    for part, share in split(batch, micro_batches):
+        part_loss = loss_fn(model(part), part) * share
+        part_loss.backward()
+        loss += float(part_loss.detach())
+    return loss
+
+
+def train_beside_one_process(stages, steps, limits=None, norm=True, micro_batches=4):
+    """Trains with a pipeline and with plain torch; checks losses, gradients and weights; returns the plan."""
+    # In float32, Adam turns the rounding of gradients that are 0, such as of biases in front of a norm, into steps.
+    model = Branches(norm=norm).double()
+    plain = copy.deepcopy(model)
+    pipeline = GraphPipeline(model, data(), micro_batches=micro_batches, stages=stages, limits=limits)
+    optimizers = [torch.optim.AdamW(one.parameters(), 0.01) for one in (model, plain)]
+    for step in range(steps):
+        if step == 2:  # the front freezes
+            for one in (model, plain):
+                one.embed.requires_grad_(False)
+                one.left.requires_grad_(False)
+                one.scale.requires_grad_(False)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batch = data(10 if step % 3 else 9, step)  # another size, which does not divide
+        loss = pipeline.step(batch, loss_fn)
+        assert abs(float(loss) - plain_step(plain, batch, micro_batches)) < 1e-9
+        expected = dict(plain.named_parameters())
+        stage, _ = pipeline.plan.place(pipeline._rank)
+        owned = 0
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                owned += 1
+                torch.testing.assert_close(
+                    parameter.grad, expected[name].grad, msg=lambda text, name=name: f"{name}: {text}"
+                )
+        assert owned or not pipeline.plan.learns[stage]
+        if pipeline.plan.learns[stage]:
+            (in_flight,) = Timeline((tuple(pipeline.spans),)).in_flight
+            assert in_flight <= pipeline.plan.in_flight_of_a_device(stage)
+        for optimizer in optimizers:
+            optimizer.step()
+    pipeline.gather()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    return pipeline.plan
+
+
+def message_of(function, *arguments):
+    try:
+        function(*arguments)
+    except PipelineError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def many_checks(stages, size):
+    """All that one start of the ranks can show."""
+    start(size)
+    rank = dist.get_rank()
+    found = {"plan": train_beside_one_process(stages, 5)}
+    for name, homes in (("dropout", stages), ("moved", MOVED)):
+        torch.manual_seed(1)
+        model = Branches(dropout=0.5)
+        pipeline = GraphPipeline(model, data(), micro_batches=3, stages=homes)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            losses.append(float(pipeline.step(data(seed=seed), loss_fn)))
+            optimizer.step()
+        pipeline.gather()
+        found[name] = [*losses, *model.norm.running_mean.tolist()]
+
+    def fails(output, batch):
+        raise ValueError("the labels are wrong")
+
+    found["failure"] = message_of(pipeline.step, data(), fails)
+    if rank == 1:
+        model.left.forward = lambda x: 1 / 0
+        model.inner[0].forward = lambda x: 1 / 0
+    found["broken"] = message_of(pipeline.step, data(), loss_fn)
+    found["new shape"] = message_of(pipeline.step, data(8), loss_fn)
+    found["batches"] = message_of(pipeline.step, data(seed=rank), loss_fn)
+    return found
+
+
+def steps(stages, size, count, limits=None, norm=True):
+    start(size)
+    return train_beside_one_process(stages, count, limits, norm)
+
+
+def killed(stages, size):
+    start(size)
+    pipeline = GraphPipeline(Branches(), data(), micro_batches=4, stages=stages)
+    pipeline.step(data(), loss_fn)
+    if dist.get_rank() == 2:
+        os._exit(1)
+    started = time.monotonic()
+    return message_of(pipeline.step, data(), loss_fn), time.monotonic() - started
+
+
+class Graph(nn.Module):
+    """A linear module for each node of a graph, which reads the sum of those before it."""
+
+    def __init__(self, graph, frozen):
+        super().__init__()
+        self.parts = nn.ModuleDict({str(number): nn.Linear(4, 4) for number in range(len(graph.nodes))})
+        self.reads = [[first for first, second in graph.edges if second == node] for node in range(len(graph.nodes))]
+        for number in frozen:
+            self.parts[str(number)].requires_grad_(False)
+
+    def forward(self, batch):
+        values = []
+        for number, reads in enumerate(self.reads):
+            given = sum((values[other] for other in reads), batch)
+            values.append(self.parts[str(number)](given).tanh())
+        read = {other for reads in self.reads for other in reads}
+        return torch.cat([value for number, value in enumerate(values) if number not in read], dim=1)
+
+
+def random_pipelines(size, seeds):
+    """Trains random graphs in random stages."""
+    start(size)
+    tried = 0
+    for seed in seeds:
+        generator = random.Random(seed)
+        graph = (random_graph if seed % 2 else series_parallel)(seed)
+        count = len(graph.nodes)
+        frozen = [node for node in range(count) if generator.random() < 0.2]
+        homes = [generator.randrange(size) for _ in range(count)]
+        if seed % 3:
+            homes.sort()  # else most stages wait for each other in a circle
+        stages = {str(place): [f"parts.{n}" for n, home in enumerate(homes) if home == place] for place in range(size)}
+        torch.manual_seed(seed)
+        model = Graph(graph, frozen).double()
+        plain = copy.deepcopy(model)
+        micro_batches = generator.randint(1, 6)
+        batch = torch.randn(12, 4, dtype=torch.float64)
+        try:
+            pipeline = GraphPipeline(
+                model,
+                batch,
+                stages={name: paths for name, paths in stages.items() if paths},
+                limits=Limits(size, micro_batches, group=generator.choice([1, 2])),
+            )
+        except PlanError:  # a circle, or a stage without modules
+            continue
+        except UnsupportedError:  # all frozen
+            continue
+        tried += 1
+        pipeline.step(batch, lambda output, _: output.square().mean())
+        for part, share in split(batch, micro_batches):
+            loss = plain(part).square().mean() * share
+            if loss.requires_grad:
+                loss.backward()
+        stage, _ = pipeline.plan.place(dist.get_rank())
+        for number in range(count):
+            if f"parts.{number}" in stages[pipeline.plan.stages[stage].name]:
+                pairs = zip(*(net.parts[str(number)].parameters() for net in (model, plain)), strict=True)
+                for one, other in pairs:
+                    assert (one.grad is None) == (other.grad is None), (seed, number)
+                    if one.grad is not None:
+                        torch.testing.assert_close(one.grad, other.grad)
+    return tried

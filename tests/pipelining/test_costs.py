@@ -1,0 +1,41 @@
+"""Costs of units, and units that must stay together."""
+
+import torch
+from pipeline_runs import Branches, data
+from torch import nn
+
+from lightning_egeria.pipelining.costs import measured_graph
+from lightning_egeria.pipelining.tracing import TracedModel, find_units
+
+
+def graph_of(model, batch):
+    traced = TracedModel(model, lambda model, batch: model(batch), find_units(model, 10))
+    return measured_graph(traced, model, batch)
+
+
+def test_nodes_have_costs_and_a_frozen_front_has_no_backward():
+    model = Branches()
+    model.embed.requires_grad_(False)
+    model.scale.requires_grad_(False)
+    graph, groups = graph_of(model, data())
+    nodes = {node.name: node for node in graph.nodes}
+    assert [*nodes] == [group[0] for group in groups]
+    assert nodes["embed"].backward_s == nodes["embed"].activation_bytes == 0
+    assert nodes["right"].backward_s > 0
+    assert nodes["right"].parameter_bytes == 4 * 4 * (8 * 8 + 8)
+    assert nodes["embed"].parameter_bytes == 4 * 12 * 8  # no gradient, no optimizer state
+    assert nodes["right"].output_bytes == 4 * 8 * 10
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared, self.between, self.end = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, batch):
+        return self.end(self.shared(self.between(self.shared(batch))))
+
+
+def test_a_module_called_twice_stays_with_those_between():
+    _, groups = graph_of(Twice(), torch.ones(1, 2))
+    assert groups == [["shared", "between"], ["end"]]

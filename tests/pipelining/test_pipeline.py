@@ -1,0 +1,127 @@
+"""A graph pipeline trains as one process does; whoever fails ends all with one message."""
+
+import pytest
+import torch
+from pipeline_runs import (
+    FOUR,
+    SIX,
+    Branches,
+    data,
+    killed,
+    many_checks,
+    random_pipelines,
+    steps,
+    train_beside_one_process,
+)
+from ranks import all_well, in_ranks
+from torch import nn
+
+from lightning_egeria.errors import ArgumentError, PlanError, UnsupportedError
+from lightning_egeria.pipelining.pipeline import GraphPipeline, split
+from lightning_egeria.pipelining.planner import Limits
+
+
+def test_one_process_trains_as_without_a_pipeline():
+    plan = train_beside_one_process(None, 4)
+    assert plan.devices == 1
+
+
+def test_four_ranks_train_as_one_and_fail_together():
+    results = all_well(in_ranks(4, many_checks, FOUR, 4))
+    first = results[0]
+    assert [stage.name for stage in first["plan"].stages] == ["embed", "left", "right", "end"]
+    assert first["plan"].in_flight == (3, 2, 2, 1)
+    for found in results:
+        assert found["dropout"] == pytest.approx(first["moved"])
+        assert found["failure"] == "rank 3, stage 'end', failed: ValueError: the labels are wrong"
+        for kind in ("broken", "new shape"):
+            assert found[kind] == "rank 1, stage 'left', failed: ZeroDivisionError: division by zero"
+        assert "did not get the same batch" in found["batches"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "size"), [(None, 2), (None, 4), (FOUR, 4), (SIX, 6)], ids=str)
+def test_fifty_steps_stay_equal(stages, size):
+    plans = all_well(in_ranks(size, steps, stages, size, 50, (stages is None and Limits(size, 4, max_width=1)) or None))
+    assert len({plan.to_json() for plan in plans}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [2, None])
+def test_devices_of_a_stage_share_its_micro_batches(width):
+    plans = all_well(in_ranks(4, steps, None, 4, 10, Limits(4, 4, max_width=width), False))
+    assert max(stage.width for stage in plans[0].stages) > 1
+
+
+@pytest.mark.slow
+def test_random_graphs_in_random_stages():
+    tried = all_well(in_ranks(3, random_pipelines, 3, range(550)))
+    assert tried == [tried[0]] * 3
+    assert tried[0] >= 200
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others():
+    results = in_ranks(4, killed, FOUR, 4)
+    assert results.pop(2) is None
+    for message, seconds in results:
+        assert "connection to" in message or "failed: " in message
+        assert seconds < 50
+
+
+def build(**settings):
+    return GraphPipeline(Branches(), data(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"devices": 2}, ArgumentError, "devices must be the number of processes, 1, got 2"),
+        ({"limits": Limits(3, 4)}, ArgumentError, "limits.devices must be the number of processes, 1"),
+        ({"micro_batches": 0}, ArgumentError, "micro_batches must be at least 1, got 0"),
+        ({"stages": {"a": ["nothing"]}}, ArgumentError, "no module 'nothing'"),
+        ({"stages": {"a": ["left", "left.0"]}}, ArgumentError, "'left.0' is named twice, or is part of another"),
+        ({"stages": {"a": ["embed"]}}, ArgumentError, "'left.0' has parameters or buffers and is in no stage"),
+        ({"stages": FOUR}, PlanError, "stages for 4 processes, and there are 1"),
+        ({"forward": lambda model, batch: batch[1].float()}, UnsupportedError, "depends on no module with parameters"),
+    ],
+)
+def test_mistakes_are_refused(settings, kind, message):
+    with pytest.raises(kind, match=message):
+        build(**settings)
+
+
+def test_stages_in_a_circle_are_refused():
+    stages = {**FOUR, "left": ["left", "head"], "end": ["norm", "words"]}
+    with pytest.raises(PlanError, match="in a circle"):
+        build(stages=stages)
+
+
+class Aliased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, batch):
+        x = y = self.first(batch)
+        x += 1
+        return self.second(x + y)
+
+
+def test_a_trace_that_computes_something_else_is_refused():
+    with pytest.raises(UnsupportedError, match="computes something else than the model"):
+        GraphPipeline(Aliased(), torch.ones(4, 2))
+
+
+def test_a_loss_must_be_a_number():
+    with pytest.raises(Exception, match="loss_fn must return a tensor with one number, got tuple"):
+        build(micro_batches=2).step(data(), lambda output, batch: output)
+
+
+def test_a_batch_without_samples_is_refused():
+    with pytest.raises(UnsupportedError, match="cannot be split"):
+        split({"x": 3}, 2)
+
+
+def test_a_small_batch_has_fewer_parts():
+    assert [share for _, share in split(torch.arange(2), 4)] == [0.5, 0.5]
