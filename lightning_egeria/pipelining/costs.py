@@ -65,7 +65,10 @@ def _learning(traced: TracedModel) -> set[str]:
     for node in traced.nodes:
         own = traced.trains(node)
         trains[node] = own or any(trains[other] for other in node.all_input_nodes)
-    return {unit for node, unit in traced.unit_of.items() if trains[node]}
+    found = {unit for node, unit in traced.unit_of.items() if trains[node]}
+    if trains[traced.output]:  # the loss has a backward, even where the unit beside it has none
+        found.add(traced.unit_of[traced.reads(traced.output)[-1]])
+    return found
 
 
 def _measured(traced: TracedModel, node: fx.Node, values: dict[fx.Node, Any], batch: Any, cost: list[Any]) -> Any:

@@ -43,6 +43,7 @@ class GraphPipeline:
         stages: module paths of each stage, by its name; None plans them.
         forward: called with the model and a micro-batch; returns the output. None calls ``model(micro_batch)``.
         limits: memory, width and group of planned stages; replaces ``devices`` and ``micro_batches``.
+        plan: a plan over the same modules, such as an earlier one from JSON; None makes one.
 
     Attributes:
         plan: the plan.
@@ -63,6 +64,7 @@ class GraphPipeline:
         stages: Mapping[str, Sequence[str]] | None = None,
         forward: Forward | None = None,
         limits: Limits | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self._several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if self._several else (0, 1)
@@ -92,9 +94,13 @@ class GraphPipeline:
             has_statistics = not all(torch.equal(old, new) for old, new in pairs)
             graph, self._groups = measured_graph(self._traced, model, example)
         self._example = example
-        plan = self._plan_of_rank_0(
-            self._named(graph, stages) if stages is not None else plan_graph(graph, self._limits)
-        )
+        if plan is None:
+            plan = self._named(graph, stages) if stages is not None else plan_graph(graph, self._limits)
+        elif [node.name for node in plan.graph.nodes] != [node.name for node in graph.nodes]:
+            raise PlanError(f"the plan is for other modules, expected {[node.name for node in graph.nodes]}")
+        else:
+            plan = dataclasses.replace(plan, graph=graph)
+        plan = self._plan_of_rank_0(plan)
         if has_statistics and any(stage.width > 1 for stage in plan.stages):
             raise UnsupportedError(
                 "a stage has several devices and the model has batch statistics, which they would not share. Pass "

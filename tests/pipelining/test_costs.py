@@ -27,6 +27,22 @@ def test_nodes_have_costs_and_a_frozen_front_has_no_backward():
     assert nodes["right"].output_bytes == 4 * 8 * 10
 
 
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, batch):
+        return self.first(batch), self.second(batch)
+
+
+def test_a_frozen_unit_beside_the_loss_has_its_backward():
+    model = Two()
+    model.second.requires_grad_(False)
+    graph, _ = graph_of(model, torch.ones(1, 2))
+    assert [node.name for node in graph.nodes if node.backward_s > 0] == ["first", "second"]
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()

@@ -17,7 +17,9 @@ from ranks import all_well, in_ranks
 from torch import nn
 
 from lightning_egeria.errors import ArgumentError, PlanError, UnsupportedError
+from lightning_egeria.pipelining.graph import Node, chain_of
 from lightning_egeria.pipelining.pipeline import GraphPipeline, split
+from lightning_egeria.pipelining.plan import Plan, Stage
 from lightning_egeria.pipelining.planner import Limits
 
 
@@ -89,6 +91,16 @@ def build(**settings):
 def test_mistakes_are_refused(settings, kind, message):
     with pytest.raises(kind, match=message):
         build(**settings)
+
+
+def test_a_plan_is_used_again_for_the_same_modules():
+    plan = build(micro_batches=2).plan
+    again = Plan.from_json(plan.to_json())
+    assert build(plan=again).plan.stages == plan.stages
+    assert build(plan=again).plan.micro_batches == 2
+    other = Plan(chain_of([Node("other", 1, 2)]), (Stage("all", (0,)),), 2)
+    with pytest.raises(PlanError, match="the plan is for other modules, expected"):
+        build(plan=other)
 
 
 def test_stages_in_a_circle_are_refused():
