@@ -83,12 +83,12 @@ def plain_step(model, batch, micro_batches):
     return loss
 
 
-def train_beside_one_process(stages, steps, limits=None, norm=True, micro_batches=4):
+def train_beside_one_process(stages, steps, limits=None, plan=None, micro_batches=4):
     """Trains with a pipeline and with plain torch; checks losses, gradients and weights; returns the plan."""
     # In float32, Adam turns the rounding of gradients that are 0, such as of biases in front of a norm, into steps.
-    model = Branches(norm=norm).double()
+    model = Branches(norm=plan is None).double()
     plain = copy.deepcopy(model)
-    pipeline = GraphPipeline(model, data(), micro_batches=micro_batches, stages=stages, limits=limits)
+    pipeline = GraphPipeline(model, data(), micro_batches=micro_batches, stages=stages, limits=limits, plan=plan)
     optimizers = [torch.optim.AdamW(one.parameters(), 0.01) for one in (model, plain)]
     for step in range(steps):
         if step == 2:  # the front freezes
@@ -161,9 +161,9 @@ def many_checks(stages, size):
     return found
 
 
-def steps(stages, size, count, limits=None, norm=True):
+def steps(stages, size, count, limits=None, plan=None):
     start(size)
-    return train_beside_one_process(stages, count, limits, norm)
+    return train_beside_one_process(stages, count, limits, plan)
 
 
 def killed(stages, size):

@@ -49,10 +49,14 @@ def test_fifty_steps_stay_equal(stages, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [2, None])
-def test_devices_of_a_stage_share_its_micro_batches(width):
-    plans = all_well(in_ranks(4, steps, None, 4, 10, Limits(4, 4, max_width=width), False))
-    assert max(stage.width for stage in plans[0].stages) > 1
+@pytest.mark.parametrize("widths", [(1, 3), (2, 2), (4,)], ids=str)
+def test_devices_of_a_stage_share_its_micro_batches(widths):
+    graph = GraphPipeline(Branches(norm=False).double(), data()).plan.graph
+    numbers = range(len(graph.nodes))
+    parts = (numbers,) if len(widths) == 1 else (numbers[:4], numbers[4:])
+    stages = tuple(Stage(str(place), (*part,), widths[place]) for place, part in enumerate(parts))
+    plans = all_well(in_ranks(4, steps, None, 4, 10, None, Plan(graph, stages, 4)))
+    assert [stage.width for stage in plans[0].stages] == [*widths]
 
 
 @pytest.mark.slow
