@@ -59,7 +59,7 @@ class BranchTuner(pl.Callback):
         tunables: Mapping[str, Space | Custom],
         searcher: str | SearcherFactory = "random",
         max_trials: int = 20,
-        max_share: float = 0.5,
+        max_share: float = 1.0,
         first_steps: int = 10,
         monitor: str | None = None,
         mode: str = "min",
@@ -180,7 +180,7 @@ class BranchTuner(pl.Callback):
             "best": self._plateau.best,
             "waited": self._plateau.waited,
             "finished": [
-                [setting, steps, list(one.losses), one.cost, one.failed]
+                [setting, steps, list(one.losses), one.cost, one.failed, one.start]
                 for (setting, steps), one in self._finished.items()
             ],
         }
@@ -206,8 +206,8 @@ class BranchTuner(pl.Callback):
             self._searched_epoch = state_dict["searched_epoch"]
             self._plateau.best, self._plateau.waited = state_dict["best"], int(state_dict["waited"])
             self._finished = {
-                (setting, int(steps)): Result(list(losses), float(cost), failed)
-                for setting, steps, losses, cost, failed in state_dict["finished"]
+                (setting, int(steps)): Result(list(losses), float(cost), failed, start)
+                for setting, steps, losses, cost, failed, start in state_dict["finished"]
             }
         self._resumed = True
 

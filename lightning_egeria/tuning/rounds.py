@@ -59,11 +59,13 @@ class Result:
         losses: loss of each batch of the branch from its beginning.
         cost: what all of it took, in steps or in seconds.
         failed: why the branch could not train; None if it did.
+        start: mean loss of these batches without learning; None if it is not known.
     """
 
     losses: Sequence[float]
     cost: float
     failed: str | None = None
+    start: float | None = None
 
 
 @dataclasses.dataclass
@@ -236,7 +238,7 @@ class _Rounds:
         self._spent += steps - branch.steps
         branch.steps = steps
         branch.failed = result.failed
-        branch.summary = None if result.failed is not None else summarize(result.losses, result.cost)
+        branch.summary = None if result.failed is not None else summarize(result.losses, result.cost, result.start)
 
     def tell(self) -> None:
         for number in self._untold:

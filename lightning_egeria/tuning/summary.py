@@ -39,7 +39,7 @@ class Summary:
     label: Label
 
 
-def summarize(losses: Sequence[float], cost: float, windows: int = WINDOWS) -> Summary:
+def summarize(losses: Sequence[float], cost: float, start: float | None = None, windows: int = WINDOWS) -> Summary:
     """Summarise the losses of a branch as MLtuner does (Cui et al., arXiv:1803.07445).
 
     With window means ``w_1 .. w_K``, ``range = w_K - w_1``, ``noise = max(0, max(w_{k+1} - w_k))`` and
@@ -49,6 +49,8 @@ def summarize(losses: Sequence[float], cost: float, windows: int = WINDOWS) -> S
     Args:
         losses: loss of each batch, in order; at least one.
         cost: what the branch took, in steps or in seconds; positive.
+        start: loss without learning, as a window in front of the first. Without it, a loss that explodes in its first
+            window and falls from there looks like progress.
         windows: most windows. A shorter trace has one for each loss.
 
     >>> summarize([5.0, 4.0, 3.0, 2.0], cost=4)
@@ -58,7 +60,7 @@ def summarize(losses: Sequence[float], cost: float, windows: int = WINDOWS) -> S
     """
     if not losses or not all(map(math.isfinite, losses)):
         return Summary(math.nan, math.nan, 0.0, Label.DIVERGED)
-    means = window_means(losses, windows)
+    means = [*([start] if start is not None else []), *window_means(losses, windows)]
     change = means[-1] - means[0]
     noise = max([0.0, *(after - before for before, after in itertools.pairwise(means))])
     speed = max(0.0, -(change + noise) / cost)

@@ -106,7 +106,7 @@ class Trials:
             branch.state = FitState(self._trainer, self._freezer)
             self._train_without_learning(len(branch.losses))
         cost = branch.seconds if self._tunables.changes_cost else float(order.steps)
-        return Result(self._relative(branch.losses), cost, failed)
+        return self._relative(branch.losses, cost, failed)
 
     def leave(self) -> None:
         """Return to the beginning."""
@@ -138,13 +138,14 @@ class Trials:
         branch.state = None
         self._train(branch, batches)
 
-    def _relative(self, losses: list[float]) -> list[float]:
-        """Return losses without the part that the batch has in them: with learning minus without, plus the mean."""
+    def _relative(self, losses: list[float], cost: float, failed: str | None) -> Result:
+        """Take the part out of the losses that the batch has in them: with learning minus without, plus the mean."""
         base = self._unlearned[: len(losses)]
-        if len(base) < len(losses) or not all(map(math.isfinite, base)):
-            return losses
-        mean = math.fsum(base) / max(1, len(base))
-        return [loss - unlearned + mean for loss, unlearned in zip(losses, base, strict=True)]
+        if not losses or len(base) < len(losses) or not all(map(math.isfinite, base)):
+            return Result(losses, cost, failed)
+        mean = math.fsum(base) / len(base)
+        relative = [loss - unlearned + mean for loss, unlearned in zip(losses, base, strict=True)]
+        return Result(relative, cost, failed, mean)
 
     def _train_without_learning(self, batches: int) -> None:
         """Note the losses of the first batches with the weights of the beginning. The state changes."""

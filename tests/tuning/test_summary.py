@@ -39,6 +39,14 @@ def test_a_loss_that_is_not_finite_has_diverged(losses):
     assert (summary.label, summary.speed) == (Label.DIVERGED, 0.0)
 
 
+def test_an_explosion_in_the_first_window_is_no_progress():
+    doubled = [2.3, 15.0, 15.0, 9.0, 6.0, 4.0, 3.0, 2.6, 2.5, 2.4, *[2.3] * 10]
+    assert summarize(doubled, 20).speed > 0.1
+    summary = summarize(doubled, 20, start=2.3)
+    assert (summary.speed, summary.label) == (0.0, Label.UNSTABLE)
+    assert summarize([2.3, 2.0, 1.0], 3, start=2.3).label is Label.CONVERGING
+
+
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 99, 105])
 def test_windows_cover_every_loss_once(count):
     means = window_means([float(i) for i in range(count)])
