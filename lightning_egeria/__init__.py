@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_egeria.partial.callback import StructuredPartialBackprop
     from lightning_egeria.pipelining.pipeline import GraphPipeline
     from lightning_egeria.report.recorder import RunRecorder
+    from lightning_egeria.selecting.datamodule import SelectiveBackprop
     from lightning_egeria.snapshots.training_state import TrainingState
     from lightning_egeria.training.callback import PrefixFreezing
     from lightning_egeria.training.freezer import Decision, Freezer
@@ -46,6 +47,7 @@ __all__ = [
     "PrefixFreezing",
     "RunRecorder",
     "ScriptedPolicy",
+    "SelectiveBackprop",
     "SimilarityPreservingLoss",
     "SlopePolicy",
     "StructuredPartialBackprop",
@@ -68,6 +70,7 @@ _HOMES = {
     "LayerChain": "network.chain",
     "RunRecorder": "report.recorder",
     "ScriptedPolicy": "freezing.scripted",
+    "SelectiveBackprop": "selecting.datamodule",
     "SimilarityPreservingLoss": "freezing.metric",
     "SlopePolicy": "freezing.slopes",
     "StructuredPartialBackprop": "partial.callback",

@@ -33,6 +33,10 @@ class PerSampleLossError(EgeriaError):
     """The losses of the samples cannot be taken from the training step; the message says what to give instead."""
 
 
+class RowsError(EgeriaError):
+    """A batch cannot be taken apart into samples, or samples of several batches cannot be joined."""
+
+
 class RecordError(EgeriaError):
     """The record of a run cannot be read, or lacks the requested metric."""
 

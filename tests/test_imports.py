@@ -48,6 +48,7 @@ def test_public_names():
         "PrefixFreezing",
         "RunRecorder",
         "ScriptedPolicy",
+        "SelectiveBackprop",
         "SimilarityPreservingLoss",
         "SlopePolicy",
         "StructuredPartialBackprop",

@@ -68,21 +68,45 @@ def per_sample_losses(step: Callable[[], Any], samples: int) -> Tensor:
     mode = _PerSample(samples)
     with torch.no_grad(), mode:
         output = step()
+    return _combined(_loss_of(output), mode.terms)
+
+
+def with_per_sample_losses(step: Callable[[], Any], samples: int) -> tuple[Any, Tensor]:
+    """Run a training step as it is, and return what it returns with the loss of each sample.
+
+    The step trains as without this: its graph, its values and its random numbers are the same.
+
+    Args:
+        step: calls the training step.
+        samples: number of samples in the batch.
+
+    Raises:
+        PerSampleLossError: as `per_sample_losses`.
+    """
+    mode = _Beside(samples)
+    with mode:
+        output = step()
+    return output, _combined(_loss_of(output), mode.terms)
+
+
+def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise PerSampleLossError(f"the training step returned no loss, expected a tensor with one value. {_ASK}")
-    if not mode.terms:
-        raise PerSampleLossError(
-            f"the training step used no loss function of torch.nn.functional with a mean or a sum. {_ASK}"
-        )
-    return _combined(loss, mode.terms)
+    return loss
 
 
 def _combined(loss: Tensor, terms: list[_Term]) -> Tensor:
+    if not terms:
+        raise PerSampleLossError(
+            f"the training step used no loss function of torch.nn.functional with a mean or a sum. {_ASK}"
+        )
     only_sums = all(term.reduction == "sum" for term in terms)
     weights: tuple[Tensor | None, ...] = (None,) * len(terms)
     if loss.requires_grad:
-        weights = torch.autograd.grad(loss.sum(), [term.reduced for term in terms], allow_unused=True)
+        weights = torch.autograd.grad(
+            loss.sum(), [term.reduced for term in terms], retain_graph=True, allow_unused=True
+        )
     rows, size = torch.zeros_like(terms[0].rows), loss.detach().abs().double().max()
     for term, weight in zip(terms, weights, strict=True):
         if weight is not None:
@@ -118,7 +142,7 @@ class _PerSample(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _LOSSES:
-            term = self._term(func, args, kwargs)
+            term = _term_of(func, args, kwargs, self._samples)
             if term is not None:
                 self.terms.append(term)
                 return term.reduced
@@ -132,24 +156,49 @@ class _PerSample(TorchFunctionMode):
             return any(tensor is term.reduced for term in self.terms)
         return True
 
-    def _term(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Term | None:
-        bound = _LOSSES[func].bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        if given.get("size_average") is not None or given.get("reduce") is not None:
-            return None  # deprecated: they stand in the place of a reduction
-        reduction = given["reduction"]
-        if reduction not in ("mean", "sum"):
-            return None
-        with torch.no_grad():
-            reduced = func(*bound.args, **bound.kwargs)
-            given["reduction"] = "none"
-            values = func(*bound.args, **bound.kwargs)
-        if values.ndim == 0 or len(values) != self._samples:
-            raise PerSampleLossError(
-                f"{func.__name__} gives values of shape {tuple(values.shape)}, expected {self._samples} samples as the "
-                f"first dimension. {_ASK}"
-            )
-        rows = values.flatten(1) if values.ndim > 1 else values[:, None]
-        rows = rows.mean(1) if reduction == "mean" else rows.sum(1)
-        return _Term(func.__name__, reduction, reduced.detach().requires_grad_(), rows)
+
+class _Beside(TorchFunctionMode):
+    """Records the losses of a step that trains.
+
+    Attributes:
+        terms: each loss so far.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.terms: list[_Term] = []
+        self._samples = samples
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _LOSSES:
+            term = _term_of(func, args, kwargs, self._samples)
+            if term is not None:
+                self.terms.append(term._replace(reduced=result))
+        return result
+
+
+def _term_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int) -> _Term | None:
+    bound = _LOSSES[func].bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return None  # deprecated: they stand in the place of a reduction
+    reduction = given["reduction"]
+    if reduction not in ("mean", "sum"):
+        return None
+    with torch.no_grad():
+        reduced = func(*bound.args, **bound.kwargs)
+        given["reduction"] = "none"
+        values = func(*bound.args, **bound.kwargs)
+    if values.ndim == 0 or len(values) != samples:
+        raise PerSampleLossError(
+            f"{func.__name__} gives values of shape {tuple(values.shape)}, expected {samples} samples as the "
+            f"first dimension. {_ASK}"
+        )
+    rows = values.flatten(1) if values.ndim > 1 else values[:, None]
+    rows = rows.mean(1) if reduction == "mean" else rows.sum(1)
+    return _Term(func.__name__, reduction, reduced.detach().requires_grad_(), rows)

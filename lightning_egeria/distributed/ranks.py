@@ -106,6 +106,31 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return float(largest)
 
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Return the smallest of each value over all ranks: one reduction. Every rank must give as many values."""
+        if not self.several:
+            return list(values)
+        smallest = torch.tensor(values, dtype=torch.int64, device=self._device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return [int(value) for value in smallest]
+
+    def each(self, value: Any) -> list[Any]:
+        """Return the value of each rank, on all ranks. Every rank must call it.
+
+        Args:
+            value: plain types of any size.
+        """
+        if not self.several:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(dist.get_world_size())]
+        dist.all_gather(sizes, torch.tensor([len(data)], device=self._device))
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=self._device)
+        padded[: len(data)] = data
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return [json.loads(bytes(part[: int(n)].cpu().numpy())) for part, n in zip(parts, sizes, strict=True)]
+
     def share_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Copy buffers, such as running statistics, from rank 0 to all others: one broadcast. Every rank must call it.
 

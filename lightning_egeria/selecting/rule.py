@@ -34,6 +34,11 @@ class SelectionRule:
         self.history = history
         self._last: NDArray[np.float64] = np.empty(0)
 
+    @property
+    def needs_losses(self) -> bool:
+        """Whether the probabilities depend on the losses."""
+        return self.beta > 0
+
     def probabilities(self, losses: NDArray[np.floating]) -> NDArray[np.float64]:
         """Add the losses of a batch to the last losses, and return the probability of keeping each sample.
 
@@ -70,3 +75,23 @@ def draw(probabilities: NDArray[np.floating], generator: np.random.Generator) ->
         generator: advances by one number for each sample.
     """
     return np.asarray(generator.random(len(probabilities)) < probabilities)
+
+
+def draw_fixed(probabilities: NDArray[np.floating], count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    """Return ``count`` different samples, in order, drawn in proportion to their probabilities.
+
+    Each sample gets the key ``log(u) / p`` of a random number ``u``, and the largest keys win (Efraimidis and
+    Spirakis, 2006). Samples of probability 0 are taken where there are too few others.
+
+    Args:
+        probabilities: shape ``(samples,)``.
+        count: how many to take, at most the number of samples.
+        generator: advances by one number for each sample.
+
+    >>> draw_fixed(np.array([0.0, 1.0, 0.0, 1.0]), 2, np.random.default_rng(0)).tolist()
+    [1, 3]
+    """
+    numbers = np.maximum(generator.random(len(probabilities)), np.finfo(np.float64).tiny)
+    with np.errstate(divide="ignore"):
+        keys = np.log(numbers) / probabilities
+    return np.sort(np.lexsort((numbers, keys))[len(keys) - count :]).astype(np.int64)

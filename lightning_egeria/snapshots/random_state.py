@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,33 @@ class RandomState(NamedTuple):
             tuple(state.numpy().tobytes() for state in devices),
             (name, np.asarray(keys).tobytes(), *rest),
             random.getstate(),
+        )
+
+    def to_plain(self) -> list[Any]:
+        """Return the state in texts, numbers and lists of them, for a checkpoint.
+
+        >>> state = RandomState.current()
+        >>> RandomState.from_plain(state.to_plain()) == state
+        True
+        """
+        name, keys, *rest = self.numpy
+        version, numbers, gauss = self.python
+        cuda = [state.hex() for state in self.torch_cuda]
+        return [self.torch_cpu.hex(), cuda, [name, keys.hex(), *rest], [version, list(numbers), gauss]]
+
+    @classmethod
+    def from_plain(cls, state: Sequence[Any]) -> RandomState:
+        """Return the state of `to_plain`.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        cpu, cuda, (name, keys, *rest), (version, numbers, gauss) = state
+        return cls(
+            bytes.fromhex(cpu),
+            tuple(map(bytes.fromhex, cuda)),
+            (name, bytes.fromhex(keys), *rest),
+            (version, tuple(numbers), gauss),
         )
 
     def restore(self) -> None:

@@ -1,0 +1,132 @@
+"""The batches of a loader with the ids of their samples, and loaders that can read samples again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Rereading(Protocol):
+    """Reads chosen samples of a loader again, without the cost of loading and computing them anew."""
+
+    def last_ids(self) -> tuple[Any, ...]:
+        """Ids of the samples of the batch that the loader yielded last."""
+
+    def is_cheap(self) -> bool:
+        """Whether samples of the last batch can be read again as they are."""
+
+    def read(self, ids: Sequence[Any]) -> Any:
+        """Return a batch of some samples."""
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """For the time in which the last batch is looked at, and is not trained."""
+
+
+class BatchSource:
+    """The batches of a loader, with the ids of their samples.
+
+    Ids are those of the sampler, also with worker processes. Loaders of iterable data, and loaders with their own way
+    of going through the data, have no ids.
+
+    Args:
+        loader: the user's loader.
+
+    Attributes:
+        loader: as above.
+        rereading: reads samples of it again; None if nothing can.
+
+    >>> import torch
+    >>> source = BatchSource(DataLoader(torch.arange(5), batch_size=2, sampler=[4, 3, 2, 1, 0]))
+    >>> [(batch.tolist(), ids) for batch, ids in source]
+    [([4, 3], (4, 3)), ([2, 1], (2, 1)), ([0], (0,))]
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.rereading: Rereading | None = getattr(type(loader), "rereading", None)
+        self._ids: deque[tuple[Any, ...]] = deque()
+        self._inner: tuple[Any, DataLoader[Any]] | None = None
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the samples have ids."""
+        return self.rereading is not None or _is_plain(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, tuple[Any, ...] | None]]:
+        # At once, as the user's does: it draws a random number and starts the workers.
+        if self.rereading is not None:
+            return self._read_again(iter(self.loader), self.rereading)
+        if not _is_plain(self.loader):
+            return ((batch, None) for batch in iter(self.loader))
+        self._ids.clear()
+        return ((batch, self._ids.popleft()) for batch in iter(self._recorded()))
+
+    def close(self) -> None:
+        """Stop workers that were kept for the next epoch. Safe to call twice."""
+        if self._inner is not None and (iterator := vars(self._inner[1]).get("_iterator")) is not None:
+            iterator._shutdown_workers()
+        self._inner = None
+
+    @staticmethod
+    def _read_again(batches: Iterator[Any], rereading: Rereading) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        for batch in batches:
+            ids = rereading.last_ids()
+            yield batch, ids
+
+    def _recorded(self) -> DataLoader[Any]:
+        """A DataLoader like the user's, whose batch sampler is followed; kept for the next epoch if its workers are."""
+        loader = self.loader
+        settings = (loader.batch_sampler, loader.num_workers, loader.worker_init_fn, loader.generator)
+        if self._inner is not None and self._inner[0] == settings:
+            return self._inner[1]
+        inner: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_sampler=_Followed(loader.batch_sampler, self._ids),
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+        if loader.persistent_workers:
+            self.close()
+            self._inner = (settings, inner)
+        return inner
+
+
+class _Followed:
+    """A batch sampler that notes the ids of each batch."""
+
+    def __init__(self, batch_sampler: Any, ids: deque[tuple[Any, ...]]) -> None:
+        self._batch_sampler, self._ids = batch_sampler, ids
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._noted(iter(self._batch_sampler))  # at once, as a DataLoader asks its sampler
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for ids in batches:
+            ids = list(ids)
+            self._ids.append(tuple(ids))
+            yield ids
+
+
+def _is_plain(loader: Any) -> bool:
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader)._get_iterator is DataLoader._get_iterator
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+        and getattr(loader, "in_order", True)
+    )

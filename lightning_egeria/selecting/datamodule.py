@@ -1,0 +1,268 @@
+"""Selective-Backprop as a data module around the user's own. It only puts the parts together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader
+
+from lightning_egeria.batches.reading import BatchSource
+from lightning_egeria.errors import ArgumentError, UnsupportedError
+from lightning_egeria.selecting.follower import Follower
+from lightning_egeria.selecting.loader import Moved, SelectedBatches, Settings
+from lightning_egeria.selecting.losses import LossTable
+from lightning_egeria.selecting.rule import SelectionRule
+from lightning_egeria.selecting.scoring import PerSampleLoss
+from lightning_egeria.selecting.side import TrainerSide
+from lightning_egeria.selecting.stats import SelectionStats
+from lightning_egeria.selecting.window import Window
+from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.wrapping import WrappingDataModule
+
+MODES = ("queue", "in_batch")
+SCHEDULES = ("seen", "used")
+_IN_PROCESS = ("SingleDeviceStrategy", "DDPStrategy")  # each rank scores on its own
+_STRATEGIES = {"queue": _IN_PROCESS, "in_batch": (*_IN_PROCESS, "ModelParallelStrategy")}
+
+
+class SelectiveBackprop(WrappingDataModule):
+    """Computes the backward pass of the samples that teach most.
+
+    A forward pass without gradients gives the loss of each sample, read off your own training step. A sample is kept
+    with probability ``percentile ** beta``, where the percentile is that of its loss among the last ``history``
+    losses. With ``beta=0``, training is bit for bit that without it. The first epoch trains on all samples.
+
+    Args:
+        datamodule: the user's own, a `FrozenPrefixCache`, or just the training DataLoader.
+        beta: how strongly high losses are preferred. About 1 / (beta + 1) of the samples are kept.
+        mode: ``"queue"``: full batches of kept samples, as in the paper. ``"in_batch"``: a fixed share of each batch.
+        share: share of each batch to keep with ``mode="in_batch"``; None is 1 / (beta + 1).
+        history: number of last losses that a loss is compared with.
+        staleness: number of epochs for which a loss is used before the sample is scored again; 0 scores all samples.
+        start: share of the run at which selection begins.
+        end: share of the run at which it ends.
+        full_every: every so many batches, one is trained whole; 0 never.
+        schedule: what learning rate schedulers and validation count with ``mode="queue"``: ``"seen"``, the batches that
+            were scored, as in a plain run, or ``"used"``, the batches that were trained.
+        per_sample_loss: takes the module and a batch, returns one loss a sample; None reads the losses off the training
+            step.
+        seed: of the random numbers of the selection.
+        val_dataloaders: for validation, if ``datamodule`` is a DataLoader.
+
+    Attributes:
+        datamodule: the user's own.
+        selection: what was done, in the last fit so far.
+
+    Raises:
+        ArgumentError: an argument is out of its range.
+    """
+
+    egeria_method = "selecting"
+
+    def __init__(
+        self,
+        datamodule: pl.LightningDataModule | DataLoader[Any] | None,
+        beta: float = 1,
+        mode: str = "queue",
+        share: float | None = None,
+        history: int = 1024,
+        staleness: int = 0,
+        start: float = 0.0,
+        end: float = 1.0,
+        full_every: int = 0,
+        schedule: str = "seen",
+        per_sample_loss: PerSampleLoss | None = None,
+        seed: int = 0,
+        val_dataloaders: Any = None,
+    ) -> None:
+        super().__init__()
+        self.window = Window(start, end, full_every)
+        SelectionRule(beta, history)
+        for name, value, known in (("mode", mode, MODES), ("schedule", schedule, SCHEDULES)):
+            if value not in known:
+                raise ArgumentError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        if share is not None and not 0 < share <= 1:
+            raise ArgumentError(f"share must be in (0, 1], got {share}")
+        if share is not None and mode == "queue":
+            raise ArgumentError("share is for mode='in_batch'; with mode='queue', beta decides how much is kept")
+        for name, number in (("staleness", staleness), ("seed", seed)):
+            if number < 0:
+                raise ArgumentError(f"{name} must be at least 0, got {number}")
+        self.beta, self.mode, self.history, self.staleness = beta, mode, history, staleness
+        self.share = share if share is not None or mode == "queue" else 1 / (beta + 1)
+        self.schedule, self.per_sample_loss, self.seed = schedule, per_sample_loss, seed
+        self.selection = SelectionStats()
+        self._notices = Notices("selective backprop")
+        self._table = LossTable(staleness)
+        self._batches: SelectedBatches | None = None
+        self._follower: Follower | None = None
+        self.wrap(datamodule, val_dataloaders)
+
+    def make_rule(self) -> SelectionRule:
+        """Return the rule of a run. Override it for another one with the same methods."""
+        return SelectionRule(self.beta, self.history)
+
+    def setup(self, stage: str) -> None:
+        """As the user's; in `fit`, refuse what cannot work.
+
+        Raises:
+            UnsupportedError: the strategy, the module or the loader cannot be used; the message has the reason.
+        """
+        super().setup(stage)
+        if stage != "fit":
+            return
+        self._close()
+        self.selection, self._table = SelectionStats(off=None), LossTable(self.staleness)
+        reason = self._reason_for_nothing()
+        if reason is not None:
+            self.selection.off = reason
+            return
+        trainer = self._check_trainer()
+        # The training step shows the losses of training forwards only to one who can read them off.
+        table = self._table if self.staleness and self.per_sample_loss is None else None
+        by_seen = self.mode == "queue" and self.schedule == "seen"
+        self._follower = Follower(lambda: self._batches, self.selection, table, by_seen)
+        trainer.callbacks.insert(0, self._follower)  # type: ignore[attr-defined]
+
+    def train_dataloader(self) -> Any:
+        """Return the batches to train.
+
+        Raises:
+            UnsupportedError: there are several loaders, or samples have no ids and stale losses are wanted.
+            ArgumentError: ``history`` is below the batch size.
+        """
+        loader = self.datamodule.train_dataloader()
+        trainer = self.trainer
+        if self._follower is None or trainer is None:
+            return loader
+        if isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader":
+            raise UnsupportedError(
+                f"selective backprop needs one training loader, got a {type(loader).__name__} of several. Join them"
+            )
+        batch_size = getattr(loader, "batch_size", None)
+        if isinstance(batch_size, int) and batch_size > self.history:
+            raise ArgumentError(f"history must be at least the batch size, got {self.history} and {batch_size}")
+        loader = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+        if self.staleness and not BatchSource(loader).has_ids:
+            raise UnsupportedError(
+                f"staleness={self.staleness} needs the id of each sample, and a {type(loader).__name__} over "
+                f"{type(getattr(loader, 'dataset', None)).__name__} has none. Use a map-style dataset, or staleness=0"
+            )
+        if self._batches is not None:
+            self._batches.close()
+        settings = Settings(self.make_rule(), self.window, self.share, self.seed)
+        side = TrainerSide(trainer, self.per_sample_loss)
+        self._batches = SelectedBatches(loader, settings, self._table, side, self.selection)
+        return self._batches
+
+    def attach_hooks(self, trainer: pl.Trainer) -> None:
+        """Have all batches come here; those that went through the hooks already do not again."""
+        connector = trainer._data_connector
+        chosen = connector._datahook_selector
+        if chosen is not None:
+            connector._datahook_selector = _AlwaysOurs(chosen.model, self)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """As the user's, of the data module or the model."""
+        return self._hook("on_before_batch_transfer", batch, dataloader_idx)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """As the user's, of the data module or the model."""
+        return self._hook("transfer_batch_to_device", batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """As the user's, of the data module or the model."""
+        if isinstance(batch, Moved):
+            return batch.batch
+        return self._hook("on_after_batch_transfer", batch, dataloader_idx)
+
+    def _hook(self, name: str, batch: Any, *arguments: Any) -> Any:
+        if isinstance(batch, Moved):
+            return batch
+        trainer = self.trainer
+        if trainer is None or trainer.lightning_module is None:
+            return getattr(self.datamodule, name)(batch, *arguments)
+        users = None if self.wraps_loader else self.datamodule
+        return getattr(_DataHookSelector(trainer.lightning_module, users).get_instance(name), name)(batch, *arguments)
+
+    def teardown(self, stage: str) -> None:
+        """As the user's."""
+        if stage == "fit":
+            self._close()
+        super().teardown(stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As the user's; Lightning does not call `teardown` after an error."""
+        self._close()
+        super().on_exception(exception)
+
+    def _reason_for_nothing(self) -> str | None:
+        """Return why training is that without selection."""
+        trainer = self.trainer
+        if not self.make_rule().needs_losses and (self.share is None or self.share == 1) and self.beta == 0:
+            return "beta=0 keeps every sample"
+        if getattr(trainer, "fast_dev_run", False):
+            return "fast_dev_run"
+        if getattr(trainer, "overfit_batches", 0):
+            self._notices.warn("nothing is selected: overfit_batches replaces the sampler")
+            return "overfit_batches replaces the sampler"
+        if getattr(trainer, "max_epochs", None) == 1:
+            self._notices.warn("nothing is selected: the first epoch trains on all samples, and max_epochs is 1")
+            return "the first epoch trains on all samples, and max_epochs is 1"
+        return None
+
+    def _check_trainer(self) -> pl.Trainer:
+        trainer: Any = self.trainer
+        check_combination(methods_of(trainer))
+        module, strategy = trainer.lightning_module, type(trainer.strategy).__name__
+        if trainer.datamodule is not self:
+            raise UnsupportedError(
+                "SelectiveBackprop is inside another wrapper. Turn them around: "
+                "SelectiveBackprop(FrozenPrefixCache(datamodule))"
+            )
+        if strategy not in _STRATEGIES[self.mode]:
+            alternatives = " or ".join(_STRATEGIES[self.mode])
+            other = " or mode='in_batch'" if strategy in _STRATEGIES["in_batch"] else ""
+            raise UnsupportedError(
+                f"selective backprop with mode={self.mode!r} is not tested with {strategy}. Use {alternatives}{other}"
+            )
+        if strategy == "ModelParallelStrategy" and self.staleness:
+            raise UnsupportedError(
+                "with FSDP2 all ranks score together, and with staleness they do not. Use staleness=0"
+            )
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise UnsupportedError(
+                "the training step takes dataloader_iter and fetches its own batches. Take a batch instead"
+            )
+        if not module.automatic_optimization and self.per_sample_loss is None and self.make_rule().needs_losses:
+            raise UnsupportedError(
+                "with manual optimization the training step cannot run without learning, so the losses of the samples "
+                "cannot be read off it. Pass per_sample_loss=function: it takes the module and a batch, and returns "
+                "one loss a sample"
+            )
+        ends = (trainer.max_epochs or -1) > 0 or trainer.max_steps > 0
+        if not ends and not self.window.is_whole_run:
+            raise UnsupportedError("start and end are shares of a run, and this one has no end. Give max_epochs")
+        return trainer  # type: ignore[no-any-return]
+
+    def _close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+            callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
+            if self._follower in callbacks:
+                callbacks.remove(self._follower)
+        if self._batches is not None:
+            self._batches.close()
+        self._follower = self._batches = None
+
+
+class _AlwaysOurs(_DataHookSelector):
+    """Leaves all hooks for batches to the data module, which asks Lightning's choice itself."""
+
+    def get_instance(self, hook_name: str) -> Any:
+        return self.datamodule

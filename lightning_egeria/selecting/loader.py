@@ -1,0 +1,335 @@
+"""The training loader: it scores the batches of the user's, and yields those that are trained."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_egeria.batches.reading import BatchSource
+from lightning_egeria.batches.rows import Rows, samples_of
+from lightning_egeria.errors import ArgumentError
+from lightning_egeria.selecting.losses import LossTable
+from lightning_egeria.selecting.queue import Piece, SelectionQueue, joined, waiting_rows
+from lightning_egeria.selecting.rule import SelectionRule, draw, draw_fixed
+from lightning_egeria.selecting.side import TrainerSide
+from lightning_egeria.selecting.stats import SelectionStats
+from lightning_egeria.selecting.window import Window
+from lightning_egeria.snapshots.random_state import RandomState
+
+CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
+_Ids = tuple[Any, ...] | None
+
+
+class Moved:
+    """A batch that went through the hooks for batches already."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """What is known of a training batch.
+
+    Attributes:
+        seen: number of forward batches of the epoch so far; with several processes, of the rank that has seen least.
+        last: whether it is the last of its epoch.
+        ids: ids of its samples; None if they have none.
+    """
+
+    seen: int
+    last: bool
+    ids: _Ids
+
+
+_Out = tuple[int, Emitted, Any]  # forward batches that are over by then, what is known of the batch, the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is selected, and how.
+
+    Attributes:
+        rule: gives the probability of keeping a sample.
+        window: when samples are selected.
+        share: share of each batch to keep; None fills whole batches with the selected samples.
+        seed: of the random numbers.
+    """
+
+    rule: SelectionRule
+    window: Window
+    share: float | None
+    seed: int
+
+
+class SelectedBatches:
+    """Yields training batches for Lightning. All else is as of the user's loader.
+
+    Args:
+        loader: the user's loader, of this process.
+        settings: what is selected.
+        table: the last losses of the samples.
+        side: what it asks of the Trainer.
+        stats: counts what is done.
+
+    Attributes:
+        emitted: the batches that were yielded and not yet trained.
+    """
+
+    def __init__(
+        self, loader: Any, settings: Settings, table: LossTable, side: TrainerSide, stats: SelectionStats
+    ) -> None:
+        vars(self).update(_loader=loader)
+        self.emitted: deque[Emitted] = deque()
+        self._settings, self._table, self._side, self._stats = settings, table, side, stats
+        self._source = BatchSource(loader)
+        self._queue = SelectionQueue()
+        self._begun = RandomState.current()
+        self._position = self._size = self._checked = 0
+        self._waiting: dict[int, NDArray[np.int64]] = {}
+        self._resumed: RandomState | None = None
+        self._skipped = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if "_loader" not in vars(self):  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(vars(self)["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "worker_init_fn":  # Lightning sets it
+            setattr(self._loader, name, value)
+        else:
+            vars(self)[name] = value
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.emitted.clear()
+        self._queue.clear()
+        if self._resumed is not None:
+            return self._batches(None)  # the order of the epoch that was left is drawn again, once its number is known
+        self._position, self._begun = 0, RandomState.current()
+        return self._batches(iter(self._source))
+
+    def take_resumed(self) -> int:
+        """Return, once, how many forward batches of the epoch were over when a checkpoint was written; else 0."""
+        resumed, self._skipped = self._skipped, 0
+        return resumed
+
+    def close(self) -> None:
+        """Stop the workers. Safe to call twice."""
+        self._source.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each rank, in plain types. Every rank must call it."""
+        own = {
+            "position": self._position,
+            "size": self._size,
+            "begun": self._begun.to_plain() if self._position else None,
+            "now": RandomState.current().to_plain() if self._position else None,
+            "queue": self._queue.state_dict(),
+            "rule": self._settings.rule.state_dict(),
+            "table": self._table.state_dict(),
+        }
+        return {"ranks": self._side.ranks.each(own)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state of this rank, in the middle of an epoch too."""
+        ranks = state["ranks"]
+        own = ranks[self._side.rank % len(ranks)]
+        self._settings.rule.load_state_dict(own["rule"])
+        self._table.load_state_dict(own["table"])
+        self._size = int(own["size"])
+        if own["position"] and len(ranks) == self._side.world_size:
+            self._position = self._skipped = int(own["position"])
+            self._begun = RandomState.from_plain(own["begun"])
+            self._resumed = RandomState.from_plain(own["now"])
+            self._waiting = waiting_rows(own["queue"])
+
+    def _batches(self, arriving: Iterator[tuple[Any, _Ids]] | None) -> Iterator[Any]:
+        skipped = 0
+        if arriving is None and self._resumed is not None:
+            skipped, now, self._resumed = self._position, self._resumed, None
+            self._begun.restore()
+            arriving = iter(self._source)
+        assert arriving is not None
+        for number, batch, ids, is_end in self._numbered(arriving):
+            if number < skipped:
+                self._refill(number, batch, ids)
+                if number + 1 < skipped:
+                    continue
+                now.restore()
+                leading = self._queued(number, is_end=True, more=False) if is_end else iter(())
+            else:
+                leading = self._trained(number, batch, ids, is_end)
+            for place, emitted, one in leading:
+                self._position = 0 if emitted.last else place
+                self.emitted.append(emitted)
+                if emitted.last:
+                    self._stats.dropped += len(self._queue)
+                    self._queue.clear()
+                yield one
+                if emitted.last:
+                    return
+
+    def _numbered(self, arriving: Iterator[tuple[Any, _Ids]]) -> Iterator[tuple[int, Any, _Ids, bool]]:
+        """Number the forward batches, and tell which is the last; without a length, by reading one ahead."""
+        total = self._side.batches
+        if total is not None:
+            for number, (batch, ids) in zip(range(total), arriving):  # noqa: B905  # it may be limited
+                yield number, batch, ids, number + 1 == total
+            return
+        number, ahead = 0, next(arriving, None)
+        while ahead is not None:
+            (batch, ids), ahead = ahead, next(arriving, None)
+            yield number, batch, ids, ahead is None
+            number += 1
+
+    def _trained(self, number: int, batch: Any, ids: _Ids, is_end: bool) -> Iterator[_Out]:
+        """Yield the training batches that a forward batch leads to."""
+        window, side, queue = self._settings.window, self._side, self._queue
+        samples = len(ids) if ids is not None else samples_of(batch)
+        self._size = max(self._size, samples)
+        self._stats.count(side.epoch, seen=samples)
+        if samples > self._settings.rule.history:
+            raise ArgumentError(
+                f"history must be at least the batch size, got {self._settings.rule.history} and a batch of {samples} "
+                "samples"
+            )
+        self._check(number, batch, samples)
+        is_open = window.is_open(side.epoch, side.progress(number))
+        if not is_open or window.is_full(number) or side.compares_next():
+            if not is_open:
+                yield from self._queued(number - 1, is_end=True, more=True)
+            yield self._whole(number, batch, ids, samples, more=not is_end or len(queue) > 0)
+        elif self._settings.share is not None:
+            yield self._part(number, batch, ids, samples, is_end)
+        else:
+            self._select(number, batch, ids, samples, is_end)
+            yield from self._queued(number, is_end=False, more=True)
+        if is_end:
+            yield from self._queued(number, is_end=True, more=False)
+
+    def _check(self, number: int, batch: Any, samples: int) -> None:
+        """Find out at the start whether the losses of the samples can be had."""
+        rereading = self._source.rereading
+        if self._checked < CHECKED_BATCHES and self._settings.rule.needs_losses:
+            self._checked += 1
+            if rereading is None or not rereading.is_cheap():
+                self._side.check(batch, samples, number)
+
+    def _whole(self, number: int, batch: Any, ids: _Ids, samples: int, more: bool) -> _Out:
+        count, last, seen = self._agreed(samples, more, number)
+        self._stats.whole += count
+        self._stats.count(self._side.epoch, trained=count)
+        if count < samples:
+            rows = np.arange(count)
+            batch, ids = Rows.of(batch, samples).take(rows).batch(), ids[:count] if ids is not None else None
+        return number + 1, Emitted(seen, last, ids), batch
+
+    def _queued(self, number: int, is_end: bool, more: bool) -> Iterator[_Out]:
+        """Yield batches of the queue: full ones, and at the end what is left."""
+        while size := self._queue.next_size(self._size, is_end):
+            count, last, seen = self._agreed(size, more or len(self._queue) > size, number)
+            pieces = self._queue.pop(count)
+            self._stats.count(self._side.epoch, trained=count)
+            ids = tuple(one for piece in pieces for one in piece.ids or ())
+            emitted = Emitted(seen, last, ids if len(ids) == count else None)
+            yield number + 1, emitted, self._batch_of(pieces, ids)
+
+    def _agreed(self, samples: int, more: bool, number: int) -> tuple[int, bool, int]:
+        """Samples of the next batch, whether it is the last, and the forward batches seen, the same on all ranks."""
+        if self._settings.share is not None:
+            return samples, not more, number + 1
+        count, goes_on, seen = self._side.ranks.least([samples, more, number + 1])
+        return count, not goes_on, seen
+
+    def _part(self, number: int, batch: Any, ids: _Ids, samples: int, is_end: bool) -> _Out:
+        """A fixed number of the samples of a batch."""
+        share, rule = self._settings.share, self._settings.rule
+        count = max(1, round((share or 1) * samples))
+        if not rule.needs_losses:
+            rows = draw_fixed(np.ones(samples), count, self._generator(number))
+            part: Any = Rows.of(batch, samples).take(rows).batch()
+            chosen = tuple(ids[row] for row in rows) if ids is not None else None
+        else:
+            with self._looking():
+                losses, moved = self._losses(number, batch, ids, samples)
+                rows = draw_fixed(rule.probabilities(losses), count, self._generator(number))
+                piece = self._piece(number, batch, moved, ids, samples, rows)
+            self._stats.count_losses(losses, np.isin(np.arange(samples), rows))
+            part, chosen = self._batch_of([piece], piece.ids or ()), piece.ids
+        self._stats.count(self._side.epoch, trained=count)
+        return number + 1, Emitted(number + 1, is_end, chosen), part
+
+    def _select(self, number: int, batch: Any, ids: _Ids, samples: int, is_end: bool) -> None:
+        """Put the samples of a batch that are kept into the queue."""
+        rule = self._settings.rule
+        with self._looking():
+            losses, moved = self._losses(number, batch, ids, samples)
+            probabilities = rule.probabilities(losses)
+            kept = draw(probabilities, self._generator(number))
+            wanted = min(2, samples)
+            if is_end and len(self._queue) + kept.sum() < wanted:  # the epoch has promised one more batch
+                kept[np.argsort(probabilities, kind="stable")[-wanted:]] = True
+            if kept.any():
+                self._queue.add(self._piece(number, batch, moved, ids, samples, np.flatnonzero(kept)))
+        if rule.needs_losses:
+            self._stats.count_losses(losses, kept)
+
+    def _losses(self, number: int, batch: Any, ids: _Ids, samples: int) -> tuple[NDArray[np.float64], Any]:
+        """The loss of each sample; and the batch on its device, if all of it went there."""
+        side, table, epoch = self._side, self._table, self._side.epoch
+        if not self._settings.rule.needs_losses:
+            return np.zeros(samples), None
+        if not table.staleness or ids is None:
+            moved = side.moved(batch)
+            losses = side.scorer.losses(moved, samples, number)
+            self._stats.count(epoch, scored=samples)
+            return losses, moved
+        stale, moved = np.flatnonzero(table.stale(ids, epoch)), None
+        if len(stale):
+            if len(stale) == samples or self._source.rereading is not None:
+                stale, moved = np.arange(samples), side.moved(batch)
+                part = moved
+            else:
+                part = side.moved(Rows.of(batch, samples).take(stale).batch())
+            fresh = side.scorer.losses(part, len(stale), number)
+            table.update([ids[row] for row in stale], fresh, epoch)
+            self._stats.count(epoch, scored=len(stale))
+        return table.of(ids), moved
+
+    def _piece(self, number: int, batch: Any, moved: Any, ids: _Ids, samples: int, rows: NDArray[np.int64]) -> Piece:
+        chosen = tuple(ids[row] for row in rows) if ids is not None else None
+        if self._source.rereading is not None and chosen is not None and self._source.rereading.is_cheap():
+            return Piece(number, rows, chosen, None)
+        if moved is not None:
+            return Piece(number, rows, chosen, Rows.of(moved, samples).take(rows))
+        part = self._side.moved(Rows.of(batch, samples).take(rows).batch())
+        return Piece(number, rows, chosen, Rows.of(part, len(rows)))
+
+    def _batch_of(self, pieces: list[Piece], ids: tuple[Any, ...]) -> Any:
+        if self._source.rereading is not None and any(piece.samples is None for piece in pieces):
+            return self._source.rereading.read(ids)
+        return Moved(joined(pieces))
+
+    def _refill(self, number: int, batch: Any, ids: _Ids) -> None:
+        """Put the samples back into the queue that waited in it when the checkpoint was written."""
+        rows = self._waiting.pop(number, None)
+        if rows is not None:
+            samples = len(ids) if ids is not None else samples_of(batch)
+            self._queue.add(self._piece(number, batch, None, ids, samples, rows))
+
+    def _looking(self) -> contextlib.AbstractContextManager[None]:
+        return self._source.rereading.looking() if self._source.rereading is not None else contextlib.nullcontext()
+
+    def _generator(self, number: int) -> np.random.Generator:
+        """Random numbers of a forward batch: they follow from its place alone, so a resumed run draws the same."""
+        return np.random.default_rng([self._settings.seed, self._side.rank, self._side.epoch, number])

@@ -1,0 +1,114 @@
+"""Selected samples that wait until there is a full batch of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_egeria.batches.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Selected samples of one forward batch.
+
+    Attributes:
+        number: number of the forward batch in its epoch.
+        rows: their rows in it.
+        ids: their ids; None if they have none.
+        samples: the samples; None for those that are to be read again, by their ids.
+        on_device: whether the samples went through the hooks for batches.
+    """
+
+    number: int
+    rows: NDArray[np.int64]
+    ids: tuple[Any, ...] | None
+    samples: Rows | None
+    on_device: bool = True
+
+    def take(self, places: slice) -> Piece:
+        """Return a part of the piece."""
+        rows = self.rows[places]
+        return Piece(
+            self.number,
+            rows,
+            self.ids[places] if self.ids is not None else None,
+            self.samples.take(np.arange(len(self.rows))[places]) if self.samples is not None else None,
+            self.on_device,
+        )
+
+
+class SelectionQueue:
+    """Samples in the order of their selection.
+
+    A batch leaves the queue once a quarter of a batch remains behind it. So what is left at the end of an epoch is
+    never a batch of a single sample, and a batch that leaves early is never the last one.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: deque[Piece] = deque()
+
+    def __len__(self) -> int:
+        return sum(len(piece.rows) for piece in self._pieces)
+
+    def add(self, piece: Piece) -> None:
+        """Add samples at the end."""
+        if len(piece.rows):
+            self._pieces.append(piece)
+
+    def next_size(self, size: int, is_end: bool) -> int:
+        """Return how many samples the next batch has; 0 if it has to wait.
+
+        At the end, the rest leaves in as few batches as possible, of about the same size.
+
+        Args:
+            size: number of samples of a full batch.
+            is_end: no more samples come.
+
+        >>> queue = SelectionQueue()
+        >>> queue.add(Piece(0, np.arange(9), None, None))
+        >>> queue.next_size(8, False), queue.next_size(8, True), queue.next_size(4, False)
+        (0, 5, 4)
+        """
+        waiting = len(self)
+        if is_end:
+            return -(-waiting // -(-waiting // size)) if waiting else 0
+        return size if waiting >= size + max(1, size // 4) else 0
+
+    def pop(self, count: int) -> list[Piece]:
+        """Remove and return the first ``count`` samples."""
+        popped = []
+        while count:
+            piece = self._pieces.popleft()
+            if len(piece.rows) > count:
+                self._pieces.appendleft(piece.take(slice(count, None)))
+                piece = piece.take(slice(count))
+            popped.append(piece)
+            count -= len(piece.rows)
+        return popped
+
+    def clear(self) -> None:
+        """Drop all samples."""
+        self._pieces.clear()
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """Return where the samples came from, in plain types."""
+        return {"pieces": [[piece.number, piece.rows.tolist()] for piece in self._pieces]}
+
+
+def waiting_rows(state: dict[str, list[Any]]) -> dict[int, NDArray[np.int64]]:
+    """Return the rows of each forward batch that a queue held, from its state."""
+    found: dict[int, list[int]] = {}
+    for number, rows in state["pieces"]:
+        found.setdefault(int(number), []).extend(rows)
+    return {number: np.asarray(rows, np.int64) for number, rows in found.items()}
+
+
+def joined(pieces: Sequence[Piece]) -> Any:
+    """Return the samples of several pieces as one batch."""
+    return Rows.joined([piece.samples for piece in pieces if piece.samples is not None]).batch()

@@ -1,0 +1,103 @@
+"""The loss of each sample of a batch, from a forward that leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_egeria.batches.per_sample_loss import per_sample_losses
+from lightning_egeria.batches.tree import tensor_leaves
+from lightning_egeria.errors import PerSampleLossError
+from lightning_egeria.snapshots.random_state import preserved_random_state
+from lightning_egeria.training.rehearsal import rehearsal
+
+PerSampleLoss = Callable[[pl.LightningModule, Any], Tensor]
+
+
+class Scorer:
+    """Computes losses in evaluation mode, without gradients.
+
+    Buffers, metrics, logs, attributes of the module and random states are as before. The module runs as it is in this
+    process, outside of DDP.
+
+    Args:
+        trainer: the Trainer.
+        per_sample_loss: takes the module and a batch, returns one value a sample; None reads the losses off the
+            training step.
+    """
+
+    def __init__(self, trainer: pl.Trainer, per_sample_loss: PerSampleLoss | None) -> None:
+        self._trainer = trainer
+        self._per_sample_loss = per_sample_loss
+        self._copies = False  # the training step changes its batch in place
+
+    def check(self, moved: Callable[[], Any], samples: int, number: int) -> None:
+        """Compute losses to find out whether they can be had. No random number of the process moves.
+
+        Args:
+            moved: returns the batch on its device.
+            samples: as in `losses`.
+            number: as in `losses`.
+
+        Raises:
+            PerSampleLossError: they cannot.
+        """
+        with preserved_random_state():
+            batch = copy.deepcopy(moved())
+            versions = [leaf._version for leaf in tensor_leaves(batch)]
+            self._losses(batch, samples, number)
+            self._copies = self._copies or versions != [leaf._version for leaf in tensor_leaves(batch)]
+
+    def losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
+        """Return the loss of each sample, shape ``(samples,)``.
+
+        Args:
+            batch: the batch, on its device.
+            samples: number of its samples.
+            number: number of the batch, for training steps that take it.
+
+        Raises:
+            PerSampleLossError: the losses cannot be read off the training step, or ``per_sample_loss`` returns
+                something else.
+        """
+        return self._losses(copy.deepcopy(batch) if self._copies else batch, samples, number)
+
+    def _losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
+        module = self._trainer.lightning_module
+        with rehearsal(module), self._trainer.precision_plugin.train_step_context():
+            module.eval()
+            if self._per_sample_loss is None:
+                takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+                arguments = (batch, number) if takes_number else (batch,)
+                losses = _explained(lambda: per_sample_losses(lambda: module.training_step(*arguments), samples))
+            else:
+                with torch.no_grad():
+                    losses = _checked(self._per_sample_loss(module, batch), samples)
+            return losses.double().cpu().numpy()
+
+
+def _explained(compute: Callable[[], Tensor]) -> Tensor:
+    try:
+        return compute()
+    except PerSampleLossError as error:
+        raise PerSampleLossError(
+            f"{error}, and pass SelectiveBackprop(..., per_sample_loss=function): it takes the module and a batch, and "
+            "returns one loss a sample"
+        ) from error
+
+
+def _checked(losses: Any, samples: int) -> Tensor:
+    if not isinstance(losses, Tensor) or losses.shape != (samples,):
+        got = f"the shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise PerSampleLossError(
+            f"per_sample_loss must return a tensor of shape ({samples},), one loss a sample, got {got}"
+        )
+    return losses.detach()
