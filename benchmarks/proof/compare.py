@@ -16,9 +16,9 @@ import sys
 
 from benchmarks.proof import costs
 from benchmarks.proof.results import costs_of, read
-from benchmarks.proof.workloads import OF_THE_POLICY, VARIATIONS, WORKLOADS, result_path
+from benchmarks.proof.workloads import OF_THE_POLICY, SHORTENED, VARIATIONS, WORKLOADS, result_path
 
-FOLLOWERS = ("shortened", "static")
+FOLLOWERS = (*SHORTENED, "static")
 STEPS_ALLOWED = 0.02  # share of the plain run's by which a shortened run may be longer or shorter than it should be now
 
 
@@ -38,9 +38,9 @@ def variations(workload: str, size: str) -> list[tuple[str, list[str]]]:
 
 def arguments_of(method: str, workload: str, size: str, seed: int) -> list[str]:
     """What a run must be told that follows from others of the same seed."""
-    if method == "shortened":
+    if method in SHORTENED:
         plain = read(result_path(workload, size, "plain", seed))
-        paths = [result_path(workload, size, name, seed) for name in ("freezing", "cached")]
+        paths = [result_path(workload, size, name, seed) for name in SHORTENED[method]]
         done = [read(path).seconds for path in paths if path.is_file()]
         if not done:
             raise SystemExit(f"how short the run must be follows from ours: {paths[0]} is not there")

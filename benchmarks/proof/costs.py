@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
-from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SelectiveBackprop
 from lightning_egeria.network.prefix import SETTLING_STEPS, follows_slowly
 
 BATCHES = 10  # of an epoch
@@ -39,16 +39,20 @@ class Fit(NamedTuple):
         depth: of the frozen prefix.
         cache_does: "", there is none; "work"; or "off", it has no room to write anything.
         shallower: depth that is frozen, and cached, before it grows to that; 0: none.
+        scores: whether the losses of the samples are computed before each step.
     """
 
     depth: int
     cache_does: str = ""
     shallower: int = 0
+    scores: bool = False
 
     @classmethod
     def of(cls, kind: str) -> "Fit":
         """The fit that a kind of step is measured in."""
         depth, _, what = kind.partition(" ")
+        if what == "score":
+            return cls(0, scores=True)
         if what.startswith("from "):
             return cls(int(depth), "work", int(what.removeprefix("from ")))
         return cls(int(depth), {"": "", "hit": "work", "miss": "work", "off": "off"}[what])
@@ -69,7 +73,7 @@ def seconds_of(
     model = hydra.utils.instantiate(config.model)
     views = max(1, WORKLOADS[workload].views)
     settling = math.ceil(SETTLING_STEPS / BATCHES) if settles(model) else 0
-    epochs, schedule = EPOCHS + settling, {1: fit.shallower or fit.depth}
+    epochs, schedule = EPOCHS + settling + fit.scores, {1: fit.shallower or fit.depth}
     if fit.shallower:
         until_cached = settling + 1 + views
         schedule[until_cached * BATCHES] = fit.depth
@@ -87,9 +91,10 @@ def seconds_of(
         curve = Curve(freezing, cache)
         callbacks = [callback for callback in (freezing, curve) if callback is not None]
         trainer = trainer_of(config, callbacks, max_epochs=epochs, limit_val_batches=0)
-        trainer.fit(model, datamodule=cache if cache is not None else datamodule)
+        selects = SelectiveBackprop(datamodule, mode="in_batch", share=1) if fit.scores else None
+        trainer.fit(model, datamodule=cache or selects or datamodule)
     found: dict[str, list[float]] = {}
-    for kind, seconds in curve.durations[settling * BATCHES :]:
+    for kind, seconds in curve.durations[(settling + fit.scores) * BATCHES :]:
         found.setdefault(kind, []).append(seconds)
     return {kind: statistics.median(all_[SETTLING:]) for kind, all_ in found.items() if len(all_) > 2 * SETTLING}
 
@@ -119,7 +124,9 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
             full.append(seconds_of(workload, config, datamodule, Fit(0))["0"])
             for fit in order[start : start + FITS_BESIDE_A_FULL_ONE]:
                 for kind, seconds in seconds_of(workload, config, datamodule, fit).items():
-                    if kind in kinds and Fit.of(kind) == fit:
+                    if fit.scores:
+                        shares.setdefault("0 score", []).append(seconds / full[-1] - 1)
+                    elif kind in kinds and Fit.of(kind) == fit:
                         shares.setdefault(kind, []).append(seconds / full[-1])
         print(f"round {round_ + 1} of {rounds}: full step {full[-1] * 1e3:.1f} ms", flush=True)
     if rare := sorted(kinds - shares.keys() - {"0"}):

@@ -74,13 +74,15 @@ class Run:
 def share_of(kind: str, shares: Mapping[str, float]) -> float:
     """What a step of a kind costs, as a share of a full step.
 
-    A kind that was not measured costs as much as the one of the nearest depth that was, of those that do the same, or
+    A forward that scores samples and was not measured costs a third of a full step. Any other kind that was not costs as much as the one of the nearest depth that was, of those that do the same, or
     else of the next in this row: steps from shallower entries, steps that write, steps without the cache.
     """
     if kind == "0":
         return 1.0
     if kind in shares:
         return shares[kind]
+    if kind.endswith(" score"):  # a forward, whatever is frozen
+        return shares.get("0 score", 1 / 3)
     depth, _, what = kind.partition(" ")
     grown = tuple(other.partition(" ")[2] for other in shares if " from " in other)
     row = {"": [], "off": [], "hit": [("hit",)], "miss": [("miss",)]}.get(what, [(what,), grown, ("miss",)])

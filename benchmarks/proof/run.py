@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,17 @@ from benchmarks.proof.controls import (
     ProbeThenTune,
     StaticFreezing,
 )
-from benchmarks.proof.workloads import FIXED, FROZEN, WORKLOADS, keep, result_path
-from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, PrefixFreezing, SlopePolicy
+from benchmarks.proof.selecting import ImportanceSampling, wrapped
+from benchmarks.proof.workloads import FIXED, FROZEN, SHORTENED, WORKLOADS, keep, result_path
+from lightning_egeria import (
+    FrozenPrefixCache,
+    KnowledgeGuidedFreezing,
+    PrefixFreezing,
+    SelectiveBackprop,
+    SlopePolicy,
+)
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME
+from lightning_egeria.selecting.stats import SelectionStats
 
 # An answer that comes late makes another decision, and so does another precision, which goes by what is fast: on a busy
 # machine, no two runs would be the same.
@@ -49,14 +57,24 @@ class Curve(lightning.Callback):
     Args:
         freezing: of the run, or None.
         cache: of the run, or None.
+        selection: of the run, or None. Batches are counted by their samples then, and forward batches that were scored
+            as a kind of their own: ``"0 score"``.
+        batch_size: of the data.
 
     Attributes:
         points: one for each validation.
         durations: of every batch, its kind and the seconds that it took, waiting for it included.
     """
 
-    def __init__(self, freezing: PrefixFreezing | None, cache: FrozenPrefixCache | None) -> None:
-        self.freezing, self.cache = freezing, cache
+    def __init__(
+        self,
+        freezing: PrefixFreezing | None,
+        cache: FrozenPrefixCache | None,
+        selection: Callable[[], SelectionStats] | None = None,
+        batch_size: int = 1,
+    ) -> None:
+        self.freezing, self.cache, self.selection, self.batch_size = freezing, cache, selection, batch_size
+        self._selected = (0, 0)
         self.points: list[dict[str, Any]] = []
         self.batches: Counter[str] = Counter()
         self.durations: list[tuple[str, float]] = []
@@ -79,7 +97,13 @@ class Curve(lightning.Callback):
         kind = self._kind()
         self.durations.append((kind, now - self._mark))
         self.seconds += now - self._mark
-        self.batches[kind] += 1
+        if self.selection is None:
+            self.batches[kind] += 1
+        else:
+            stats = self.selection()
+            before, self._selected = self._selected, (stats.scored, stats.trained)
+            self.batches[f"{self._depth} score"] += (stats.scored - before[0]) / self.batch_size
+            self.batches[kind] += (stats.trained - before[1]) / self.batch_size
         self._mark = now
 
     def _kind(self) -> str:
@@ -100,7 +124,11 @@ class Curve(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
             metrics = {name: round(float(value), 6) for name, value in trainer.callback_metrics.items()}
-            point = {"step": trainer.global_step, "seconds": round(self.seconds, 3), "batches": dict(self.batches)}
+            point = {
+                "step": trainer.global_step,
+                "seconds": round(self.seconds, 3),
+                "batches": {kind: round(count, 3) for kind, count in self.batches.items()},
+            }
             self.points.append(point | {"metrics": metrics})
         self._mark = time.perf_counter()
 
@@ -161,9 +189,9 @@ def freezing_of(
     method: str, config: DictConfig, total: int, per_epoch: int, depth: int | None
 ) -> PrefixFreezing | None:
     """The callback that decides what freezes in this method; None in a plain run."""
-    if method in ("plain", "shortened"):
+    if method in ("plain", *SHORTENED, "selective", "selective_stale", "random", "importance"):
         return None
-    if method in ("freezing", "cached"):
+    if method in ("freezing", "cached", "selective_freezing"):
         return hydra.utils.instantiate(config.callbacks.freezing, **SYNCHRONOUS)
     if method == "slope":
         own = {name: value for name, value in config.callbacks.freezing.items() if name[0] != "_" and name != "policy"}
@@ -230,10 +258,14 @@ def run(
         if method == "cached" or method.endswith("_cached"):
             views = WORKLOADS[workload].views
             cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views, seed=seed)
-        curve = Curve(freezing, cache)
+        importance = ImportanceSampling() if method == "importance" else None
+        selected = wrapped(method, datamodule, seed)
+        selects = importance if importance is not None else SelectiveBackprop.find(selected)
+        counts = (lambda: selects.selection) if selects is not None else None
+        curve = Curve(freezing, cache, counts, config.data.batch_size)
         length = {"max_epochs": -1, "max_steps": steps} if steps is not None else {}
-        trainer = trainer_of(config, [callback for callback in (freezing, curve) if callback is not None], **length)
-        trainer.fit(model, datamodule=cache if cache is not None else datamodule)
+        trainer = trainer_of(config, [one for one in (freezing, importance, curve) if one is not None], **length)
+        trainer.fit(model, datamodule=cache if cache is not None else selected)
         if not curve.points or curve.points[-1]["step"] < trainer.global_step:  # it ended between two validations
             trainer.validate(model, datamodule=datamodule, verbose=False)
     savings = freezing.savings() if isinstance(freezing, KnowledgeGuidedFreezing) else None
@@ -298,7 +330,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", help="overrides of the configuration")
     options = parser.parse_args()
-    for method, told in (("shortened", "steps"), ("static", "depth")):
+    for method, told in (*((name, "steps") for name in SHORTENED), ("static", "depth")):
         if options.method == method and getattr(options, told) is None:
             parser.error(f"{method} needs --{told}; benchmarks.proof.compare takes it from the runs of ours")
     result = run(

@@ -16,6 +16,9 @@ FROZEN = re.compile(r"frozen(\d+)(_cached)?")
 THAWING = ("lpft", "gradual")
 # As the runs that are kept of the small networks were made.
 WITHOUT_TRIAL = "callbacks.freezing.policy.trial_progress=null"
+# The plain run made as short as one of these takes.
+SHORTENED = {"shortened": ("freezing", "cached"), "shortened_selective": ("selective",)}
+SELECTING = ("selective", "selective_stale", "random", "importance", "shortened_selective", "selective_freezing")
 # And the ways of others to decide what freezes when.
 ALL = (*SHORT, "slope", "static", "linear", "freezeout", "autofreeze")
 
@@ -51,7 +54,7 @@ VARIATIONS = {
 OF_THE_POLICY = ("tolerance", "patience", "peer_tolerance", "unfreeze_on")
 
 WORKLOADS = {
-    "cifar10_resnet20": Workload("val/acc", 23, ALL, ("data.root={data}/cifar10",), views=4),
+    "cifar10_resnet20": Workload("val/acc", 23, (*ALL, *SELECTING), ("data.root={data}/cifar10",), views=4),
     "cifar10_resnet20_cosine": Workload("val/acc", None, SHORT, ("data.root={data}/cifar10",), views=4),
     "cifar10_resnet56": Workload("val/acc", 23, SHORT, ("data.root={data}/cifar10",), views=4),
     "cifar10_mobilenetv2": Workload("val/acc", 22, SHORT, ("data.root={data}/cifar10",), views=4),
@@ -86,7 +89,7 @@ WORKLOADS = {
     "finetune_imagenette_resnet20": Workload(
         "val/acc",
         None,
-        ALL,
+        (*ALL, *SELECTING),
         (
             "data.root={data}/imagenette",
             "model.weights={data}/checkpoints/resnet20_cifar10.safetensors",
