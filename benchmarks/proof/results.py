@@ -74,8 +74,9 @@ class Run:
 def share_of(kind: str, shares: Mapping[str, float]) -> float:
     """What a step of a kind costs, as a share of a full step.
 
-    A forward that scores samples and was not measured costs a third of a full step. Any other kind that was not costs as much as the one of the nearest depth that was, of those that do the same, or
-    else of the next in this row: steps from shallower entries, steps that write, steps without the cache.
+    A kind that was not measured costs as much as the one of the nearest depth that was, of those that do the same, or
+    else of the next in this row: steps from shallower entries, steps that write, steps without the cache. A forward
+    that scores samples and was not measured costs a third of a full step.
     """
     if kind == "0":
         return 1.0

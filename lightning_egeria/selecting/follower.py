@@ -83,6 +83,7 @@ class Follower(pl.Callback):
         """The training batch is over."""
         if self._current is not None and self._pace is not None:
             self._pace.batch_end(self._current.seen, self._current.last)
+        self._current = None  # what runs the training step from now on scores
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the share that was trained."""

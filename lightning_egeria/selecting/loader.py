@@ -237,7 +237,9 @@ class SelectedBatches:
     def _queued(self, number: int, is_end: bool, more: bool) -> Iterator[_Out]:
         """Yield batches of the queue: full ones, and at the end what is left."""
         while size := self._queue.next_size(self._size, is_end):
-            count, last, seen = self._agreed(size, more or len(self._queue) > size, number)
+            goes_on = more or len(self._queue) > size
+            # Only the last batch of the queue has seen the whole epoch.
+            count, last, seen = self._agreed(size, goes_on, number - (is_end and goes_on))
             pieces = self._queue.pop(count)
             self._stats.count(self._side.epoch, trained=count)
             ids = tuple(one for piece in pieces for one in piece.ids or ())

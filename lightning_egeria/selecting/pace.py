@@ -58,6 +58,7 @@ class PaceOfSeen:
         if trainer.check_val_every_n_epoch is None:  # it counts over the whole run
             before = trainer.current_epoch * int(trainer.num_training_batches)
             this = trainer.fit_loop.epoch_loop.total_batch_idx
+        seen = max(seen, self._seen_before)
         is_due = (before + seen) // every > (before + self._seen_before) // every
         trainer.val_check_batch = this + 1 if is_due else _NEVER
 
@@ -70,7 +71,7 @@ class PaceOfSeen:
         """
         trainer = self._trainer
         batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
-        seen = int(batches) if is_last and batches != float("inf") else seen
+        seen = int(batches) if is_last and batches != float("inf") else max(seen, self._seen_before)
         for number in range(self._seen_before + 1, seen + 1):
             if number % accumulated and number != batches:
                 continue

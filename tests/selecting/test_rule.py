@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.selecting.rule import SelectionRule, draw
+from lightning_egeria.selecting.rule import SelectionRule, draw, draw_fixed
 
 
 def kept_by_a_loop(batches, numbers, beta, history):
@@ -82,3 +82,22 @@ def test_a_history_that_is_too_short_is_refused():
 def test_losses_of_a_wrong_shape_are_refused():
     with pytest.raises(ArgumentError, match=r"got the shape \(4, 1\)"):
         SelectionRule().probabilities(np.zeros((4, 1)))
+
+
+def test_fixed_number_follows_the_probabilities():
+    generator, weights = np.random.default_rng(0), np.array([0.0, 0.1, 0.3, 0.6])
+    counts = np.zeros(4)
+    for _ in range(4000):
+        rows = draw_fixed(weights, 1, generator)
+        counts[rows] += 1
+    assert np.abs(counts / 4000 - weights).max() < 0.03
+    assert draw_fixed(np.zeros(5), 3, generator).shape == (3,)
+    for count in range(1, 5):
+        rows = draw_fixed(weights, count, generator)
+        assert rows.tolist() == sorted(set(rows.tolist()))
+        assert len(rows) == count
+
+
+def test_only_a_rule_with_a_preference_needs_losses():
+    assert SelectionRule(beta=0.5).needs_losses
+    assert not SelectionRule(beta=0).needs_losses

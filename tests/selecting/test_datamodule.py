@@ -1,0 +1,262 @@
+"""The data module around the user's own."""
+
+import copy
+import pickle
+import warnings
+from itertools import chain
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.trainer.connectors import data_connector
+from lightning.pytorch.utilities.rank_zero import WarningCache
+from models import After, Classifier, equal, fit, images, loader
+from selected import Indexed, Noting, trained
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_egeria import FrozenPrefixCache, SelectiveBackprop
+from lightning_egeria.errors import ArgumentError, PerSampleLossError, UnsupportedError
+from lightning_egeria.snapshots.digests import digest
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"beta": -1}, "beta must be a finite number of at least 0, got -1"),
+        ({"beta": float("nan")}, "beta must be a finite number"),
+        ({"share": 0, "mode": "in_batch"}, r"share must be in \(0, 1\], got 0"),
+        ({"share": 1.5, "mode": "in_batch"}, r"share must be in \(0, 1\], got 1.5"),
+        ({"share": 0.5}, "share is for mode='in_batch'"),
+        ({"mode": "batch"}, "mode must be one of 'queue', 'in_batch', got 'batch'"),
+        ({"schedule": "epoch"}, "schedule must be one of 'seen', 'used', got 'epoch'"),
+        ({"history": 0}, "history must be at least 1"),
+        ({"staleness": -1}, "staleness must be at least 0, got -1"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"start": 0.5, "end": 0.2}, "start and end must be shares of the run"),
+        ({"full_every": -2}, "full_every must be at least 0"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong, words):
+    with pytest.raises(ArgumentError, match=words):
+        SelectiveBackprop(loader(), **wrong)
+
+
+@pytest.mark.parametrize("mode", ["queue", "in_batch"])
+def test_without_beta_it_trains_bit_for_bit_as_without(mode):
+    plain, module = Classifier(), Classifier()
+    fit(plain)
+    fit(module, data=SelectiveBackprop(loader(), beta=0, mode=mode))
+    assert equal(plain, module)
+    assert plain.losses == module.losses
+
+
+def momentum_of(trainer):
+    state = trainer.optimizers[0].state_dict()["state"]
+    return digest({str(number): one["momentum_buffer"] for number, one in state.items()})
+
+
+@pytest.mark.parametrize("mode", ["queue", "in_batch"])
+def test_scoring_moves_nothing(mode):
+    """Every sample is kept, so scoring is all that may change buffers, dropout and the state of the optimizer."""
+
+    class All(SelectiveBackprop):
+        def make_rule(self):
+            rule = super().make_rule()
+            score = rule.probabilities
+            rule.probabilities = lambda losses: score(losses) * 0 + 1
+            return rule
+
+    plain, module, states = Noting(), Noting(), []
+    look = After(lambda trainer, _: states.append(momentum_of(trainer)))
+    fit(plain, look, data=loader(Indexed()))
+    fit(module, look, data=All(loader(Indexed()), mode=mode, share=1 if mode == "in_batch" else None))
+    if mode == "in_batch":
+        assert equal(plain, module)
+        assert states[: len(states) // 2] == states[len(states) // 2 :]
+    else:  # the queue cuts other batches
+        assert module.losses[:5] == plain.losses[:5]
+        assert sorted(chain(*module.ids[5:])) == sorted(chain(*plain.ids[5:]))
+
+
+class Saves(L.Callback):
+    def __init__(self, path, step):
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        (3, {}),
+        (10, {}),
+        (10, {"staleness": 1}),
+        (20, {"mode": "in_batch"}),
+        (18, {"start": 0.5, "full_every": 3}),
+    ],
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_resumed_in_an_epoch_it_selects_the_same(tmp_path, step, options, shuffle):
+    def batches():
+        return DataLoader(Indexed(images(60)), batch_size=8, shuffle=shuffle)
+
+    path = tmp_path / "checkpoint"
+    whole, trainer, data = trained(None, Saves(path, step), batches=batches(), epochs=4, **options)
+    other = Noting()
+    resumed, again, _ = trained(module=other, batches=batches(), epochs=4, ckpt_path=path, **options)
+    assert again.global_step == trainer.global_step
+    assert resumed.ids == whole.ids[step:]
+    assert resumed.losses == whole.losses[step:]  # dropout too
+    assert equal(resumed, whole)
+    torch.load(path, weights_only=True)
+    assert data.selection.seen == 240
+
+
+class HookedModel(Noting):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, labels, ids = batch
+        return x * 2 + torch.rand(1), labels, ids
+
+
+class HookedData(L.LightningDataModule):
+    def train_dataloader(self):
+        return loader(Indexed())
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] * 3, *batch[1:]
+
+
+def test_hooks_run_once_and_without_a_warning(monkeypatch):
+    monkeypatch.setattr(data_connector, "warning_cache", WarningCache())
+    calls, model = [], HookedModel()
+    model.on_after_batch_transfer = lambda batch, number: calls.append(len(batch[2])) or batch
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*LeafSpec|.*srun|.*many workers")
+        _, _, data = trained(module=model, mode="in_batch")
+    assert len(calls) == 15 + 2  # and in the check of the first two batches
+    sizes = []
+    with pytest.warns(UserWarning, match="You have overridden `on_after_batch_transfer` in both"):
+        fit(HookedModel(), data=SelectiveBackprop(HookedData(), per_sample_loss=_sizes(sizes)))
+    assert set(sizes) == {8}
+    assert data.selection.seen == 120
+
+
+def _sizes(seen):
+    def loss(module, batch):
+        seen.append(len(batch[0]))
+        assert batch[0].abs().max() > 5  # three times what the data are
+        return batch[2].float()
+
+    return loss
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (Indexed()[index] for index in range(40))
+
+
+class Manual(Noting):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def cross_entropies(module, batch):
+    return F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
+
+
+def test_manual_optimization_needs_a_function():
+    with pytest.raises(UnsupportedError, match=r"with manual optimization .* Pass per_sample_loss=function"):
+        trained(module=Manual(), mode="in_batch")
+    module, trainer, _ = trained(module=Manual(), mode="in_batch", per_sample_loss=cross_entropies)
+    assert trainer.global_step == 15
+    assert {len(batch) for batch in module.ids[5:]} == {4}
+    automatic, _, _ = trained(mode="in_batch")
+    assert automatic.ids == module.ids
+
+
+class FromIterator(Noting):
+    def training_step(self, dataloader_iter):
+        raise AssertionError
+
+
+class Mixed(Noting):
+    """Samples are mixed in the step, so its loss is not one of samples."""
+
+    def training_step(self, batch, batch_idx):
+        x, labels, _ = batch
+        logits = self.net(0.7 * x + 0.3 * x.flip(0))
+        return (0.7 * F.cross_entropy(logits, labels, reduction="none")).mean() + 0.3 * logits.logsumexp(1).mean()
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+def test_unsupported_runs_are_refused_at_the_start():
+    with pytest.raises(UnsupportedError, match="the training step takes dataloader_iter"):
+        trained(module=FromIterator())
+    with pytest.raises(UnsupportedError, match="needs the id of each sample, and a DataLoader over Stream"):
+        trained(batches=DataLoader(Stream(), 8), staleness=1)
+    with pytest.raises(UnsupportedError, match="needs one training loader, got a dict"):
+        trained(batches={"a": loader(), "b": loader()})
+    with pytest.raises(UnsupportedError, match=r"this one has no end\. Give max_epochs"):
+        trained(epochs=-1, start=0.5)
+    with pytest.raises(UnsupportedError, match=r"inside another wrapper\. Turn them around"):
+        fit(Noting(), data=FrozenPrefixCache(SelectiveBackprop(loader(Indexed()))))
+    module = Mixed()
+    with pytest.raises(PerSampleLossError, match="per_sample_loss=function"):
+        trained(module=module)
+    assert module.losses == []  # before the first step
+
+
+def test_a_run_without_selection_says_so():
+    with pytest.warns(UserWarning, match="nothing is selected: the first epoch trains on all samples"):
+        _, _, data = trained(epochs=1)
+    assert data.selection.off == "the first epoch trains on all samples, and max_epochs is 1"
+    data = SelectiveBackprop(loader(Indexed()))
+    fit(Noting(), data=data, fast_dev_run=True, max_epochs=None, default_root_dir=None)
+    assert data.selection.off == "fast_dev_run"
+
+
+@pytest.mark.parametrize("mode", ["queue", "in_batch"])
+def test_mixed_precision_and_an_object_of_a_loss(mode):
+    class Smoothed(Noting):
+        def training_step(self, batch, batch_idx):
+            self.ids.append(batch[2].tolist())
+            criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+            return criterion(self.net(batch[0]), batch[1]) + 0.1 * F.mse_loss(
+                self.net(batch[0]), torch.zeros(len(batch[0]), 3)
+            )
+
+    module, _, data = trained(module=Smoothed(), mode=mode, precision="bf16-mixed")
+    assert data.selection.scored == 80
+    assert len(module.ids) > 6
+
+
+def test_a_used_data_module_can_be_copied_and_used_again():
+    data = SelectiveBackprop(loader(Indexed()))
+    first, second, third = Noting(), Noting(), Noting()
+    fit(first, data=data)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(data)))
+    fit(second, data=data)
+    fit(third, data=copied)
+    assert first.ids == second.ids == third.ids
+    assert data.selection.seen == copied.selection.seen == 120
+
+
+def test_names_are_those_of_the_paper():
+    data = SelectiveBackprop(loader(), beta=2)
+    assert (data.beta, data.history, data.share) == (2, 1024, None)
+    assert SelectiveBackprop(loader(), beta=3, mode="in_batch").share == 0.25

@@ -1,0 +1,173 @@
+"""The training loader."""
+
+import numpy as np
+import pytest
+import torch
+from models import images, loader
+from selected import Indexed, Noting, trained
+from test_rule import kept_by_a_loop
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_egeria.errors import ArgumentError, RowsError
+from lightning_egeria.selecting.scoring import Scorer
+
+
+@pytest.fixture
+def scores(monkeypatch):
+    """Losses of each scored batch."""
+    found, losses = [], Scorer.losses
+
+    def noted(*arguments):
+        found.append(losses(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(Scorer, "losses", noted)
+    return found
+
+
+@pytest.mark.parametrize("beta", [0.5, 2])
+def test_a_plain_loop_selects_the_same(scores, beta):
+    module, _, data = trained(images(44), epochs=3, beta=beta, history=20, seed=5)
+    batches = [list(range(at, min(at + 8, 44))) for at in range(0, 44, 8)]
+    numbers = [
+        number
+        for epoch in (1, 2)
+        for place, ids in enumerate(batches)
+        for number in np.random.default_rng([5, 0, epoch, place]).random(len(ids))
+    ]
+    kept = kept_by_a_loop(scores, numbers, beta, 20)
+    expected = [one for one, is_kept in zip([*range(44)] * 2, kept, strict=True) if is_kept]
+    assert module.ids[:6] == batches
+    assert [one for batch in module.ids[6:] for one in batch] == expected
+    assert data.selection.scored == 88
+    assert data.selection.trained == 44 + len(expected)
+
+
+def test_full_batches_and_no_tiny_one():
+    module, trainer, _ = trained(images(100), epochs=4, beta=1)
+    sizes = [len(batch) for batch in module.ids]
+    assert sizes[:13] == [8] * 12 + [4]
+    assert min(sizes[13:]) >= 2
+    assert trainer.global_step == len(sizes)
+
+
+def test_in_batch_keeps_a_fixed_number():
+    module, trainer, _ = trained(epochs=3, mode="in_batch", share=0.4)
+    assert [len(batch) for batch in module.ids] == [8] * 5 + [3] * 10
+    assert trainer.global_step == 15
+    assert all(set(batch) <= set(range(8 * (at % 5), 8 * (at % 5) + 8)) for at, batch in enumerate(module.ids))
+
+
+def test_without_a_preference_nothing_is_scored(scores):
+    module, _, data = trained(epochs=3, mode="in_batch", share=0.5, beta=0)
+    assert scores == []
+    assert data.selection.scored == 0
+    assert {len(batch) for batch in module.ids[5:]} == {4}
+
+
+class Shuffled(Noting):
+    """Each sample is its own loss, whatever the order."""
+
+    def training_step(self, batch, batch_idx):
+        x, _, ids = batch
+        self.ids.append(ids.tolist())
+        return torch.nn.functional.mse_loss(self.net(x).mean(1) * 0 + ids.float(), torch.zeros(len(ids)))
+
+
+def test_stale_losses_belong_to_their_samples(scores):
+    """The loader shuffles. The paper's own code gives losses to the wrong samples."""
+    module, _, data = trained(
+        module=Shuffled(),
+        batches=DataLoader(Indexed(), batch_size=8, shuffle=True),
+        epochs=6,
+        staleness=9,
+        history=40,
+    )
+    table = data._table
+    assert table.of(range(40)).tolist() == [float(number**2) for number in range(40)]
+    assert scores == []  # the first epoch has given all losses
+    counts = np.bincount([one for batch in module.ids[5:] for one in batch], minlength=40)
+    assert counts[0] == 0
+    assert counts[30:].mean() > counts[:10].mean()
+
+
+def test_stale_losses_are_scored_again():
+    _, _, data = trained(epochs=4, staleness=1)
+    by_epoch = {epoch: scored for epoch, _, scored, _ in data.selection.epochs}
+    assert by_epoch[0] == by_epoch[1] == 0
+    left = 40 - data.selection.epochs[1][3]
+    assert 0 < by_epoch[2] == left < 40  # those that were not trained in the epoch before
+
+
+def test_window_and_whole_batches():
+    module, _, data = trained(images(80), epochs=4, start=0.5, end=0.75, full_every=5)
+    seen = [trained_ for _, _, _, trained_ in data.selection.epochs]
+    assert seen[0] == seen[1] == seen[3] == 80
+    assert seen[2] < 80
+    assert list(range(32, 40)) in module.ids[20:-10]
+
+
+class Texts(Indexed):
+    def __getitem__(self, index):
+        x, label, _ = super().__getitem__(index)
+        return {"x": x, "label": label, "extra": {"name": f"sample {index}", "index": index}}
+
+
+class Reading(Noting):
+    def training_step(self, batch, batch_idx):
+        assert batch["extra"]["name"] == [f"sample {number}" for number in batch["extra"]["index"].tolist()]
+        return super().training_step((batch["x"], batch["label"], batch["extra"]["index"]), batch_idx)
+
+
+def test_nested_batches_stay_together():
+    module, _, _ = trained(module=Reading(), batches=loader(Texts()), epochs=3)
+    assert len(module.ids) > 6
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (Indexed()[index] for index in range(40))
+
+
+def test_a_stream_without_length_ends_with_its_last_batch():
+    module, trainer, _ = trained(batches=DataLoader(Stream(), 8), epochs=3)
+    assert trainer.current_epoch == 3
+    assert len(module.ids[0]) == 8
+
+
+class Iterating:
+    def __iter__(self):
+        return iter(loader(Indexed()))
+
+
+def test_history_must_hold_a_batch():
+    with pytest.raises(ArgumentError, match="history must be at least the batch size, got 7 and 8"):
+        trained(history=7)
+    with pytest.raises(ArgumentError, match="got 7 and a batch of 8 samples"):
+        trained(history=7, batches=Iterating())
+
+
+def padded(samples):
+    length = 3 + int(samples[0][2]) % 3
+    x = torch.zeros(len(samples), 1, 8, 8 + length)
+    return x, torch.tensor([label for _, label, _ in samples]), torch.tensor([index for _, _, index in samples])
+
+
+class Averaging(Noting):
+    def training_step(self, batch, batch_idx):
+        x, labels, ids = batch
+        return super().training_step((x[..., :8], labels, ids), batch_idx)
+
+
+def test_samples_of_other_shapes_are_refused_in_the_queue():
+    batches = loader(Indexed(), collate_fn=padded)
+    with pytest.raises(RowsError, match="cannot be joined"):
+        trained(module=Averaging(), batches=batches)
+    module, _, _ = trained(module=Averaging(), batches=batches, mode="in_batch")
+    assert len(module.ids) == 15
+
+
+def test_workers_stop_and_the_loader_is_the_users():
+    module, _, data = trained(epochs=2)
+    assert data._batches is None
+    assert len(module.ids) > 5
