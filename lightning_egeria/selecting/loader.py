@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -111,6 +112,8 @@ class SelectedBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        if sys._getframe(1).f_code.co_name == "_check_dataloader_iterable":
+            return iter(())  # Lightning asks whether this can be iterated, which must draw no random number
         self.emitted.clear()
         self._queue.clear()
         if self._resumed is not None:
