@@ -16,6 +16,7 @@ from lightning_egeria import (
     LogUniform,
     PrefixFreezing,
     ScriptedPolicy,
+    SelectiveBackprop,
     SlopePolicy,
     StructuredPartialBackprop,
 )
@@ -53,6 +54,17 @@ def other_batch_sizes(trainer):
     """Step, batch size and reason of each change of the batch size."""
     data = AdaptiveBatchSize.find(trainer.datamodule)
     return [(change.step, change.batch_size, change.reason) for change in data.changes]
+
+
+def not_trained(trainer):
+    """Number and samples of each epoch that left samples out."""
+    selecting = SelectiveBackprop.find(trainer.datamodule)
+    epochs = selecting.selection.epochs if selecting is not None else []
+    return [(f"epoch {epoch}", seen - trained) for epoch, seen, _, trained in epochs if trained < seen]
+
+
+def half_of_each_batch(plain, active):
+    return SelectiveBackprop(plain, beta=1 if active else 0, mode="in_batch")
 
 
 def tuned(trainer):
@@ -135,6 +147,13 @@ METHODS = {
         lambda: [StructuredPartialBackprop(min_share=1)],
         changes=left_out,
         several_processes=False,
+    ),
+    "SelectiveBackprop": Method(
+        list,
+        list,
+        changes=not_trained,
+        several_processes=False,  # its own tests have several
+        adapted=half_of_each_batch,
     ),
     "AdaptiveBatchSize": Method(list, list, changes=other_batch_sizes, adapted=four_times_as_large, steps=(11, 15)),
     "BranchTuner": Method(

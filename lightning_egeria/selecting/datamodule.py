@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning_egeria.selecting.scoring import PerSampleLoss
 from lightning_egeria.selecting.side import TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
 from lightning_egeria.selecting.window import Window
+from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.wrapping import WrappingDataModule
@@ -101,6 +103,7 @@ class SelectiveBackprop(WrappingDataModule):
         self._table = LossTable(staleness)
         self._batches: SelectedBatches | None = None
         self._follower: Follower | None = None
+        self._resumed: list[dict[str, Any]] | None = None  # from a checkpoint, until there is a loader
         self.wrap(datamodule, val_dataloaders)
 
     def make_rule(self) -> SelectionRule:
@@ -117,6 +120,7 @@ class SelectiveBackprop(WrappingDataModule):
         if stage != "fit":
             return
         self._close()
+        self._resumed = None
         self.selection, self._table = SelectionStats(off=None), LossTable(self.staleness)
         reason = self._reason_for_nothing()
         if reason is not None:
@@ -158,7 +162,21 @@ class SelectiveBackprop(WrappingDataModule):
         settings = Settings(self.make_rule(), self.window, self.share, self.seed)
         side = TrainerSide(trainer, self.per_sample_loss)
         self._batches = SelectedBatches(loader, settings, self._table, side, self.selection)
+        if self._resumed is not None:
+            with checkpoint_read("selective backprop"):
+                self._batches.load_rank_states(self._resumed)
+            self._resumed = None
         return self._batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the user's own, and what selection has seen on each rank."""
+        state = super().state_dict()
+        return state if self._batches is None else {**state, "selection": self._batches.rank_states()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """That of the user's own; selection goes on from there when training begins."""
+        super().load_state_dict(state_dict)
+        self._resumed = state_dict.get("selection")
 
     def attach_hooks(self, trainer: pl.Trainer) -> None:
         """Have all batches come here; those that went through the hooks already do not again."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,6 +131,13 @@ class SelectedBatches:
         self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return nothing: Lightning reads it in the middle of an epoch only. `rank_states` has the state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing; see `state_dict`."""
+
+    def rank_states(self) -> list[dict[str, Any]]:
         """Return the state of each rank, in plain types. Every rank must call it."""
         own = {
             "position": self._position,
@@ -140,15 +147,16 @@ class SelectedBatches:
             "queue": self._queue.state_dict(),
             "rule": self._settings.rule.state_dict(),
             "table": self._table.state_dict(),
+            "stats": self._stats.state_dict(),
         }
-        return {"ranks": self._side.ranks.each(own)}
+        return self._side.ranks.each(own)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_rank_states(self, ranks: Sequence[dict[str, Any]]) -> None:
         """Go on from the state of this rank, in the middle of an epoch too."""
-        ranks = state["ranks"]
         own = ranks[self._side.rank % len(ranks)]
         self._settings.rule.load_state_dict(own["rule"])
         self._table.load_state_dict(own["table"])
+        self._stats.load_state_dict(own["stats"])
         self._size = int(own["size"])
         if own["position"] and len(ranks) == self._side.world_size:
             self._position = self._skipped = int(own["position"])

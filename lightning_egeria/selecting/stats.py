@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,19 @@ class SelectionStats:
         """
         whole = 1 + backward_over_forward
         return (self.scored + whole * self.trained) / (whole * self.seen) if self.seen else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, in plain types."""
+        counts = dataclasses.asdict(self)
+        del counts["off"]
+        return {**counts, "epochs": [list(epoch) for epoch in self.epochs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from these counts."""
+        for name in ("seen", "scored", "trained", "whole", "dropped"):
+            setattr(self, name, int(state[name]))
+        self.epochs = [(int(a), int(b), int(c), int(d)) for a, b, c, d in state["epochs"]]
+        self.kept_losses, self.left_losses = list(state["kept_losses"]), list(state["left_losses"])
 
     def count(self, epoch: int, seen: int = 0, scored: int = 0, trained: int = 0) -> None:
         """Add samples of an epoch."""
