@@ -303,7 +303,7 @@ def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch, 
     asked = []
 
     def seconds_of(workload, config, datamodule, fit):
-        asked.append(tuple(fit))
+        asked.append(tuple(fit)[:3])
         return next(seconds)
 
     monkeypatch.setattr(costs, "seconds_of", seconds_of)

@@ -49,6 +49,10 @@ TITLES = {
     "linear": "linear (Composer)",
     "freezeout": "FreezeOut",
     "autofreeze": "AutoFreeze",
+    "selective": "Selective-Backprop",
+    "shortened_selective": "plain, as short as Selective-Backprop",
+    "random": "the same share at random",
+    "importance": "importance sampling",
 }
 COLORS = {
     "plain": "#333333",
@@ -65,6 +69,10 @@ COLORS = {
     "linear": "#e78ac3",
     "freezeout": "#a6d854",
     "autofreeze": "#d4a017",
+    "selective": "#2f855a",
+    "shortened_selective": "#8a8a8a",
+    "random": "#a6d854",
+    "importance": "#e78ac3",
 }
 
 
