@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import logging
 import os
 import shutil
-import signal
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +21,12 @@ from rich.console import Console
 from lightning_egeria.cluster.fleet import Fleet, LiveJob
 from lightning_egeria.cluster.job_files import JobDescription
 from lightning_egeria.cluster.jobs import Allocation, Cluster, Policy
-from lightning_egeria.cluster.processes import JobProcess
+from lightning_egeria.cluster.processes import JobProcess, locked
+from lightning_egeria.cluster.ray_session import quiet, started
 from lightning_egeria.cluster.status import Status
 from lightning_egeria.errors import ArgumentError, JobError
 
-DONE, LOG, LOCK, TUNE = "done", "log.txt", "lock", ".tune"
+DONE, LOG, TUNE = "done", "log.txt", ".tune"
 GRACE_S = 30.0  # for a job to write a checkpoint
 POLL_S = 1.0
 _PIN = 0.001  # of a node's own resource, which places a job on it
@@ -233,22 +229,6 @@ def job_of(trial: Trial) -> str:
     return str(trial.config["job"]["name"])
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Have a folder of jobs for this run alone.
-
-    Raises:
-        JobError: another run has it.
-    """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise JobError(f"another run has the jobs in {folder}. Wait for it, or name another folder") from error
-        yield
-
-
 def run_jobs(
     jobs: Sequence[JobDescription],
     policy: Policy,
@@ -283,7 +263,7 @@ def run_jobs(
         raise ArgumentError(f"interval_s must be positive and retries at least 0, got {interval_s} and {retries}")
     folder = folder.resolve()
     status = Status(console if console is not None else Console(stderr=True))
-    with locked(folder), _quiet(), _ray(address), contextlib.closing(status):
+    with locked(folder), quiet(), started(address), contextlib.closing(status):
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0) >= 1]
         if not nodes:
             raise JobError(f"the Ray cluster has no {resource}")
@@ -319,53 +299,3 @@ def run_jobs(
             shutil.rmtree(folder / TUNE, ignore_errors=True)  # nothing reads what Tune has written
         status.show(fleet)
     return fleet
-
-
-@contextlib.contextmanager
-def _ray(address: str | None) -> Iterator[None]:
-    """Ray, started on this machine unless it runs already."""
-    if ray.is_initialized():
-        yield
-        return
-    # Ray's sockets need a short path.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
-        local = {"include_dashboard": False, "_temp_dir": temporary} if address is None else {}
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
-        try:
-            yield
-        finally:
-            with _uninterrupted():
-                ray.shutdown()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Have Ray Tune print and write nothing of its own, which knows trials and no jobs."""
-    logger, before = logging.getLogger("ray.tune"), dict(os.environ)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)  # failures of jobs have a line each, and their own logs
-    os.environ |= {
-        "RAY_AIR_NEW_OUTPUT": "0",
-        "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-        # A trial gives the group of its job time to end; Ray would kill it first.
-        "RAY_kill_child_processes_on_worker_exit": "false",
-    }
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C, so that nothing is left running."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_egeria.errors import JobError
 
+LOCK = "lock"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -80,3 +82,19 @@ def _ends_with_parent() -> Callable[[], None] | None:
         return None
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Have a folder of jobs for this run alone.
+
+    Raises:
+        JobError: another run has it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise JobError(f"another run has the jobs in {folder}. Wait for it, or name another folder") from error
+        yield

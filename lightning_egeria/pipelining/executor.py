@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.errors import PipelineError, UnsupportedError
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.pipelining.messages import FAILED, check_sendable, receive, send, wait
 from lightning_egeria.pipelining.plan import Plan
 from lightning_egeria.pipelining.schedules import Action, schedule
 from lightning_egeria.pipelining.timeline import Span
@@ -22,19 +22,7 @@ from lightning_egeria.pipelining.tracing import TracedModel, seeded, tensors_of
 Loss = Callable[[Any, Any], Tensor]
 """Called with the model's output and the micro-batch; returns the mean loss of its samples."""
 Edge = tuple[int, int]
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
-_MOST_DIMENSIONS = 8
 _NOTHING = torch.zeros(1)  # sent where a stage only waits for another
-_FAILED = object()
 
 
 @dataclasses.dataclass
@@ -108,8 +96,8 @@ class StageExecutor:
         values: dict[fx.Node, Any] = {}
         for stage in self._plan.inputs(self._stage):
             for node in self._sent[stage, self._stage]:
-                values[node] = _receive_value(self._plan.ranks(stage)[0])
-        failed = any(value is _FAILED for value in values.values())
+                values[node] = receive(self._plan.ranks(stage)[0])
+        failed = any(value is FAILED for value in values.values())
         if not failed:
             try:
                 with torch.no_grad():
@@ -117,14 +105,14 @@ class StageExecutor:
                 for edge, nodes in self._sent.items():
                     if edge[0] == self._stage:
                         for node in nodes:
-                            _check_sendable(values[node])
+                            check_sendable(values[node])
             except Exception as error:  # of the user's model; told to all ranks by the caller
                 failure, failed = error, True
         if self._rank == self._plan.ranks(self._stage)[0]:
             for stage in self._plan.outputs(self._stage):
                 for node in self._sent[self._stage, stage]:
                     for rank in self._plan.ranks(stage):
-                        _send_value(_FAILED if failed else values[node], rank)
+                        send(FAILED if failed else values[node], rank)
         if not failed:
             flat = {node: pytree.tree_flatten(value) for node, value in values.items() if node in self._traced.unit_of}
             self._forms[form_of(batch)] = {
@@ -206,7 +194,7 @@ class _Step:
 
     def _finish(self, key: tuple[str, int]) -> None:
         for work, _, rank in self._sending.pop(key, []):
-            _wait(work, rank)
+            wait(work, rank)
 
     # transfers
 
@@ -235,7 +223,7 @@ class _Step:
         found = self._received.pop((action.kind, action.micro_batch), [])
         for _, _, works in found:
             for work, rank in works:
-                _wait(work, rank)
+                wait(work, rank)
         return found
 
     def _send(self, action: Action) -> None:
@@ -322,63 +310,6 @@ class _Step:
 def form_of(batch: Any) -> tuple[Any, ...]:
     """Return shapes and dtypes of a batch."""
     return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in tensors_of(batch))
-
-
-@contextlib.contextmanager
-def lost_connection(other: str) -> Iterator[None]:
-    """Raise `PipelineError` where the back end cannot reach another rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PipelineError(
-            f"the connection to {other} is lost, because it has ended or waits elsewhere. Look for its own error"
-        ) from error
-
-
-def _wait(work: Any, rank: int) -> None:
-    with lost_connection(f"rank {rank}"):
-        work.wait()
-
-
-def _check_sendable(value: Any) -> None:
-    for leaf in pytree.tree_leaves(value):
-        if not isinstance(leaf, Tensor) or leaf.dtype not in _DTYPES or leaf.ndim > _MOST_DIMENSIONS:
-            kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise UnsupportedError(
-                f"a module of a stage returns {kind}, which cannot be sent to another stage. Return tensors in tuples, "
-                "lists or dicts, or put both modules into one stage"
-            )
-
-
-def _send_value(value: Any, rank: int) -> None:
-    if value is _FAILED:
-        dist.send(torch.tensor([-1, 0]), rank)
-        return
-    leaves, spec = pytree.tree_flatten(value)
-    text = pytree.treespec_dumps(spec).encode()
-    dist.send(torch.tensor([len(leaves), len(text)]), rank)
-    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), rank)
-    for leaf in leaves:
-        shape = [*leaf.shape, *[0] * (_MOST_DIMENSIONS - leaf.ndim)]
-        dist.send(torch.tensor([leaf.ndim, _DTYPES.index(leaf.dtype), *shape]), rank)
-        dist.send(leaf.detach().contiguous(), rank)
-
-
-def _receive_value(rank: int) -> Any:
-    sizes = torch.empty(2, dtype=torch.int64)
-    dist.recv(sizes, rank)
-    if int(sizes[0]) < 0:
-        return _FAILED
-    text = torch.empty(int(sizes[1]), dtype=torch.uint8)
-    dist.recv(text, rank)
-    leaves = []
-    for _ in range(int(sizes[0])):
-        header = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64)
-        dist.recv(header, rank)
-        dimensions, dtype, *shape = header.tolist()
-        leaves.append(torch.empty(shape[:dimensions], dtype=_DTYPES[dtype]))
-        dist.recv(leaves[-1], rank)
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(bytes(text.numpy()).decode()))
 
 
 def _is_scalar(value: Any) -> bool:

@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.errors import ArgumentError, PipelineError, PlanError, UnsupportedError
 from lightning_egeria.pipelining.costs import measured_graph
-from lightning_egeria.pipelining.executor import Loss, StageExecutor, form_of, lost_connection
+from lightning_egeria.pipelining.executor import Loss, StageExecutor, form_of
 from lightning_egeria.pipelining.graph import ComputationGraph
+from lightning_egeria.pipelining.messages import lost_connection
 from lightning_egeria.pipelining.plan import Plan, Stage, in_running_order
 from lightning_egeria.pipelining.planner import Limits, plan_graph
 from lightning_egeria.pipelining.timeline import Span

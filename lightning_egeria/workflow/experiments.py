@@ -19,7 +19,7 @@ from lightning_egeria.workflow.optimisations import Choice, Facts, Measured
 
 DEFAULT = "default"  # egeria-train without an experiment
 _STEPS = ("MultiStepLR", "StepLR", "step_decay")
-_CALLBACKS = {"partial": "StructuredPartialBackprop", "selective": "SelectiveBackprop", "tuning": "BranchTuning"}
+_CALLBACKS = {"partial": "StructuredPartialBackprop", "selective": "SelectiveBackprop", "tuning": "BranchTuner"}
 
 
 def arguments_of(experiment: str, overrides: Sequence[str]) -> list[str]:

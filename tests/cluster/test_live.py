@@ -18,8 +18,9 @@ from rich.console import Console
 pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
 
 from lightning_egeria.cluster.job_files import JobDescription
-from lightning_egeria.cluster.live import LOG, locked, run_jobs
+from lightning_egeria.cluster.live import LOG, run_jobs
 from lightning_egeria.cluster.policies import POLICIES
+from lightning_egeria.cluster.processes import locked
 from lightning_egeria.errors import ArgumentError, JobError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # those of Ray

@@ -1,0 +1,19 @@
+"""Ray for live jobs; `test_live.py` has the jobs."""
+
+import logging
+import os
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
+
+from lightning_egeria.cluster.ray_session import quiet
+
+
+def test_quiet_restores_what_it_changes():
+    environment, level = dict(os.environ), logging.getLogger("ray.tune").level
+    with quiet():
+        assert os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] == "1"
+        assert not logging.getLogger("ray.tune").isEnabledFor(logging.CRITICAL)
+    assert dict(os.environ) == environment
+    assert logging.getLogger("ray.tune").level == level

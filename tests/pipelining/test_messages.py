@@ -1,0 +1,33 @@
+"""What ranks send each other; `test_pipeline.py` has real ones."""
+
+import pytest
+import torch
+
+from lightning_egeria.errors import PipelineError, UnsupportedError
+from lightning_egeria.pipelining.messages import check_sendable, lost_connection
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_trees_of_tensors_can_be_sent(dtype):
+    leaf = torch.zeros(2, 3, dtype=dtype)
+    check_sendable({"a": [leaf, (leaf, leaf)]})
+    check_sendable(leaf)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [("text", "str"), ([torch.zeros(2), 3], "int"), (torch.zeros(2, dtype=torch.complex64), "complex64")],
+)
+def test_other_values_are_refused(value, kind):
+    with pytest.raises(UnsupportedError, match=f"returns .*{kind}, which cannot be sent to another stage"):
+        check_sendable(value)
+
+
+def test_too_many_dimensions_are_refused():
+    with pytest.raises(UnsupportedError, match="cannot be sent"):
+        check_sendable(torch.zeros([1] * 9))
+
+
+def test_a_lost_connection_names_the_rank():
+    with pytest.raises(PipelineError, match="the connection to rank 3 is lost"), lost_connection("rank 3"):
+        raise RuntimeError("Connection closed by peer")
