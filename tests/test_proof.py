@@ -309,7 +309,7 @@ def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch, 
     monkeypatch.setattr(costs, "seconds_of", seconds_of)
     kinds = ["0", "3", "5 hit", "5 miss", "5 off", "5 from 3", "5 from 4"]
     found = costs.measure(WORKLOAD, "small", data, kinds[:-1], rounds=1)
-    assert asked == [(0, "", 0), (3, "", 0), (5, "off", 0), (5, "work", 0), (5, "work", 3)]
+    assert [fit[:3] for fit in asked] == [(0, "", 0), (3, "", 0), (5, "off", 0), (5, "work", 0), (5, "work", 3)]
     assert found["full"] == 2.0
     assert found["shares"] == {"3": 0.5, "5 from 3": 0.15, "5 hit": 0.1, "5 miss": 0.45, "5 off": 0.25}
     assert capsys.readouterr().out == "round 1 of 1: full step 2000.0 ms\n"

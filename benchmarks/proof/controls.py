@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_egeria import Decision, Freezer, LayerChain, Observer, PrefixFreezing
+from lightning_egeria.network.paused import PausedPrefix
+from lightning_egeria.training.finding import LayerFinding
 
 
 class StaticFreezing(PrefixFreezing):
@@ -201,6 +203,39 @@ class AutoFreeze(PrefixFreezing):
     ) -> Sequence[Observer]:
         self.sums, self._norms = (state["sums"], state["norms"]) if state is not None else ({}, None)
         return ()
+
+
+class SameSuffix(LayerFinding, Observer):
+    """Computes the gradients of the same last layer modules in each step, to measure what such a step costs.
+
+    Args:
+        depth: number of layer modules in front of them.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__("same suffix")
+        self.depth = depth
+        self._paused: PausedPrefix | None = None
+
+    def chain_found(self, trainer: Any, pl_module: Any, chain: LayerChain, state: Any) -> None:
+        self._paused = PausedPrefix(pl_module, chain)
+        self.observers.add(self)
+
+    def chain_released(self) -> None:
+        self.observers.remove(self)
+
+    def own_state(self) -> dict[str, Any]:
+        return {}
+
+    def batch_start(self, batch: Any, step: int) -> None:
+        self._paused.pause(self.depth)
+
+    def backward_end(self) -> None:
+        self._paused.end()
+        self._paused.add_zero_gradients()
+
+    def abort(self) -> None:
+        self._paused.end()
 
 
 def deeper(freezer: Freezer, depth: int) -> Decision | None:

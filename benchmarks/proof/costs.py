@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from benchmarks.proof.controls import SameSuffix
 from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SelectiveBackprop
@@ -36,16 +37,20 @@ class Fit(NamedTuple):
     """A short fit that has steps of some kinds.
 
     Attributes:
-        depth: of the frozen prefix.
+        depth: of the frozen prefix, or in front of the suffix.
         cache_does: "", there is none; "work"; or "off", it has no room to write anything.
         shallower: depth that is frozen, and cached, before it grows to that; 0: none.
         scores: whether the losses of the samples are computed before each step.
+        paused: whether the prefix is not frozen, and has no gradient all the same.
+        batch_size: of the batches; 0: the workload's own.
     """
 
     depth: int
     cache_does: str = ""
     shallower: int = 0
     scores: bool = False
+    paused: bool = False
+    batch_size: int = 0
 
     @classmethod
     def of(cls, kind: str) -> "Fit":
@@ -55,6 +60,10 @@ class Fit(NamedTuple):
             return cls(0, scores=True)
         if what.startswith("from "):
             return cls(int(depth), "work", int(what.removeprefix("from ")))
+        if what.startswith("of "):
+            return cls(0, batch_size=int(what.removeprefix("of ")))
+        if what == "paused":
+            return cls(int(depth), paused=True)
         return cls(int(depth), {"": "", "hit": "work", "miss": "work", "off": "off"}[what])
 
 
@@ -80,7 +89,8 @@ def seconds_of(
         epochs += until_cached
     if fit.cache_does == "work":
         epochs += views + 1
-    freezing = KnowledgeGuidedFreezing(ScriptedPolicy(schedule)) if fit.depth else None
+    freezing = KnowledgeGuidedFreezing(ScriptedPolicy(schedule)) if fit.depth and not fit.paused else None
+    suffix = SameSuffix(fit.depth) if fit.paused else None
     with tempfile.TemporaryDirectory() as cache_dir, quiet():
         cache = None
         if fit.cache_does:
@@ -88,8 +98,8 @@ def seconds_of(
             cache = FrozenPrefixCache(
                 datamodule, cache_dir=cache_dir, augmentation_views=WORKLOADS[workload].views, **room
             )
-        curve = Curve(freezing, cache)
-        callbacks = [callback for callback in (freezing, curve) if callback is not None]
+        curve = Curve(freezing, cache, partial=suffix, smaller=fit.batch_size or None)
+        callbacks = [callback for callback in (freezing, suffix, curve) if callback is not None]
         trainer = trainer_of(config, callbacks, max_epochs=epochs, limit_val_batches=0)
         selects = SelectiveBackprop(datamodule, mode="in_batch", share=1) if fit.scores else None
         trainer.fit(model, datamodule=cache or selects or datamodule)
@@ -115,7 +125,12 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
     fits = sorted({Fit.of(kind) for kind in kinds} - {Fit(0)})
     batch_size = configured(workload, size, data).data.batch_size
     config = configured(workload, size, data, [f"data.train_size={BATCHES * batch_size}"])
-    datamodule = hydra.utils.instantiate(config.data)
+
+    def data_of(batch_size: int) -> lightning.LightningDataModule:
+        few = [f"data.train_size={BATCHES * batch_size}", f"data.batch_size={batch_size}"]
+        return hydra.utils.instantiate(configured(workload, size, data, few).data)
+
+    datamodule = data_of(batch_size)
     full: list[float] = []
     shares: dict[str, list[float]] = {}
     for round_ in range(rounds):
@@ -123,7 +138,8 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
         for start in range(0, max(1, len(order)), FITS_BESIDE_A_FULL_ONE):
             full.append(seconds_of(workload, config, datamodule, Fit(0))["0"])
             for fit in order[start : start + FITS_BESIDE_A_FULL_ONE]:
-                for kind, seconds in seconds_of(workload, config, datamodule, fit).items():
+                own = datamodule if not fit.batch_size else data_of(fit.batch_size)
+                for kind, seconds in seconds_of(workload, config, own, fit).items():
                     if fit.scores:
                         shares.setdefault("0 score", []).append(seconds / full[-1] - 1)
                     elif kind in kinds and Fit.of(kind) == fit:
@@ -140,6 +156,11 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
     }
 
 
+def batch_size_of(workload: str, size: str, share: float) -> int:
+    """Batch size of such a share of the workload's own, which is taken to be its share of the cost."""
+    return max(2, round(share * configured(workload, size, data="").data.batch_size))
+
+
 def kinds_of(workload: str, size: str) -> set[str]:
     """Kinds of steps in all results that there are, but for those that are rare in each of them."""
     kinds: set[str] = {"0"}
@@ -150,12 +171,14 @@ def kinds_of(workload: str, size: str) -> set[str]:
 
 
 def measure_missing(workload: str, size: str, data: str) -> None:
-    """Measure what steps cost, all kinds of them, if there is one that was not measured yet."""
+    """Measure what steps cost of the kinds that were not measured yet."""
     path, kinds = RESULTS / workload / size / "costs.json", kinds_of(workload, size)
-    known = set(json.loads(path.read_text())["asked"]) if path.is_file() else set()
-    if not kinds <= known:
-        found = measure(workload, size, data, kinds, rounds=3)
-        keep(path, json.dumps(found | {"asked": sorted(kinds)}, indent=1) + "\n")
+    known = json.loads(path.read_text()) if path.is_file() else {"asked": []}
+    if new := kinds - set(known["asked"]):
+        found = measure(workload, size, data, new, rounds=3)
+        # What is known stays: a share is one of a full step that was measured shortly before.
+        merged = {name: known.get(name, {}) | found[name] for name in ("shares", "spread")}
+        keep(path, json.dumps(found | known | merged | {"asked": sorted(kinds | set(known["asked"]))}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -30,13 +30,14 @@ from benchmarks.proof.controls import (
     StaticFreezing,
 )
 from benchmarks.proof.selecting import ImportanceSampling, wrapped
-from benchmarks.proof.workloads import FIXED, FROZEN, SHORTENED, WORKLOADS, keep, result_path
+from benchmarks.proof.workloads import FIXED, FROZEN, PARTIAL, SHORTENED, WORKLOADS, keep, result_path
 from lightning_egeria import (
     FrozenPrefixCache,
     KnowledgeGuidedFreezing,
     PrefixFreezing,
     SelectiveBackprop,
     SlopePolicy,
+    StructuredPartialBackprop,
 )
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME
 from lightning_egeria.selecting.stats import SelectionStats
@@ -51,8 +52,10 @@ class Curve(lightning.Callback):
 
     The kind of a batch is the frozen depth, and with the cache what most of its samples did: ``"5 hit"``;
     ``"5 from 3"``, what is cached of them is of depth 3, before it grew; ``"5 miss"``, they are written; or
-    ``"5 off"``, neither, though what is frozen is in evaluation mode for the cache's sake. It is what the time of a
-    step depends on. Give it behind the freezing callback, which counts the cache's batches before it then.
+    ``"5 off"``, neither, though what is frozen is in evaluation mode for the cache's sake. With partial backprop it is
+    the depth in front of the suffix, ``"5 paused"``, and with a smaller batch the size of that, ``"0 of 48"``. It is
+    what the time of a step depends on. Give it behind the method's callback, which counts the cache's batches before it
+    then.
 
     Args:
         freezing: of the run, or None.
@@ -60,6 +63,8 @@ class Curve(lightning.Callback):
         selection: of the run, or None. Batches are counted by their samples then, and forward batches that were scored
             as a kind of their own: ``"0 score"``.
         batch_size: of the data.
+        partial: callback that computes suffixes, with the depth in front of the last one; None without.
+        smaller: batch size, if it is not the workload's own.
 
     Attributes:
         points: one for each validation.
@@ -72,8 +77,11 @@ class Curve(lightning.Callback):
         cache: FrozenPrefixCache | None,
         selection: Callable[[], SelectionStats] | None = None,
         batch_size: int = 1,
+        partial: Any = None,
+        smaller: int | None = None,
     ) -> None:
         self.freezing, self.cache, self.selection, self.batch_size = freezing, cache, selection, batch_size
+        self.partial, self.smaller = partial, smaller
         self._selected = (0, 0)
         self.points: list[dict[str, Any]] = []
         self.batches: Counter[str] = Counter()
@@ -107,6 +115,10 @@ class Curve(lightning.Callback):
         self._mark = now
 
     def _kind(self) -> str:
+        if self.partial is not None:
+            return f"{self.partial.depth} paused" if self.partial.depth else "0"
+        if self.smaller is not None:
+            return f"0 of {self.smaller}"
         if self.cache is None or self._depth == 0:
             return str(self._depth)
         stats = self.cache.stats
@@ -189,7 +201,7 @@ def freezing_of(
     method: str, config: DictConfig, total: int, per_epoch: int, depth: int | None
 ) -> PrefixFreezing | None:
     """The callback that decides what freezes in this method; None in a plain run."""
-    if method in ("plain", *SHORTENED, "selective", "selective_stale", "random", "importance"):
+    if method in ("plain", *SHORTENED, *PARTIAL, "selective", "selective_stale", "random", "importance"):
         return None
     if method in ("freezing", "cached", "selective_freezing"):
         return hydra.utils.instantiate(config.callbacks.freezing, **SYNCHRONOUS)
@@ -229,6 +241,7 @@ def run(
     depth: int | None = None,
     overrides: Sequence[str] = (),
     label: str | None = None,
+    batch_size: int | None = None,
 ) -> dict[str, Any]:
     """Train once.
 
@@ -242,17 +255,20 @@ def run(
         depth: of static freezing.
         overrides: of the configuration.
         label: stands for the method in the name of the result.
+        batch_size: if it is not the workload's own.
 
     Returns:
         What is kept of it.
     """
     constant = ["scheduler=none"] if method == "freezeout" else []
-    config = configured(workload, size, data, [*constant, *overrides])
+    smaller = [f"data.batch_size={batch_size}"] if batch_size is not None else []
+    config = configured(workload, size, data, [*constant, *smaller, *overrides])
     lightning.seed_everything(seed, workers=True, verbose=False)
     datamodule = hydra.utils.instantiate(config.data)
     total, per_epoch = steps_of(config, datamodule)
     model = hydra.utils.instantiate(config.model)
     freezing = freezing_of(method, config, total, per_epoch, depth)
+    partial = StructuredPartialBackprop() if method == "partial" else None
     with tempfile.TemporaryDirectory() as cache_dir, quiet():
         cache = None
         if method == "cached" or method.endswith("_cached"):
@@ -262,14 +278,16 @@ def run(
         selected = wrapped(method, datamodule, seed)
         selects = importance if importance is not None else SelectiveBackprop.find(selected)
         counts = (lambda: selects.selection) if selects is not None else None
-        curve = Curve(freezing, cache, counts, config.data.batch_size)
+        curve = Curve(freezing, cache, counts, config.data.batch_size, partial, batch_size)
         length = {"max_epochs": -1, "max_steps": steps} if steps is not None else {}
-        trainer = trainer_of(config, [one for one in (freezing, importance, curve) if one is not None], **length)
+        callbacks = [one for one in (freezing, partial, importance, curve) if one is not None]
+        trainer = trainer_of(config, callbacks, **length)
         trainer.fit(model, datamodule=cache if cache is not None else selected)
         if not curve.points or curve.points[-1]["step"] < trainer.global_step:  # it ended between two validations
             trainer.validate(model, datamodule=datamodule, verbose=False)
     savings = freezing.savings() if isinstance(freezing, KnowledgeGuidedFreezing) else None
-    command = f"python -m benchmarks.proof.compare {workload} --size {size} --methods {label or method} --seeds {seed}"
+    told = repr(label or method) if " " in (label or method) else label or method
+    command = f"python -m benchmarks.proof.compare {workload} --size {size} --methods {told} --seeds {seed}"
     return {
         "workload": workload,
         "size": size,
@@ -326,13 +344,16 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--depth", type=int)
+    parser.add_argument("--batch-size", type=int)
     parser.add_argument("--label")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", help="overrides of the configuration")
     options = parser.parse_args()
-    for method, told in (*((name, "steps") for name in SHORTENED), ("static", "depth")):
+    needed = {**dict.fromkeys(SHORTENED, "steps"), "static": "depth", "partial smaller": "batch_size"}
+    for method, told in needed.items():
         if options.method == method and getattr(options, told) is None:
-            parser.error(f"{method} needs --{told}; benchmarks.proof.compare takes it from the runs of ours")
+            flag = told.replace("_", "-")
+            parser.error(f"{method} needs --{flag}; benchmarks.proof.compare takes it from the runs of ours")
     result = run(
         options.workload,
         options.size,
@@ -343,6 +364,7 @@ def main() -> None:
         options.depth,
         options.overrides,
         options.label,
+        options.batch_size,
     )
     path = options.out or result_path(options.workload, options.size, result["method"], options.seed)
     keep(path, json.dumps(result, separators=(",", ":")).replace('{"step"', '\n{"step"') + "\n")

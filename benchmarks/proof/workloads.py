@@ -17,10 +17,16 @@ THAWING = ("lpft", "gradual")
 # As the runs that are kept of the small networks were made.
 WITHOUT_TRIAL = "callbacks.freezing.policy.trial_progress=null"
 # The plain run made as short as one of these takes.
-SHORTENED = {"shortened": ("freezing", "cached"), "shortened_selective": ("selective",)}
+SHORTENED = {
+    "shortened": ("freezing", "cached"),
+    "shortened_selective": ("selective",),
+    "partial shortened": ("partial",),
+}
 SELECTING = ("selective", "selective_stale", "random", "importance", "shortened_selective", "selective_freezing")
+# Partial backprop, and beside it the plain run made as short, and the one with batches as small.
+PARTIAL = ("partial", "partial shortened", "partial smaller")
 # And the ways of others to decide what freezes when.
-ALL = (*SHORT, "slope", "static", "linear", "freezeout", "autofreeze")
+ALL = (*SHORT, *PARTIAL, "slope", "static", "linear", "freezeout", "autofreeze")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,6 +53,11 @@ class StructuredPartialBackprop(LayerFinding):
         """For each layer module, the number of steps so far that computed its gradient; empty before the first step."""
         return dict(zip(self.layer_modules, self._contributions, strict=True)) if self.chain is not None else {}
 
+    @property
+    def depth(self) -> int:
+        """Number of layer modules in front of the suffix of the latest batch."""
+        return self._steps.depth if self._steps is not None else 0
+
     def check_trainer(self, trainer: pl.Trainer) -> None:
         """Refuse a Trainer that partial backprop does not support.
 
@@ -106,7 +111,7 @@ class StructuredPartialBackprop(LayerFinding):
                 "the weight that is used on both sides of each boundary"
             )
             return
-        lengths = ", ".join(str(len(chain) - self._steps.depth(step)) for step in range(len(cycle.lengths)))
+        lengths = ", ".join(str(len(chain) - self._steps.depth_at(step)) for step in range(len(cycle.lengths)))
         self.notices.inform(
             f"gradients of the last {lengths} of {len(chain)} layer modules in turn; {chain.names[0]!r} has one in "
             f"{cycle.shares()[0]:.0%} of the steps"

@@ -31,12 +31,12 @@ class SuffixSteps(Observer):
         self.cycle = cycle
         self.contributions = contributions
         self._paused = PausedPrefix(module, chain)
-        self._depth = 0
+        self.depth = 0
         self._step = 0
         self._backward_over = False  # of this batch
         self._computed = False  # whether a batch of this step had a backward
 
-    def depth(self, step: int) -> int:
+    def depth_at(self, step: int) -> int:
         """Return the number of layer modules in front of the suffix.
 
         Args:
@@ -47,8 +47,8 @@ class SuffixSteps(Observer):
 
     def batch_start(self, batch: Any, step: int) -> None:
         """Pause the layer modules in front of the suffix."""
-        self._step, self._depth, self._backward_over = step, self.depth(step), False
-        self._paused.pause(self._depth)
+        self._step, self.depth, self._backward_over = step, self.depth_at(step), False
+        self._paused.pause(self.depth)
 
     def forward_end(self, loss: Tensor) -> None:
         """Check that the backward will be that of the suffix.
@@ -56,7 +56,7 @@ class SuffixSteps(Observer):
         Raises:
             UnsupportedError: if it is the second backward of the batch, or no parameter of the suffix trains.
         """
-        if self._depth == 0:
+        if self.depth == 0:
             return
         if self._backward_over:
             raise UnsupportedError(
@@ -64,7 +64,7 @@ class SuffixSteps(Observer):
                 "Partial backprop needs one backward for each batch. Use SGD, Adam or AdamW"
             )
         if not loss.requires_grad:
-            length = len(self._paused.chain) - self._depth
+            length = len(self._paused.chain) - self.depth
             raise UnsupportedError(
                 f"no parameter trains in the last {length} layer modules and the head, and step {self._step} has "
                 "gradients there only. Set requires_grad before training starts"
@@ -79,7 +79,7 @@ class SuffixSteps(Observer):
         self._backward_over = self._computed = True
         self._paused.end()
         self._paused.add_zero_gradients()
-        if self._depth == 0:
+        if self.depth == 0:
             self._paused.check_gradients()
 
     def batch_end(self) -> None:
@@ -89,7 +89,7 @@ class SuffixSteps(Observer):
     def optimizer_step(self, step: int) -> None:
         """Count the layer modules of the suffix, unless no batch of the step had a backward."""
         if self._computed:
-            for index in range(self._depth, len(self.contributions)):
+            for index in range(self.depth, len(self.contributions)):
                 self.contributions[index] += 1
         self._computed = False
 

@@ -37,13 +37,13 @@ def train(net, steps, number):
 
 
 def test_each_step_has_its_own_depth(steps):
-    assert [steps.depth(number) for number in range(5)] == [0, 1, 2, 0, 1]
+    assert [steps.depth_at(number) for number in range(5)] == [0, 1, 2, 0, 1]
 
 
 def test_paused_parameters_have_a_gradient_of_zero(net, steps):
     for number in range(3):
         train(net, steps, number)
-        front = set(steps._paused.chain.prefix_parameters(steps.depth(number)))
+        front = set(steps._paused.chain.prefix_parameters(steps.depth_at(number)))
         zero = {name for name, p in net.named_parameters() if not p.grad.any()}
         assert front <= zero
         assert not any(name in zero for name in ("9.weight", "9.bias"))
@@ -85,4 +85,4 @@ def test_no_more_than_the_largest_depth_is_paused(net):
     chain = LayerChain.trace(net, lambda: step(net, INPUTS) + net[4].weight.square().sum())  # a penalty on a weight
     assert chain.max_depth == 1
     steps = SuffixSteps(net, chain, SuffixCycle(len(chain), 0.01), [0] * len(chain))
-    assert [steps.depth(number) for number in range(3)] == [0, 1, 1]
+    assert [steps.depth_at(number) for number in range(3)] == [0, 1, 1]
