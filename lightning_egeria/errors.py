@@ -29,6 +29,10 @@ class UnsupportedError(EgeriaError):
     """The Trainer uses something that freezing does not support; the message says what to use instead."""
 
 
+class ExchangeError(EgeriaError):
+    """The ranks of a job could not exchange gradients: one failed or ended early, or a gradient is missing."""
+
+
 class PerSampleLossError(EgeriaError):
     """The losses of the samples cannot be taken from the training step; the message says what to give instead."""
 

@@ -106,6 +106,12 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """The losses that the trial of pre-trained weights saw at each depth; None before, and without a trial."""
         return self._guide.frontier if self._guide is not None else None
 
+    @property
+    def repeats_steps(self) -> bool:
+        """Whether a trial of pre-trained weights is under way, which repeats the steps of the run."""
+        trial = self._guide.trial if self._guide is not None else None
+        return trial is not None and not trial.over
+
     def savings(self) -> Savings:
         """Return what freezing did in the last `fit`, so far.
 

@@ -6,29 +6,45 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
 
-from lightning_egeria.errors import ArgumentError, UnsupportedError
+from lightning_egeria.distributed.contributors import ContributorMean
+from lightning_egeria.distributed.exchange import GradientExchange
+from lightning_egeria.distributed.groups import RankGroups
+from lightning_egeria.distributed.reducer import rebuild_reducer
+from lightning_egeria.distributed.rescaled import RescaledMean
+from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.compilation import is_compiled
+from lightning_egeria.partial.arguments import PartialArguments
+from lightning_egeria.partial.measuring import SuffixMeasures
+from lightning_egeria.partial.plans import GivenPlan, SuffixPlan, TemporalPlan
+from lightning_egeria.partial.savings import PartialSavings
 from lightning_egeria.partial.steps import SuffixSteps
-from lightning_egeria.partial.suffixes import SuffixCycle, check_min_share
-from lightning_egeria.training.callback import freezing_of
+from lightning_egeria.partial.support import check_batches, check_model, check_trainer, exchanged_layers
+from lightning_egeria.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.training.checkpoints import checkpoint_read, count_of
 from lightning_egeria.training.finding import LayerFinding
 
 
 class StructuredPartialBackprop(LayerFinding):
-    """Computes the gradients of the last layer modules only, of another number of them in each step.
+    """Computes the gradients of the last layer modules only, of another number of them in each step or on each rank.
 
     The callback finds the layer modules in the first training step, so the model needs no changes. In a step, the layer
-    modules in front of the suffix run in training mode and without gradient. Their gradient is zero, so the optimizer
-    applies weight decay and momentum to every parameter once a step. With ``min_share=1``, training is bit for bit
-    that without the callback.
+    modules in front of the suffix run in training mode and without gradient. Their gradient is the mean over the ranks
+    that computed it, or zero, so the optimizer applies weight decay and momentum to every parameter once a step, and
+    all ranks stay equal. With ``min_share=1``, training is bit for bit that without the callback.
 
     Args:
-        depths: how long suffixes are. ``"temporal"``: from the whole chain to its last part in turn, in one process.
-        min_share: share of the steps in which each layer module gets a gradient, at least; in (0, 1].
-        layer_modules: paths of the layer modules, in execution order; None finds them.
+        depths: number of layer modules that a rank computes gradients of. ``"temporal"``: from the whole chain to its
+            last part in turn, alike on all ranks. ``"uniform"``: in equal distances over the ranks. ``"weighted"``:
+            fewer on ranks whose steps are slow. A list: one number for each rank.
+        min_share: share of the steps or ranks that compute the gradient of each layer module, at least; in (0, 1].
+        rotate_every_n_steps: steps after which ranks change places, for ``"uniform"`` (by default 1) and lists (by
+            default 0, never).
+        exchange: ``"contributors"``: each gradient is summed among the ranks that computed it, and sent to the others.
+            ``"all"``: DDP sums it among all ranks, which saves no bytes and works with communication hooks.
+        layer_modules: paths of the layer modules, in execution order; None finds them, or takes those of freezing.
 
     Raises:
         ArgumentError: if an argument is out of range.
@@ -37,59 +53,68 @@ class StructuredPartialBackprop(LayerFinding):
     egeria_method = "partial"
 
     def __init__(
-        self, depths: str = "temporal", min_share: float = 0.25, layer_modules: Sequence[str] | None = None
+        self,
+        depths: str | Sequence[int] = "temporal",
+        min_share: float = 0.25,
+        rotate_every_n_steps: int | None = None,
+        exchange: str = "contributors",
+        layer_modules: Sequence[str] | None = None,
     ) -> None:
         super().__init__("partial backprop", layer_modules)
-        if depths != "temporal":
-            raise ArgumentError(f"depths must be 'temporal', got {depths!r}")
-        check_min_share(min_share)
-        self.depths = depths
-        self.min_share = min_share
+        self.arguments = PartialArguments(depths, min_share, rotate_every_n_steps, exchange)
         self._contributions: list[int] = []
         self._steps: SuffixSteps | None = None  # during training
+        self._measures: SuffixMeasures | None = None
+        self._savings: PartialSavings | None = None  # after training
+        self._strategy: Any = None  # during training
 
     @property
     def contributions(self) -> dict[str, int]:
-        """For each layer module, the number of steps so far that computed its gradient; empty before the first step."""
+        """For each layer module, the number of its gradients so far, over steps and ranks; empty before training."""
         return dict(zip(self.layer_modules, self._contributions, strict=True)) if self.chain is not None else {}
 
     @property
     def depth(self) -> int:
-        """Number of layer modules in front of the suffix of the latest batch."""
+        """Number of layer modules in front of the suffix of this rank, in the latest batch."""
         return self._steps.depth if self._steps is not None else 0
 
-    def check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse a Trainer that partial backprop does not support.
+    def savings(self) -> PartialSavings | None:
+        """Return what this `fit` left out so far; None before the first step."""
+        if self._measures is None:
+            return self._savings
+        shares = self._measures.times.shares()
+        return self._measures.counts.savings(shares, self.contributions, self._measures.activation_bytes)
 
-        Raises:
-            UnsupportedError: with several processes, manual optimization, or a callback that freezes.
-        """
-        strategy = type(trainer.strategy).__name__
-        if strategy != "SingleDeviceStrategy":
-            raise UnsupportedError(f"partial backprop runs in one process so far, got {strategy}. Use devices=1")
-        if not trainer.lightning_module.automatic_optimization:
-            raise UnsupportedError(
-                "partial backprop needs one backward for each batch, and manual optimization may have others. Use "
-                "automatic optimization"
-            )
-        freezing = freezing_of(trainer)
-        if freezing is not None:
-            raise UnsupportedError(
-                f"partial backprop and {type(freezing).__name__} do not work in one run so far. Remove one of them"
-            )
+    def check_trainer(self, trainer: pl.Trainer) -> None:
+        """Refuse a Trainer that partial backprop does not support."""
+        check_trainer(trainer, self.arguments, self._named_layer_modules)
+
+    def chain_source(self, trainer: pl.Trainer) -> PrefixFreezing | None:
+        """Return the callback that freezes: suffixes begin at its frozen depth."""
+        return freezing_of(trainer)
 
     def forget_fit(self) -> None:
         """Drop what is left of an earlier `fit`."""
         super().forget_fit()
-        self._contributions = []
+        self._contributions, self._savings = [], None
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that all ranks have as many batches.
+
+        Raises:
+            UnsupportedError: if they have not.
+        """
+        if self.is_active:
+            check_batches(self.ranks, trainer.num_training_batches)
 
     def chain_found(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
     ) -> None:
-        """Begin the cycle of suffixes.
+        """Begin the suffixes.
 
         Raises:
-            UnsupportedError: if `torch.compile` has compiled the model.
+            ArgumentError: if the given depths do not fit the layer chain.
+            UnsupportedError: if the model or DDP is set up in a way that partial backprop does not support.
             CheckpointError: if the state in the checkpoint is damaged.
         """
         if is_compiled(pl_module):
@@ -102,29 +127,106 @@ class StructuredPartialBackprop(LayerFinding):
         elif len(self._contributions) != len(chain):
             with checkpoint_read("partial backprop"):
                 raise ValueError(f"{len(self._contributions)} contributions of {len(chain)} layer modules")
-        cycle = SuffixCycle(len(chain), self.min_share)
-        self._steps = SuffixSteps(pl_module, chain, cycle, self._contributions)
+        self._strategy = trainer.strategy
+        source, size = self.chain_source(trainer), trainer.world_size
+        plan = self.arguments.plan(size, len(chain))
+        if isinstance(plan, GivenPlan):
+            plan.check(len(chain), chain.max_depth)
+        layers = exchanged_layers(pl_module, chain, trainer)
+        exchange = None
+        if self.ranks.several and chain.max_depth and plan.pauses(len(chain)):
+            check_model(trainer, pl_module, plan, self.arguments)
+            exchange = self._exchange(trainer, pl_module, layers)
+
+        def bounds() -> tuple[int, int]:
+            frozen = source.frozen_depth if source is not None else 0
+            return frozen, frozen if source is not None and source.repeats_steps else max(frozen, chain.max_depth)
+
+        self._steps = SuffixSteps(
+            pl_module,
+            chain,
+            plan,
+            self._contributions,
+            trainer.global_rank,
+            size,
+            exchange,
+            trainer.strategy,
+            bounds,
+            trainer.global_step if state is None else None,
+        )
+        self._measures = SuffixMeasures(
+            pl_module,
+            layers,
+            self._steps,
+            self.ranks,
+            trainer.strategy.root_device,
+            chain.max_depth,
+            self.notices.inform,
+        )
         self.observers.add(self._steps)
+        self.observers.add(self._measures)
+        self._tell(chain, plan, size)
+
+    def _exchange(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, layers: Sequence[Sequence[nn.Parameter]]
+    ) -> GradientExchange:
+        if self.arguments.exchange == "all":
+            return RescaledMean(trainer.strategy, layers)
+        names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        groups = RankGroups(getattr(trainer.strategy, "_timeout", None))
+        return ContributorMean(groups, layers, lambda parameter: names.get(parameter, "a parameter"))
+
+    def _tell(self, chain: LayerChain, plan: SuffixPlan, size: int) -> None:
+        """Log the suffixes that come."""
         if chain.max_depth == 0:
             self.notices.warn(
                 "no layer module can do without its gradient, so all steps are whole. The message before this one has "
                 "the weight that is used on both sides of each boundary"
             )
-            return
-        lengths = ", ".join(str(len(chain) - self._steps.depth_at(step)) for step in range(len(cycle.lengths)))
-        self.notices.inform(
-            f"gradients of the last {lengths} of {len(chain)} layer modules in turn; {chain.names[0]!r} has one in "
-            f"{cycle.shares()[0]:.0%} of the steps"
-        )
+        elif size == 1 and self.arguments.depths in ("uniform", "weighted"):
+            self.notices.warn(
+                f"depths={self.arguments.depths!r} divides suffixes over ranks, and there is one process, so all steps "
+                "are whole. Use depths='temporal'"
+            )
+        elif isinstance(plan, TemporalPlan):
+            lengths, shares = plan.cycle(len(chain)).lengths, plan.cycle(len(chain)).shares()
+            least = len(chain) - chain.max_depth
+            told = ", ".join(str(max(length, least)) for length in lengths)
+            self.notices.inform(
+                f"gradients of the last {told} of {len(chain)} layer modules in turn; {chain.names[0]!r} has one in "
+                f"{shares[0]:.0%} of the steps"
+            )
+        else:
+            told = ", ".join(map(str, plan.lengths(0, len(chain))))
+            self.notices.inform(f"gradients of the last {told} of {len(chain)} layer modules on rank 0, 1, ...")
+
+    def start_over(self) -> None:
+        """Find the layer chain again, because more parameters are trainable."""
+        strategy = self._strategy
+        super().start_over()
+        if not self.follows:
+            rebuild_reducer(strategy, ())  # DDP does not know the new parameters
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what the run left out."""
+        super().on_fit_end(trainer, pl_module)
+        savings = self.savings()
+        for line in savings.describe() if savings is not None else ():
+            self.notices.inform(line)
 
     def chain_released(self) -> None:
         """Stop pausing layer modules."""
+        self._savings = self.savings()
+        self._strategy = None
+        for observer in (self._steps, self._measures):
+            if observer is not None:
+                self.observers.remove(observer)
         if self._steps is not None:
-            self.observers.remove(self._steps)
-        self._steps = None
+            self._steps.close()
+        self._steps = self._measures = None
 
     def own_state(self) -> dict[str, Any]:
-        """Return the contributions. The suffix of a step follows from the number of steps alone."""
+        """Return the contributions. The suffixes of a step follow from the number of steps, or are measured again."""
         return {"contributions": list(self._contributions)}
 
     def read_own_state(self, state: dict[str, Any]) -> None:

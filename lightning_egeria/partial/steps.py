@@ -2,52 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_egeria.distributed.exchange import GradientExchange
+from lightning_egeria.distributed.reducer import ReducerSwitch
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.paused import PausedPrefix
-from lightning_egeria.partial.suffixes import SuffixCycle
+from lightning_egeria.partial.plans import SuffixPlan
 from lightning_egeria.training.observers import Observer
 
 
 class SuffixSteps(Observer):
-    """Pauses the layer modules in front of the suffix in each step, and counts the steps of each layer module.
+    """Pauses the layer modules in front of this rank's suffix in each step, and counts those of all ranks.
 
     All batches of an accumulation window have one suffix. Between backward and optimizer step, each paused parameter
-    without a gradient gets a gradient of zero. So the optimizer applies weight decay and momentum to every parameter
-    once a step. Outside the forward and backward of a batch, ``requires_grad`` is as the user set it.
+    without a gradient gets the mean over the ranks that computed one, or else zero. So the optimizer applies weight
+    decay and momentum to every parameter once a step, and alike on all ranks. Outside the forward and backward of a
+    batch, ``requires_grad`` is as the user set it.
 
     Args:
         module: the model.
         chain: its layer chain. No more than ``chain.max_depth`` layer modules are paused.
-        cycle: the suffix of each step.
-        contributions: number of steps so far in which each layer module was in the suffix; counted up in place.
+        plan: the suffixes of each step.
+        contributions: number of gradients so far of each layer module, over steps and ranks; counted up in place.
+        rank: number of this process.
+        ranks: number of processes.
+        exchange: how gradients that not all ranks computed reach the others; None if all ranks compute all.
+        strategy: strategy of the Trainer, whose DDP wrapper exchanges gradients otherwise.
+        bounds: returns the smallest and the largest depth of a suffix in the next step; None: 0 and
+            ``chain.max_depth``. The smallest is that of the frozen layer modules.
+        whole_step: a step that has begun with a whole batch, so its other batches are whole; None: there is none.
+
+    Attributes:
+        depths: number of layer modules in front of the suffix of each rank, in the latest batch.
+        least: number of frozen layer modules in it.
     """
 
-    def __init__(self, module: nn.Module, chain: LayerChain, cycle: SuffixCycle, contributions: list[int]) -> None:
-        self.cycle = cycle
+    def __init__(
+        self,
+        module: nn.Module,
+        chain: LayerChain,
+        plan: SuffixPlan,
+        contributions: list[int],
+        rank: int = 0,
+        ranks: int = 1,
+        exchange: GradientExchange | None = None,
+        strategy: Any = None,
+        bounds: Callable[[], tuple[int, int]] | None = None,
+        whole_step: int | None = None,
+    ) -> None:
+        self.plan = plan
         self.contributions = contributions
+        self.exchange = exchange
         self._paused = PausedPrefix(module, chain)
-        self.depth = 0
-        self._step = 0
+        self._rank = rank
+        self._switch = ReducerSwitch(strategy)
+        self._bounds = bounds
+        self.least, self._most = self._bounds_now()
+        self.depths: tuple[int, ...] = (self.least,) * ranks
+        self._step = whole_step  # of the depths
         self._backward_over = False  # of this batch
         self._computed = False  # whether a batch of this step had a backward
 
-    def depth_at(self, step: int) -> int:
-        """Return the number of layer modules in front of the suffix.
+    @property
+    def depth(self) -> int:
+        """Number of layer modules in front of the suffix of this rank, in the latest batch."""
+        return self.depths[self._rank]
+
+    @property
+    def paused(self) -> int:
+        """Number of layer modules in front of the suffix in the latest batch, without the frozen ones."""
+        return self.depth - self.least
+
+    @property
+    def whole(self) -> bool:
+        """Whether no rank paused anything in the latest batch."""
+        return all(depth == self.least for depth in self.depths)
+
+    def depths_at(self, step: int) -> tuple[int, ...]:
+        """Return the number of layer modules in front of the suffix of each rank.
 
         Args:
             step: number of optimizer steps so far.
         """
-        chain = self._paused.chain
-        return min(len(chain) - self.cycle.length(step), chain.max_depth)
+        count = len(self._paused.chain)
+        lengths = self.plan.lengths(step, count - self.least)
+        return tuple(min(count - length, self._most) for length in lengths)
 
     def batch_start(self, batch: Any, step: int) -> None:
         """Pause the layer modules in front of the suffix."""
-        self._step, self.depth, self._backward_over = step, self.depth_at(step), False
+        if step != self._step:
+            self.least, self._most = self._bounds_now()
+            self._step, self.depths = step, self.depths_at(step)
+        self._backward_over = False
+        if self.exchange is not None:
+            self.exchange.prepare()
+            self._switch.batch_start(leave_out=self.exchange.replaces_ddp and not self.whole)
         self._paused.pause(self.depth)
 
     def forward_end(self, loss: Tensor) -> None:
@@ -56,7 +110,7 @@ class SuffixSteps(Observer):
         Raises:
             UnsupportedError: if it is the second backward of the batch, or no parameter of the suffix trains.
         """
-        if self.depth == 0:
+        if self.whole:
             return
         if self._backward_over:
             raise UnsupportedError(
@@ -69,30 +123,47 @@ class SuffixSteps(Observer):
                 f"no parameter trains in the last {length} layer modules and the head, and step {self._step} has "
                 "gradients there only. Set requires_grad before training starts"
             )
+        if self.exchange is not None and self._switch.exchanges:
+            self.exchange.begin(self.depths)
 
     def backward_end(self) -> None:
-        """Restore ``requires_grad`` and give paused parameters a gradient of zero.
+        """Restore ``requires_grad`` and give paused parameters the gradient of the others, or zero.
 
         Raises:
+            ExchangeError: if another rank failed.
             UnsupportedError: if a parameter that will be paused has a sparse gradient.
         """
         self._backward_over = self._computed = True
         self._paused.end()
+        if self.exchange is not None:
+            self.exchange.finish()
         self._paused.add_zero_gradients()
-        if self.depth == 0:
+        if not self.paused:
             self._paused.check_gradients()
 
     def batch_end(self) -> None:
-        """Restore ``requires_grad``, if there was no backward."""
+        """Restore ``requires_grad``, if there was no backward, and DDP's own exchange."""
         self._paused.end()
+        if self.exchange is not None:
+            self.exchange.abort()
+            self._switch.restore()
 
     def optimizer_step(self, step: int) -> None:
-        """Count the layer modules of the suffix, unless no batch of the step had a backward."""
+        """Count the layer modules of the suffixes, unless no batch of the step had a backward."""
         if self._computed:
-            for index in range(self.depth, len(self.contributions)):
-                self.contributions[index] += 1
+            for index in range(len(self.contributions)):
+                self.contributions[index] += sum(depth <= index for depth in self.depths)
         self._computed = False
 
     def abort(self) -> None:
         """Do the same as `batch_end`."""
-        self._paused.end()
+        self.batch_end()
+
+    def close(self) -> None:
+        """Restore DDP's own exchange. Safe to call twice."""
+        self.batch_end()
+        if self.exchange is not None:
+            self.exchange.close()
+
+    def _bounds_now(self) -> tuple[int, int]:
+        return self._bounds() if self._bounds is not None else (0, self._paused.chain.max_depth)

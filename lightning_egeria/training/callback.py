@@ -98,6 +98,11 @@ class PrefixFreezing(LayerFinding):
         return False
 
     @property
+    def repeats_steps(self) -> bool:
+        """Whether the method compares these steps with repeated whole ones, so that they must be whole; False here."""
+        return False
+
+    @property
     def frozen_depth(self) -> int:
         """Number of frozen layer modules, now or when `fit` ended."""
         return self.events[-1].depth if self.events else 0

@@ -70,6 +70,7 @@ class LayerFinding(ObserverCallback):
         self._search = LayerSearch(self.ranks, self.notices, self._named_layer_modules, freeze_until)
         self._restored: dict[str, Any] | None = None  # loaded state, before training starts
         self._final: dict[str, Any] | None = None  # state at the end of `fit`
+        self._followed: LayerChain | None = None  # of `chain_source`, when it was last looked at
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
         """Refuse a Trainer that the method does not support. Does nothing by default."""
@@ -100,7 +101,21 @@ class LayerFinding(ObserverCallback):
 
     def forget_fit(self) -> None:
         """Drop what is left of an earlier `fit`."""
-        self.chain = self._final = self._restored = None
+        self.chain = self._final = self._restored = self._followed = None
+
+    def chain_source(self, trainer: pl.Trainer) -> LayerFinding | None:
+        """Return the callback whose layer chain this one takes instead of finding it; None by default."""
+        return None
+
+    @property
+    def follows(self) -> bool:
+        """Whether the layer chain is that of another callback."""
+        return self._followed is not None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this `fit` uses the method."""
+        return self._stage is not Stage.IDLE
 
     def start_over(self) -> None:
         """Stop the method and find the layer chain again, because more parameters are trainable."""
@@ -158,8 +173,11 @@ class LayerFinding(ObserverCallback):
             self._stage = Stage.LOOKING  # only a step can show whether more parameters train by now
         if batch_idx == 0 and self._stage is Stage.READY:
             self._start_over_if_more_learns(pl_module)
+        source = self.chain_source(trainer) if self._stage is not Stage.IDLE else None
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._stage is Stage.LOOKING:
+        if source is not None:
+            self._follow(trainer, pl_module, source)
+        elif self._stage is Stage.LOOKING:
             self._search.start(pl_module)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -241,9 +259,23 @@ class LayerFinding(ObserverCallback):
         self.chain_found(trainer, pl_module, chain, state)
         self._stage = Stage.READY
 
+    def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule, source: LayerFinding) -> None:
+        """Start with the layer chain of another callback, or start over if that has found another one."""
+        chain = source.chain if source._stage is Stage.READY else None
+        if chain is None or chain is self._followed:
+            return
+        self._followed = chain
+        if self.chain is not None and self.chain.names == chain.names:
+            return
+        if self.chain is not None:
+            self.start_over()
+        self._search.trainable.note(pl_module)
+        self._start(trainer, pl_module, chain, None)
+
     def _start_over_if_more_learns(self, pl_module: pl.LightningModule) -> None:
         """Find the layer chain again if more parameters are trainable, as when a callback releases a backbone."""
-        new = self._search.trainable.new_in(pl_module)
+        known = set(self.chain.prefix_parameters(len(self.chain))) if self.chain is not None else set()
+        new = [name for name in self._search.trainable.new_in(pl_module) if name not in known]  # a frozen one is known
         if not new:
             return
         self.notices.warn(

@@ -1,0 +1,196 @@
+"""Gradient means over the ranks that computed them: summed among contributors, and sent to the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_egeria.distributed.buckets import BUCKET_BYTES, Bucket, buckets_of
+from lightning_egeria.distributed.exchange import GradientExchange
+from lightning_egeria.distributed.groups import Pending
+from lightning_egeria.errors import ExchangeError, UnsupportedError
+
+
+class Transport(Protocol):
+    """What `ContributorMean` sends with; `RankGroups` is one."""
+
+    rank: int
+    size: int
+
+    def ensure(self, sets: Iterable[Collection[int]]) -> None:
+        """Prepare collectives among these ranks. Every rank calls it."""
+
+    def start_sum(self, tensor: Tensor, ranks: Collection[int]) -> Pending:
+        """Start to sum a tensor over some ranks, in place."""
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: Collection[int]) -> Pending:
+        """Start to copy a tensor from the rank ``root`` to some ranks, in place."""
+
+    def close(self) -> None:
+        """Drop what `ensure` has made."""
+
+
+class ContributorMean(GradientExchange):
+    """Gives every rank the mean of each gradient over the ranks that computed it.
+
+    A bucket is summed among its contributors as soon as backward has filled it. After backward, the first contributor
+    sends it to the ranks that did not compute it. All ranks start collectives in the same order, so none waits for
+    another forever. With ``k`` contributors among ``n`` ranks, a gradient of ``P`` bytes takes
+    ``2 (k - 1) P + (n - k) P`` bytes, against ``2 (n - 1) P`` among all.
+
+    Args:
+        transport: collectives among some of the ranks.
+        layers: parameters of each layer module, front to back, and last of all that is in none.
+        name_of: returns the name of a parameter, for messages.
+        bucket_bytes: most bytes of a bucket that has several layer modules.
+    """
+
+    replaces_ddp = True
+
+    def __init__(
+        self,
+        transport: Transport,
+        layers: Sequence[Sequence[nn.Parameter]],
+        name_of: Callable[[nn.Parameter], str],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._transport = transport
+        self._layers = layers
+        self._name_of = name_of
+        self._bucket_bytes = bucket_bytes
+        self._plans: dict[tuple[int, ...], tuple[Bucket, ...]] = {}
+        self._own: list[Bucket] = []  # of this step, that this rank contributes to
+        self._place: dict[nn.Parameter, int] = {}  # in them
+        self._filled: list[set[nn.Parameter]] = []
+        self._sums: list[tuple[Tensor, Pending | None]] = []  # of those that are started
+        self._buckets: tuple[Bucket, ...] | None = None  # between `begin` and `finish`
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+
+    def begin(self, depths: Sequence[int]) -> None:
+        """Exchange the gradients of the backward that comes next. Every rank must call it with the same depths."""
+        buckets = self._plans.get(tuple(depths))
+        if buckets is None:
+            buckets = self._plans[tuple(depths)] = buckets_of(self._layers, depths, self._bucket_bytes)
+        self._transport.ensure({ranks for b in buckets for ranks in (b.contributors, b.receivers)})
+        self._buckets = buckets
+        self._own = [bucket for bucket in buckets if self._transport.rank in bucket.contributors]
+        self._place = {parameter: place for place, bucket in enumerate(self._own) for parameter in bucket.parameters}
+        self._filled = [set() for _ in self._own]
+        self._sums = []
+        for parameter in self._place:
+            if parameter not in self._hooks:  # a frozen one takes no hook before it trains
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def finish(self) -> None:
+        """Set all gradients to the means over their contributors, once backward is over.
+
+        Raises:
+            ExchangeError: if a gradient is missing, or another rank failed.
+            UnsupportedError: if a gradient is sparse.
+        """
+        buckets, self._buckets = self._buckets, None
+        if buckets is None:
+            return
+        if len(self._sums) < len(self._own):
+            place = len(self._sums)
+            missing = next(p for p in self._own[place].parameters if p not in self._filled[place])
+            raise ExchangeError(
+                f"{self._name_of(missing)!r} has no gradient in this step, and the other ranks wait for it. Leave out "
+                "parameters that a step may not use, or use exchange='all' with find_unused_parameters=True"
+            )
+        try:
+            self._finish(buckets)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self._transport.rank} did not get the gradients of the other ranks: {error}. A rank has "
+                "failed, or has fewer batches than the others. Look at its output, and give all ranks as many batches"
+            ) from error
+
+    def abort(self) -> None:
+        """Exchange nothing: the backward does not come, or failed."""
+        self._buckets = None
+
+    def close(self) -> None:
+        """Remove the hooks and the process groups. Safe to call twice."""
+        self.abort()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._transport.close()
+
+    def received(self, depths: Sequence[int], rank: int) -> float:
+        """Return the bytes of gradients that a rank receives in a step.
+
+        Args:
+            depths: number of layer modules in front of each rank's suffix.
+            rank: the rank.
+        """
+        buckets = self._plans.get(tuple(depths)) or buckets_of(self._layers, depths, self._bucket_bytes)
+        return sum(bucket.received(rank) for bucket in buckets)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Start the sums that have all their gradients, in the order of the buckets."""
+        if self._buckets is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise UnsupportedError(
+                f"{self._name_of(parameter)!r} has a sparse gradient, which cannot be exchanged among contributors. "
+                "Use sparse=False in the embedding"
+            )
+        place = self._place.get(parameter)
+        if place is None:
+            return
+        if place < len(self._sums):
+            raise UnsupportedError(
+                f"{self._name_of(parameter)!r} received a second gradient in one backward, after the first was sent. "
+                "Use use_reentrant=False in activation checkpointing"
+            )
+        self._filled[place].add(parameter)
+        while len(self._sums) < len(self._own):
+            place = len(self._sums)
+            bucket = self._own[place]
+            if len(self._filled[place]) < len(bucket.parameters):
+                return
+            self._sums.append(self._started(bucket))
+
+    def _started(self, bucket: Bucket) -> tuple[Tensor, Pending | None]:
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients if gradient is not None])
+        if len(bucket.contributors) == 1:
+            return flat, None
+        flat.mul_(1 / len(bucket.contributors))  # before the sum, as DDP does
+        return flat, self._transport.start_sum(flat, bucket.contributors)
+
+    @torch.no_grad()
+    def _finish(self, buckets: tuple[Bucket, ...]) -> None:
+        sums = iter(self._sums)
+        filled: list[tuple[Bucket, Tensor, Pending | None]] = []
+        for bucket in buckets:
+            if self._transport.rank in bucket.contributors:
+                flat, pending = next(sums)
+                if pending is not None:
+                    pending.wait()
+            else:
+                first = bucket.parameters[0]
+                count = sum(parameter.numel() for parameter in bucket.parameters)
+                flat = torch.empty(count, dtype=first.dtype, device=first.device)
+            sent = None
+            if self._transport.rank in bucket.receivers and len(bucket.receivers) > 1:
+                sent = self._transport.start_broadcast(flat, bucket.contributors[0], bucket.receivers)
+            filled.append((bucket, flat, sent))
+        for bucket, flat, sent in filled:
+            if sent is not None:
+                sent.wait()
+            pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
+            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
+                if parameter.grad is None:
+                    # In the layout of the weight, as backward makes it: the optimizer must round alike on all ranks.
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(piece.view(parameter.shape))
+        self._sums = []
