@@ -146,7 +146,6 @@ METHODS = {
         lambda: [StructuredPartialBackprop()],
         lambda: [StructuredPartialBackprop(min_share=1)],
         changes=left_out,
-        several_processes=False,
     ),
     "SelectiveBackprop": Method(
         list,

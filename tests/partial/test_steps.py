@@ -7,7 +7,7 @@ from networks import deep_mlp, step
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.partial.steps import SuffixSteps
-from lightning_egeria.partial.suffixes import SuffixCycle
+from lightning_egeria.partial.plans import GivenPlan, TemporalPlan
 
 INPUTS = (torch.linspace(-1, 1, 20).reshape(5, 4),)
 
@@ -20,7 +20,7 @@ def net():
 @pytest.fixture
 def steps(net):
     chain = LayerChain.trace(net, lambda: step(net, INPUTS))
-    return SuffixSteps(net, chain, SuffixCycle(len(chain), 1 / 3), [0] * len(chain))
+    return SuffixSteps(net, chain, TemporalPlan(1, 1 / 3), [0] * len(chain))
 
 
 def held(net):
@@ -37,13 +37,13 @@ def train(net, steps, number):
 
 
 def test_each_step_has_its_own_depth(steps):
-    assert [steps.depth_at(number) for number in range(5)] == [0, 1, 2, 0, 1]
+    assert [steps.depths_at(number) for number in range(5)] == [(0,), (1,), (2,), (0,), (1,)]
 
 
 def test_paused_parameters_have_a_gradient_of_zero(net, steps):
     for number in range(3):
         train(net, steps, number)
-        front = set(steps._paused.chain.prefix_parameters(steps.depth_at(number)))
+        front = set(steps._paused.chain.prefix_parameters(steps.depths_at(number)[0]))
         zero = {name for name, p in net.named_parameters() if not p.grad.any()}
         assert front <= zero
         assert not any(name in zero for name in ("9.weight", "9.bias"))
@@ -84,5 +84,5 @@ def test_a_suffix_that_does_not_train_is_refused(net, steps):
 def test_no_more_than_the_largest_depth_is_paused(net):
     chain = LayerChain.trace(net, lambda: step(net, INPUTS) + net[4].weight.square().sum())  # a penalty on a weight
     assert chain.max_depth == 1
-    steps = SuffixSteps(net, chain, SuffixCycle(len(chain), 0.01), [0] * len(chain))
-    assert [steps.depth_at(number) for number in range(3)] == [0, 1, 1]
+    steps = SuffixSteps(net, chain, TemporalPlan(1, 0.01), [0] * len(chain))
+    assert [steps.depths_at(number) for number in range(3)] == [(0,), (1,), (1,)]
