@@ -50,7 +50,8 @@ def one_at_a_time(depths):
     means = []
     for index in range(BLOCKS + 1):
         ranks = contributors_of(depths, index)
-        means.append([torch.stack(gradients).sum(0) / len(ranks) for gradients in zip(*(found[r][index] for r in ranks))])
+        alike = zip(*(found[rank][index] for rank in ranks), strict=True)
+        means.append([torch.stack(gradients).sum(0) / len(ranks) for gradients in alike])
     return means
 
 
@@ -77,7 +78,9 @@ def test_each_gradient_is_the_mean_over_contributors(ranks, bucket_bytes):
         shared, results = exchanged(depths, bucket_bytes)
         for index in range(BLOCKS + 1):
             for place in range(2):
-                found = [gradients[index][place] if contributors_of(depths, index) else None for _, gradients in results]
+                found = [
+                    gradients[index][place] if contributors_of(depths, index) else None for _, gradients in results
+                ]
                 if found[0] is None:
                     continue
                 assert all(torch.equal(gradient, found[0]) for gradient in found)  # ranks are equal to the bit
@@ -98,7 +101,7 @@ def test_a_missing_gradient_is_told():
     net = network()
     mean = alone([*layers_of(net)[:-1], [nn.Parameter(torch.zeros(2))]])
     loss_of(net, 0).backward()
-    with pytest.raises(ExchangeError, match="'net.weight' has no gradient in this step, and the other ranks wait"):
+    with pytest.raises(ExchangeError, match=r"'net\.weight' has no gradient in this step, and the other ranks wait"):
         mean.finish()
 
 
@@ -111,14 +114,16 @@ def test_a_rank_that_failed_is_told():
     mean = alone(layers_of(net))
     mean._transport.start_sum = lambda *_: Failing()
     loss_of(net, 0).backward()
-    with pytest.raises(ExchangeError, match=r"rank 0 did not get the gradients .*closed by peer\. A rank has failed, or"):
+    with pytest.raises(
+        ExchangeError, match=r"rank 0 did not get the gradients .*closed by peer\. A rank has failed, or"
+    ):
         mean.finish()
 
 
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(4, 2, sparse=True)
     alone([[embedding.weight], []])
-    with pytest.raises(UnsupportedError, match="'net.weight' has a sparse gradient, which cannot be exchanged"):
+    with pytest.raises(UnsupportedError, match=r"'net\.weight' has a sparse gradient, which cannot be exchanged"):
         embedding(torch.tensor([1])).sum().backward()
 
 

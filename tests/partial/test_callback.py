@@ -8,7 +8,7 @@ from networks import TiedHead, ids
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import PrefixFreezing, StructuredPartialBackprop
+from lightning_egeria import StructuredPartialBackprop
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -103,7 +103,7 @@ def test_a_step_that_returns_none_is_not_counted():
 
 class TestRefused:
     def test_arguments(self):
-        with pytest.raises(ArgumentError, match="depths must be one of .* or a list of numbers, got 'all'"):
+        with pytest.raises(ArgumentError, match=r"depths must be one of .* or a list of numbers, got 'all'"):
             StructuredPartialBackprop(depths="all")
         with pytest.raises(ArgumentError, match=r"min_share must be a share in \(0, 1\], got 0"):
             StructuredPartialBackprop(min_share=0)
