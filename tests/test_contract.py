@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_egeria import KnowledgeGuidedFreezing, PrefixFreezing, ScriptedPolicy
 from lightning_egeria.freezing import trial_plan
-
 from lightning_egeria.snapshots.digests import digest
 from lightning_egeria.training.callback import freezing_of
 
@@ -101,9 +100,6 @@ def run_on_a_rank(name, folder):
     module, callbacks = classifier(), method.active()
     freezes = any(isinstance(callback, PrefixFreezing) for callback in callbacks)
     compare = After(lambda trainer, _: compare_ranks(freezing_of(trainer).freezer) if freezes else None)
-
-    freezing = next((callback for callback in callbacks if isinstance(callback, PrefixFreezing)), None)
-    compare = After(lambda *_: compare_ranks(freezing.freezer) if freezing is not None else None)
     strategy = DDPStrategy(timeout=EXCHANGE_TIMEOUT)
     data = method.data(folder, images(80))
     trainer = fit(module, *callbacks, compare, data=data, devices=2, strategy=strategy)
