@@ -10,8 +10,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from methods import LinearFreezing
-from models import After, Classifier, ConvNet, fit, images, left_behind, loader, slow
+from models import After, Classifier, ConvNet, fit, images, left_behind, loader, mlp, slow
 from ranks import EXCHANGE_TIMEOUT, Failure, all_well, in_ranks
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -56,7 +57,8 @@ def both_ways(ranks, depths, optimizer, arguments):
     results = {}
     for exchange in ("contributors", "all"):
         callback = StructuredPartialBackprop(depths, exchange=exchange)
-        found = weights_of(ranks, callback, module=Wide(optimizer), **arguments)
+        # In double precision: AdamW makes a step of what is left of a rounding error.
+        found = weights_of(ranks, callback, module=Wide(optimizer), precision="64-true", **arguments)
         results[exchange] = *found, callback.contributions
     return results
 
@@ -96,7 +98,7 @@ def everything(ranks):
     found["whole"] = weights_of(ranks, StructuredPartialBackprop([3] * ranks))
     found["weighted"] = weights_of(ranks, StructuredPartialBackprop("weighted", min_share=0.01))
     views = {"gradient_as_bucket_view": True}
-    found["views"] = weights_of(ranks, StructuredPartialBackprop("uniform"), ddp=views)
+    found["views"] = weights_of(ranks, StructuredPartialBackprop("uniform"), ddp=views, precision="64-true")
     scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20))
     found["scaler"] = weights_of(ranks, StructuredPartialBackprop("uniform"), plugins=[scaler])
     freezing, partial = LinearFreezing(), StructuredPartialBackprop("uniform")
@@ -128,7 +130,7 @@ def test_both_exchanges_train_alike(results, depths, setting):
         assert mean[0] == rescaled[0]  # two summands have one order
     else:
         pairs = zip(mean[1], rescaled[1], strict=True)
-        assert all(abs(a - b).max() < 1e-3 for a, b in pairs)
+        assert all(abs(a - b).max() < 1e-8 for a, b in pairs)
     assert mean[2] == rescaled[2]
     assert list(mean[2].values()) == sorted(mean[2].values())
 
@@ -207,10 +209,12 @@ class Endless(IterableDataset):
 
 def fail(what):
     if what == "raises":
-        return train(2, StructuredPartialBackprop("uniform"), module=Fails())
+        return weights_of(2, StructuredPartialBackprop("uniform"), module=Fails())
     rank = int(os.environ["LOCAL_RANK"])
+    module = Classifier(nn.Sequential(nn.Flatten(), mlp(64, 3)))  # without statistics, which DDP sends before a forward
     data, timeout = DataLoader(Endless(8 * (12 - 6 * rank)), batch_size=8), EXCHANGE_TIMEOUT / 24  # 10 s
-    return train(2, StructuredPartialBackprop("uniform"), data=data, timeout=timeout, epochs=1, steps=-1)
+    train(2, StructuredPartialBackprop("uniform"), module=module, data=data, timeout=timeout, epochs=1, steps=-1)
+    return None
 
 
 @pytest.mark.slow
