@@ -103,7 +103,7 @@ class SuffixMeasures(Observer):
         plan = self._steps.plan
         if isinstance(plan, WeightedPlan) and step % BALANCED_EVERY_STEPS == 0:
             self._read()
-            times = unpacked(self._ranks.gather(packed(self.times.estimate(), self._max_depth + 1)))
+            times = unpacked(self._ranks.each(packed(self.times.estimate(), self._max_depth + 1)))
             if times is not None and plan.balance(times):
                 depths = ", ".join(map(str, plan.depths))
                 self._report(f"step {step}: gradients of all but the first {depths} layer modules on rank 0, 1, ...")

@@ -100,7 +100,7 @@ def check_batches(ranks: Ranks, batches: float) -> None:
     Raises:
         UnsupportedError: if ranks differ.
     """
-    found = [row[0] for row in ranks.gather([float(batches)])]
+    found = [row[0] for row in ranks.each([float(batches)])]
     if len(set(found)) > 1:
         counts = ", ".join(str(int(count)) if math.isfinite(count) else "unknown" for count in found)
         raise UnsupportedError(

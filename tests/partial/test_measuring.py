@@ -62,7 +62,7 @@ def test_slow_ranks_are_balanced_every_ten_steps(monkeypatch):
         rows.append(values)
         return [[1.0, 2.0, 1.0, 0.5], [2.0, 4.0, 2.0, 1.0]]
 
-    measures._ranks.gather = gather
+    measures._ranks.each = gather
     for number in range(11):
         train(net, observers, number)
     assert len(rows) == 1

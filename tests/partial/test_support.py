@@ -67,7 +67,7 @@ def test_synchronized_statistics_need_one_suffix_for_all():
 def test_ranks_with_other_numbers_of_batches_are_told():
     ranks = Ranks()
     check_batches(ranks, 5)
-    ranks.gather = lambda values: [[5.0], [float("inf")], [3.0]]
+    ranks.each = lambda values: [[5.0], [float("inf")], [3.0]]
     with pytest.raises(UnsupportedError, match=r"ranks 0, 1, \.\.\. have 5, unknown, 3 training batches"):
         check_batches(ranks, 5)
 
