@@ -45,9 +45,9 @@ def _no_thread_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_left() -> Iterator[None]:
-    before = _child_processes()
+    before = child_processes()
     yield
-    left = _settle(lambda: _child_processes() - before)
+    left = _settle(lambda: child_processes() - before)
     assert not left, f"the test left child processes running: {sorted(left)}"
 
 
@@ -122,7 +122,7 @@ def _settle(leftovers):
     return left
 
 
-def _child_processes() -> set[int]:
+def child_processes() -> set[int]:
     # Python keeps its resource tracker, and the server that forks for it, until the interpreter ends.
     kept = {
         getattr(resource_tracker._resource_tracker, "_pid", None),

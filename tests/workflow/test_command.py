@@ -1,14 +1,23 @@
+import contextlib
 import json
 import os
 import sys
 
 import pytest
 from described import until
+from leftovers import child_processes
 
 from lightning_egeria.workflow import command
 from lightning_egeria.workflow.command import main
 from lightning_egeria.workflow.history import History
 from lightning_egeria.workflow.local_queue import queue_runs
+
+
+def all_reaped():
+    for child in child_processes():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
+    return not child_processes()
 
 
 @pytest.fixture
@@ -25,12 +34,9 @@ def jobs(tmp_path, monkeypatch, capsys):
     yield run
     if (tmp_path / "home").exists():
         until(lambda: not queue_runs(command.Home(tmp_path / "home")))
-        # The queue was started by this process, but is nobody's child to wait for.
-        while True:
-            try:
-                os.waitpid(-1, 0)
-            except ChildProcessError:
-                break
+        # The queue was started by this process, but is nobody's child to wait for. Other children, such as the server
+        # of multiprocessing, go on.
+        until(all_reaped)
 
 
 def test_from_a_description_to_its_log(jobs, tmp_path):
