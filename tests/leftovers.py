@@ -16,6 +16,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Written by the test tools themselves, at any moment.
@@ -63,6 +64,22 @@ def _no_file_left(
     yield
     left = set().union(*(_files(folder, tmp_paths) - before[folder] for folder in folders))
     assert not left, f"the test left files outside tmp_path: {sorted(left)}"
+
+
+@pytest.fixture(autouse=True)
+def _data_loader_as_it_was() -> Iterator[None]:
+    # Lightning leaves its own methods in place of those of DataLoader after an error in a loader hook, and the next
+    # loader of the process fails.
+    names = ("__init__", "__setattr__", "__delattr__")
+    before = {name: vars(DataLoader)[name] for name in names if name in vars(DataLoader)}
+    yield
+    for name in names:
+        if name in before:
+            setattr(DataLoader, name, before[name])
+        elif name in vars(DataLoader):
+            delattr(DataLoader, name)
+        if f"__old{name}" in vars(DataLoader):
+            delattr(DataLoader, f"__old{name}")
 
 
 @pytest.fixture(autouse=True)

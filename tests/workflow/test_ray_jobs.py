@@ -13,7 +13,9 @@ from lightning_egeria.errors import QueueError
 from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.submission import cancel, refresh, submit
 
-ray_jobs = pytest.importorskip("lightning_egeria.workflow.ray_jobs", reason="ray is an extra")
+pytest.importorskip("ray", reason="ray is an extra")
+
+from lightning_egeria.workflow import ray_jobs
 
 
 def test_without_a_cluster(monkeypatch):

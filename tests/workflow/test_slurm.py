@@ -15,7 +15,9 @@ from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.jobfolders import State
 from lightning_egeria.workflow.submission import cancel, refresh, submit
 
-slurm = pytest.importorskip("lightning_egeria.workflow.slurm", reason="submitit is an extra")
+pytest.importorskip("submitit", reason="submitit is an extra")
+
+from lightning_egeria.workflow import slurm
 
 
 def answers():
