@@ -256,7 +256,8 @@ class TestPrecision:
         assert "fails in int8" in found.reason
 
     @pytest.mark.parametrize("precision", ["auto", "bf16"])
-    def test_noise_beside_what_is_measured_makes_it_step_up_for_good(self, net, inputs, precision):
+    def test_noise_beside_what_is_measured_makes_it_step_up_for_good(self, net, inputs, precision, monkeypatch):
+        monkeypatch.setattr("lightning_egeria.freezing.reference.seconds_of", lambda *_: 1.0)  # none is faster
         reference = ReferenceModel(chain_of(net, inputs), 10, precision)
         shown, moved = snapshot(net), moved_away(net, by=2e-3)  # less than bfloat16 can say well
         found = reference(evaluation(moved, inputs), shown)
@@ -265,7 +266,9 @@ class TestPrecision:
         assert reference(evaluation(moved_away(net), inputs), snapshot(net)).precision == "float32"
 
     @pytest.mark.parametrize("precision", ["auto", "bf16"])
-    def test_a_network_that_does_not_run_in_bf16_runs_in_float32(self, inputs, precision):
+    def test_a_network_that_does_not_run_in_bf16_runs_in_float32(self, inputs, precision, monkeypatch):
+        monkeypatch.setattr("lightning_egeria.freezing.reference.seconds_of", lambda *_: 1.0)  # none is faster
+
         class Solves(Net):
             def forward(self, x, scale=1.0):
                 return super().forward(torch.linalg.solve(torch.eye(6).to(x.dtype), x.T).T, scale)
