@@ -265,7 +265,8 @@ class AdaptiveBatchSize(WrappingDataModule):
             steps.close(self.trainer)
         callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
         if steps in callbacks:
-            callbacks.remove(steps)
+            # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
+            self.trainer.callbacks = [one for one in callbacks if one is not steps]  # type: ignore[union-attr]
 
 
 @dataclasses.dataclass(frozen=True)

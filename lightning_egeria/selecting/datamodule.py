@@ -273,7 +273,8 @@ class SelectiveBackprop(WrappingDataModule):
             self._follower.close()
             callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
             if self._follower in callbacks:
-                callbacks.remove(self._follower)
+                # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
+                self.trainer.callbacks = [one for one in callbacks if one is not self._follower]  # type: ignore[union-attr]
         if self._batches is not None:
             self._batches.close()
         self._follower = self._batches = None
