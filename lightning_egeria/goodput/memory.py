@@ -65,7 +65,9 @@ def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool:
     """
     module = trainer.lightning_module
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    callbacks, trainer.callbacks = trainer.callbacks, []  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    # The progress bar stays: its own thread looks for it here.
+    trainer.callbacks = [one for one in callbacks if isinstance(one, pl.callbacks.ProgressBar)]  # type: ignore[attr-defined]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
