@@ -26,7 +26,8 @@ def figures(runs: Run | Sequence[Run], metric: str | None = None) -> dict[str, F
         metric: logged metric to compare runs by; None takes one that all runs have, an accuracy if possible.
 
     Returns:
-        ``plasticity``, ``depth``, ``step_time``, ``phases``, ``cache`` and ``accuracy``: those with data.
+        ``plasticity``, ``depth``, ``step_time``, ``phases``, ``cache``, ``accuracy`` and those of the other methods that
+        trained: those with data.
 
     Raises:
         RecordError: if a record cannot be read, or the runs have no metric in common.

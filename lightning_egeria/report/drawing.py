@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 
 import matplotlib as mpl
@@ -12,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from lightning_egeria.report.comparison import common_metric, last_value, times_to_target
 from lightning_egeria.report.record import RunRecord, StepTimes
+from lightning_egeria.training.panels import Panel
 
 PHASES = {
     "data": "waiting for data",
@@ -130,6 +132,30 @@ def cache(record: RunRecord) -> Figure:
     return figure
 
 
+def panel(found: Panel) -> Figure:
+    """Draw what a method shows of itself."""
+    figure, (axes,) = _new(1)
+    for row, (name, points) in enumerate(found.series.items()):
+        if found.kind == "line":
+            axes.plot(*_columns(points), marker="." if len(points) < 50 else "", linewidth=1, label=name)
+        elif found.kind == "bars":
+            places = [x for x, _ in points]
+            width = 0.9 * min((b - a for a, b in itertools.pairwise(places)), default=1.0)
+            axes.bar(*_columns(points), width=width, alpha=0.6, label=name)
+        else:
+            axes.barh(row, [end - begin for begin, end in points], left=[begin for begin, _ in points], height=0.6)
+    if found.kind == "spans":
+        axes.set_yticks(range(len(found.series)), list(found.series), fontsize=8)
+        axes.invert_yaxis()
+    elif len(found.series) > 1:
+        axes.legend(fontsize=8, frameon=False)
+    if found.log:
+        axes.set_yscale("log")
+    axes.set_xlabel(found.x)
+    axes.set_ylabel(found.y)
+    return figure
+
+
 def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
     """Draw a logged metric over wall time, one line per run, with the time to the final value of the first run.
 
@@ -156,8 +182,8 @@ def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
 
 
 def run_in_detail(records: Sequence[RunRecord]) -> RunRecord:
-    """Return the last run that froze something, else the last with freezing, else the last."""
-    return max(reversed(records), key=lambda record: (bool(record.events), bool(record.layer_modules)))
+    """Return the last run that froze something, else the last with freezing or figures of a method, else the last."""
+    return max(reversed(records), key=lambda record: (bool(record.events), bool(record.layer_modules or record.panels)))
 
 
 @mpl.rc_context({"text.parse_math": False})  # names may hold dollar signs
@@ -179,6 +205,7 @@ def figures_of(records: Sequence[RunRecord], metric: str | None = None) -> dict[
         drawn = {"plasticity": plasticity(record), **drawn}
     if any(point.hits + point.advanced + point.misses for point in record.cache):
         drawn["cache"] = cache(record)
+    drawn.update({found.name: panel(found) for found in record.panels})
     if len(records) > 1:
         drawn = {"accuracy": accuracy(records, metric), **drawn}
     return drawn

@@ -67,8 +67,9 @@ def page(records: Sequence[RunRecord], figures: Mapping[str, Figure], metric: st
         *(_notice(record, alone) for record in records),
     ]
     whose = "" if alone else f": {run_in_detail(records).name}"
+    captions = _CAPTIONS | {panel.name: (panel.title, panel.caption) for panel in run_in_detail(records).panels}
     for name, figure in figures.items():
-        heading, text = _CAPTIONS[name]
+        heading, text = captions[name]
         heading += whose if name != "accuracy" else ""
         caption = f"<b>{html.escape(heading)}</b> {html.escape(text)}"
         parts.append(f"<figure>\n{_svg(figure, name)}\n<figcaption>{caption}</figcaption>\n</figure>")

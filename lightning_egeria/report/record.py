@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from lightning_egeria.errors import RecordError
 from lightning_egeria.freezing.savings import Savings
+from lightning_egeria.training.panels import Panel, Real
 
 FILE_NAME = "egeria.json"
 VERSION = 1
@@ -23,7 +24,6 @@ LARGEST_BYTES = 2**28  # size of a file to read
 
 Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]
-Real = Annotated[float, Meta(ge=-1e300, le=1e300)]
 
 
 class Event(TypedDict):
@@ -138,6 +138,7 @@ class RunRecord(msgspec.Struct, forbid_unknown_fields=True):
         cache: statistics of the cache over time.
         savings: savings of the whole run; None without freezing.
         overrides: settings of this run, as ``key=value``.
+        panels: figures of the methods that trained.
         version: version of the format.
     """
 
@@ -151,6 +152,7 @@ class RunRecord(msgspec.Struct, forbid_unknown_fields=True):
     cache: list[CachePoint] = msgspec.field(default_factory=list)
     savings: Savings | None = None
     overrides: list[str] = msgspec.field(default_factory=list)
+    panels: list[Panel] = msgspec.field(default_factory=list)
     version: int = VERSION
 
     def write(self, path: str | os.PathLike[str]) -> None:

@@ -28,6 +28,8 @@ from lightning_egeria.report.record import (
     StepTimes,
     finite,
 )
+from lightning_egeria.training.combinations import parts_of
+from lightning_egeria.training.panels import panels_of
 
 
 class RunRecorder(pl.Callback):
@@ -147,10 +149,12 @@ class RunRecorder(pl.Callback):
                 Event(step=event.step, kind=event.kind, depth=event.depth, reason=event.reason)
                 for event in self._freezing.events
             ]
-        stats = getattr(getattr(trainer, "datamodule", None), "stats", None)
-        if isinstance(stats, CacheStats):
+        for stats in (
+            stats for part in parts_of(trainer) if isinstance(stats := getattr(part, "stats", None), CacheStats)
+        ):
             point = CachePoint(trainer.global_step, stats.hits, stats.advanced, stats.misses, stats.bytes_on_disk)
             self.record.cache.append(point)
+        self.record.panels = panels_of(trainer)
         if trainer.is_global_zero and self.path is not None:
             try:
                 self.record.write(self.path)

@@ -52,7 +52,13 @@ def check_combination(names: Iterable[str]) -> None:
 
 
 def methods_of(trainer: Any) -> Iterator[str]:
-    """Yield the methods in a Trainer: those of its strategy, its callbacks and its nested data modules.
+    """Yield the methods in a Trainer."""
+    for part in parts_of(trainer):
+        yield type(part).egeria_method
+
+
+def parts_of(trainer: Any) -> Iterator[Any]:
+    """Yield what brings a method into a Trainer: its strategy, its callbacks and its nested data modules.
 
     A class belongs to a method if its attribute ``egeria_method`` names one of `METHODS`.
     """
@@ -61,4 +67,4 @@ def methods_of(trainer: Any) -> Iterator[str]:
     while datamodule is not None:
         parts.append(datamodule)
         datamodule = vars(datamodule).get("datamodule")
-    yield from (method for part in parts if (method := getattr(type(part), "egeria_method", None)) in METHODS)
+    yield from (part for part in parts if getattr(type(part), "egeria_method", None) in METHODS)

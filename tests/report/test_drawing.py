@@ -6,6 +6,7 @@ import pytest
 from report_runs import run
 
 from lightning_egeria import report
+from lightning_egeria.training.panels import Panel
 
 
 def test_a_plain_run_has_its_times_only():
@@ -67,3 +68,23 @@ def test_a_run_whose_evaluations_say_nothing_is_drawn(tmp_path):
 
 def test_pictures_show_themselves_in_a_notebook():
     assert all(figure._repr_png_().startswith(b"\x89PNG") for figure in report.figures(run("plain")).values())
+
+
+def test_panels_of_a_method_are_drawn_as_they_were_kept():
+    record = run("ours")
+    losses = {"kept": [(0.5, 3), (1.5, 1)], "left": [(0.5, 1)]}
+    record.panels = [
+        Panel("noise", "Noise", "It grows.", "steps", "samples", {"noise": [(1, 10.0), (2, 20.0)]}, log=True),
+        Panel("losses", "Losses", "Kept and left.", "loss", "samples", losses, kind="bars"),
+        Panel(
+            "branches", "Branches", "Two.", "steps", "", {"0.1": [(0, 5)], "0.2 won": [(0, 5), (6, 9)]}, kind="spans"
+        ),
+    ]
+    drawn = report.figures(record)
+    (noise,), (bars,), (spans,) = (drawn[panel.name].axes for panel in record.panels)
+    assert list(noise.lines[0].get_ydata()) == [10, 20]
+    assert noise.get_yscale() == "log"
+    assert [patch.get_height() for patch in bars.patches] == [3, 1, 1]
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx([0.9, 0.9, 0.9])
+    assert [(patch.get_x(), patch.get_width()) for patch in spans.patches] == [(0, 5), (0, 5), (6, 3)]
+    assert [label.get_text() for label in spans.get_yticklabels()] == ["0.1", "0.2 won"]

@@ -8,6 +8,7 @@ from report_runs import run
 from lightning_egeria import report
 from lightning_egeria.freezing.savings import Savings
 from lightning_egeria.report.page import page
+from lightning_egeria.training.panels import Panel
 
 
 def test_the_page_needs_nothing_else_and_escapes_names():
@@ -62,3 +63,10 @@ def test_a_page_has_the_whole_command_in_the_details():
     assert "<h1>Run plain</h1>" in text
     assert f"<dt>command</dt><dd><code>train.py {'x' * 300}</code></dd>" in text
     assert "<dt>settings</dt><dd><code>model=timm seed=1</code></dd>" in text
+
+
+def test_a_page_tells_what_a_panel_shows():
+    record = run("ours")
+    record.panels = [Panel("noise", "Noise <scale>", "It grows & grows.", "steps", "samples", {"noise": [(1, 10.0)]})]
+    text = page([record], report.figures(record))
+    assert "<b>Noise &lt;scale&gt;</b> It grows &amp; grows." in text

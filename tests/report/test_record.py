@@ -8,6 +8,7 @@ import pytest
 from lightning_egeria.errors import RecordError
 from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
 from lightning_egeria.report.record import LONGEST, CachePoint, EvaluationPoint, MetricPoint, RunRecord, StepTimes
+from lightning_egeria.training.panels import Panel
 
 
 def times(step, depth=0, seconds=1.0, batches=1):
@@ -26,6 +27,7 @@ def a_record():
         [CachePoint(2, 1, 2, 3, 4)],
         Savings((LayerModuleSavings("a", 3, 0.5),), 1, 0.2, 0.1, 0.5, 1.0, 9, 0, 1, "float32", 100, 200),
         ["trainer.max_epochs=3"],
+        [Panel("noise", "Noise", "It grows.", "steps", "samples", {"noise": [(1, 2.0)]})],
     )
 
 
