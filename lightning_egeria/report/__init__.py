@@ -26,7 +26,7 @@ def figures(runs: Run | Sequence[Run], metric: str | None = None) -> dict[str, F
         metric: logged metric to compare runs by; None takes one that all runs have, an accuracy if possible.
 
     Returns:
-        ``plasticity``, ``depth``, ``step_time``, ``phases``, ``cache``, ``accuracy`` and those of the other methods that
+        ``plasticity``, ``depth``, ``step_time``, ``phases``, ``cache``, ``accuracy`` and those of the methods that
         trained: those with data.
 
     Raises:
