@@ -32,6 +32,7 @@ class MutableBatchSampler:
         drop_last: as above.
         most_samples: samples of an epoch to use, from its beginning; None uses all.
         announced: what `len` returns instead of the number of batches; None returns that.
+        ids: all that were drawn in this epoch, in order.
 
     >>> batches = MutableBatchSampler(range(10), 2)
     >>> drawn = iter(batches)
@@ -57,6 +58,7 @@ class MutableBatchSampler:
         self.drop_last = drop_last
         self.most_samples: int | None = None
         self.announced: int | None = None
+        self.ids: list[Any] = []
         self._initial = self._size = batch_size
         self._yields_batches = yields_batches
         self._started = started
@@ -168,7 +170,7 @@ class MutableBatchSampler:
         """Begin an epoch. A size that was planned for a later batch of the last one holds from the first."""
         if self._rest is not None and self._planned is not None:
             self._planned = (0, self._planned[1])
-        self._sizes, self._rest = [], None
+        self._sizes, self._rest, self.ids = [], None, []
         self._take_plan()
         return self._batches()
 
@@ -183,6 +185,7 @@ class MutableBatchSampler:
         if resumed is not None:
             order, sizes = resumed
             self._sizes, self._rest = list(sizes), self._limited(len(order)) - sum(sizes)
+            self.ids = list(order[: sum(sizes)])
             yield from self._cut(iter(order[sum(sizes) :]))
         elif not self._yields_batches:
             self._rest = self._limited(len(self.sampler))
@@ -222,6 +225,7 @@ class MutableBatchSampler:
     def _drew(self, batch: list[Any]) -> None:
         assert self._rest is not None  # of an epoch that has begun
         self._sizes.append(len(batch))
+        self.ids += batch
         self._rest -= len(batch)
 
     def _take_plan(self) -> None:

@@ -20,10 +20,10 @@ from lightning_egeria.goodput.decision import Division
 from lightning_egeria.goodput.exchange import measure_exchange
 from lightning_egeria.goodput.gradients import GradientMeter
 from lightning_egeria.goodput.learning_rate import LearningRateRule
-from lightning_egeria.goodput.loader import AdaptedLoader
 from lightning_egeria.goodput.optimizer_steps import ScaledSteps, step_schedulers
 from lightning_egeria.goodput.profile import Configuration
 from lightning_egeria.profiling.phases import PhaseTimer, exposed_communication
+from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.epoch_length import set_epoch_length
 from lightning_egeria.training.notices import Notices

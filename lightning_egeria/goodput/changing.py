@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.goodput.decision import Division
-from lightning_egeria.goodput.loader import AdaptedLoader
 from lightning_egeria.goodput.memory import enlarged, fits_in_memory
+from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.epoch_length import set_epoch_length
 from lightning_egeria.training.notices import Notices
 

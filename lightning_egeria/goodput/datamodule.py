@@ -20,9 +20,9 @@ from lightning_egeria.goodput.changing import planned_of
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.goodput.decision import Division, LargestGoodput, ScriptedBatchSizes, limits_of
 from lightning_egeria.goodput.learning_rate import LearningRateRule, rule_of
-from lightning_egeria.goodput.loader import AdaptedLoader
 from lightning_egeria.goodput.memory import is_out_of_memory
 from lightning_egeria.goodput.progress import COUNTS
+from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.notices import Notices

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import collections
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 _KEPT = ("_parameters", "_modules")  # other code owns them
+# Not the user's own: their objects are restored by reference.
+_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_egeria", "torchmetrics", "timm", "transformers"}
 _CONTAINERS = (list, dict, set, collections.OrderedDict, collections.deque, collections.defaultdict)
 
 
@@ -16,8 +21,10 @@ class ModuleAttributes:
     """The attributes and buffers of a module and its submodules at one moment. `restore` returns to it.
 
     Numbers, tensors, and lists, dictionaries, sets, tuples and deques of them return to their values: counters,
-    running statistics, the states of torchmetrics, lists of outputs. Tensors and containers keep their identity. Other
-    objects are restored by reference only, so a change inside one stays. Parameters and submodules are left alone.
+    running statistics, the states of torchmetrics, lists of outputs. So do modules that are no submodules, with their
+    parameters, and objects of classes from the packages of the module and its submodules, such as a teacher in a list
+    or averages of weights. Tensors and containers keep their identity. Other objects, data sets among them, are
+    restored by reference only, so a change inside one stays. The module's own parameters and submodules are left alone.
 
     Args:
         module: the module.
@@ -32,54 +39,97 @@ class ModuleAttributes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        known: dict[int, _Kept] = {}
-        self._attributes = [
-            (part, {name: _Kept.of(value, known) for name, value in vars(part).items() if name not in _KEPT})
-            for part in module.modules()
-        ]
+        parts = list(module.modules())
+        known = _Known({type(part).__module__.partition(".")[0] for part in parts} - _LIBRARIES, {*map(id, parts)})
+        self._attributes = [(part, _attributes(vars(part), known, _KEPT)) for part in parts]
 
     def restore(self) -> None:
         """Return to the moment of the capture, any number of times."""
         done: set[int] = set()
         for part, attributes in self._attributes:
-            own = vars(part)
-            for name in [name for name in own if name not in attributes and name not in _KEPT]:
-                del own[name]
-            for name, kept in attributes.items():
-                own[name] = kept.restored(done)
+            _restore(vars(part), attributes, done, _KEPT)
+
+
+class _Known:
+    """What is captured already, and where objects come from that are captured with their attributes.
+
+    Attributes:
+        packages: names of the packages of the user's modules.
+        parts: identities of the modules that are captured.
+        kept: captured values, by identity.
+    """
+
+    def __init__(self, packages: set[str], parts: set[int]) -> None:
+        self.packages = packages
+        self.parts = parts
+        self.kept: dict[int, _Kept] = {}
+
+    def has_attributes(self, value: Any) -> bool:
+        """Whether a value is an object whose attributes training may change."""
+        if id(value) in self.parts or isinstance(value, type | types.ModuleType | Dataset | DataLoader):
+            return False
+        own = isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in self.packages
+        return own and hasattr(value, "__dict__") and not callable(getattr(value, "__get__", None))
+
+
+def _attributes(own: Mapping[str, Any], known: _Known, without: Sequence[str] = ()) -> dict[str, _Kept]:
+    return {name: _Kept.of(value, known) for name, value in own.items() if name not in without}
+
+
+def _restore(own: dict[str, Any], attributes: Mapping[str, _Kept], done: set[int], without: Sequence[str] = ()) -> None:
+    for name in [name for name in own if name not in attributes and name not in without]:
+        del own[name]
+    for name, kept in attributes.items():
+        own[name] = kept.restored(done)
 
 
 class _Kept:
-    """A value, and what it holds: a copy of a tensor's values, or the items of a container."""
+    """A value, and what it holds: a copy of a tensor's values, the items of a container, attributes of an object."""
 
-    __slots__ = ("held", "value")
+    __slots__ = ("attributes", "held", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.held: Any = None
+        self.attributes: dict[str, _Kept] | None = None
 
     @classmethod
-    def of(cls, value: Any, known: dict[int, _Kept]) -> _Kept:
-        """Capture a value; ``known`` has those that were captured before, by identity."""
+    def of(cls, value: Any, known: _Known, outside: bool = False) -> _Kept:
+        """Capture a value.
+
+        Args:
+            value: the value.
+            known: what was captured before.
+            outside: whether it belongs to a module that is no part of the captured one, so its parameters count.
+        """
         is_tensor = isinstance(value, Tensor)
-        if not is_tensor and type(value) not in (*_CONTAINERS, tuple):
+        is_object = not is_tensor and type(value) not in (*_CONTAINERS, tuple)
+        if is_object and not known.has_attributes(value):
             return cls(value)
-        if id(value) in known:
-            return known[id(value)]
-        kept = known[id(value)] = cls(value)  # before its items, which may refer to it
-        if is_tensor:
-            kept.held = None if isinstance(value, nn.Parameter) else value.detach().clone()
+        if id(value) in known.kept:
+            return known.kept[id(value)]
+        kept = known.kept[id(value)] = cls(value)  # before its items, which may refer to it
+        if is_object:
+            is_module = isinstance(value, nn.Module)
+            kept.attributes = {
+                name: cls.of(item, known, is_module and name == "_parameters") for name, item in vars(value).items()
+            }
+        elif is_tensor:
+            kept.held = None if isinstance(value, nn.Parameter) and not outside else value.detach().clone()
         elif isinstance(value, dict):
-            kept.held = {key: cls.of(item, known) for key, item in value.items()}
+            kept.held = {key: cls.of(item, known, outside) for key, item in value.items()}
         else:
             kept.held = [cls.of(item, known) for item in value]
         return kept
 
     def restored(self, done: set[int]) -> Any:
         """Restore the value in place, once for each set of ``done``, and return it."""
-        if self.held is None or id(self) in done:
+        if id(self) in done or (self.held is None and self.attributes is None):
             return self.value
         done.add(id(self))
+        if self.attributes is not None:
+            _restore(vars(self.value), self.attributes, done)
+            return self.value
         if isinstance(self.value, Tensor):
             with torch.inference_mode(self.value.is_inference()), torch.no_grad():
                 self.value.detach().copy_(self.held)

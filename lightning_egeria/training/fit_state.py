@@ -15,8 +15,9 @@ class FitState:
     """The state of a fit at one moment. `restore` returns to it, any number of times, bit for bit.
 
     It holds the `TrainingState` of the model and its optimizers, learning-rate schedulers, the gradient scaler, the
-    counters of Lightning's training loop, attributes of modules, and the frozen depth. The position in the data is the
-    caller's, and so is the state of callbacks. Capture and restore between two optimizer steps; every rank its own.
+    counters of Lightning's training loop, whether it should stop, attributes of modules, and the frozen depth. The
+    position in the data is the caller's, and so is the state of callbacks. Capture and restore between two optimizer
+    steps; every rank its own.
 
     Args:
         trainer: the Trainer, in ``fit``.
@@ -36,7 +37,7 @@ class FitState:
             loop.automatic_optimization.optim_progress,
             loop.manual_optimization.optim_step_progress,
         ]
-        self._logged_steps = loop._batches_that_stepped
+        self._logged_steps, self._should_stop = loop._batches_that_stepped, trainer.should_stop
         self._prefix: dict[str, Any] | None = None
         if freezer is None:
             self._training = TrainingState(module, trainer.optimizers, others)
@@ -61,6 +62,7 @@ class FitState:
         self._attributes.restore()
         self._training.restore()
         self._trainer.fit_loop.epoch_loop._batches_that_stepped = self._logged_steps
+        self._trainer.should_stop = self._should_stop
         if freezer is not None and self._prefix is not None:
             freezer.prefix.load_state_dict(self._prefix)
             freezer.update_reducer()

@@ -19,7 +19,7 @@ from lightning_egeria.tuning.record import SearchRecord
 from lightning_egeria.tuning.rounds import Limits, Result
 from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFactory
-from lightning_egeria.tuning.setups import TOO_SHORT, check_trainer, most_steps
+from lightning_egeria.tuning.setups import TOO_SHORT, check_trainer, most_steps, resumes_at_an_end
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
 
@@ -72,8 +72,15 @@ class BranchTuner(pl.Callback):
         if isinstance(searcher, str) and searcher not in SEARCHERS:
             raise ArgumentError(f"searcher must be one of {', '.join(SEARCHERS)} or a function, got {searcher!r}")
         for name, value in (("max_trials", max_trials), ("first_steps", first_steps)):
-            if value < 1:
-                raise ArgumentError(f"{name} must be at least 1, got {value!r}")
+            if type(value) is not int or value < 1:
+                raise ArgumentError(f"{name} must be an integer of at least 1, got {value!r}")
+        if type(seed) is not int:
+            raise ArgumentError(f"seed must be an integer, got {seed!r}")
+        epochs = list(at_epochs) if isinstance(at_epochs, list | tuple | range) else [-1]
+        if not all(type(one) is int and one >= 0 for one in epochs):
+            raise ArgumentError(f"at_epochs must be numbers of epochs, such as (0, 10), got {at_epochs!r}")
+        if monitor is not None and not isinstance(monitor, str):
+            raise ArgumentError(f"monitor must be the name of a metric of validation, got {monitor!r}")
         if not max_share > 0:
             raise ArgumentError(f"max_share must be a positive share of the run's steps, got {max_share!r}")
         if monitor is None and stop_patience is not None:
@@ -84,7 +91,7 @@ class BranchTuner(pl.Callback):
         self.max_share = max_share
         self.first_steps = first_steps
         self.monitor = monitor
-        self.at_epochs = tuple(at_epochs)
+        self.at_epochs = tuple(epochs)
         self.seed = seed
         self.notices = Notices("tuning")
         self.ranks = Ranks()
@@ -119,6 +126,8 @@ class BranchTuner(pl.Callback):
         check_combination(methods_of(trainer))
         check_trainer(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)
+        if self.tunables.batch_size is not None:
+            self.tunables.batch_size.attach(trainer, self.notices.warn)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply the part of the setting that checkpoints do not hold."""
@@ -128,15 +137,30 @@ class BranchTuner(pl.Callback):
         self._resumed = False
         if self.setting is not None:
             self.tunables.set_outside_checkpoints(trainer, self.setting)
+        if (batch_size := self.tunables.batch_size) is not None:
+            batch_size.begin_training(trainer)
         self._bar_entry = BarEntry(trainer, "tuning", lambda: self._trying)
+        if resumes_at_an_end(trainer):  # Lightning begins the next epoch without `on_train_epoch_start`
+            self._search_in(trainer.current_epoch)
         self._read_ahead(trainer)  # Lightning skips `on_train_epoch_start` when it resumes within an epoch
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make a search due, if this epoch begins with one."""
-        epoch = trainer.current_epoch
+        if (batch_size := self.tunables.batch_size) is not None:
+            batch_size.begin_epoch(trainer)
+        self._search_in(trainer.current_epoch)
+        self._read_ahead(trainer)
+
+    def _search_in(self, epoch: int) -> None:
         if epoch in self.at_epochs and epoch != self._searched_epoch:
             self._due, self._searched_epoch = f"epoch {epoch} begins with one", epoch
-        self._read_ahead(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep count of the batches in the epoch."""
+        if self.tunables.batch_size is not None:
+            self.tunables.batch_size.begin_batch(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make a search due, or end training, if validation has stopped getting better."""
@@ -161,13 +185,11 @@ class BranchTuner(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Do the same as `teardown`, which Lightning does not call after an error."""
-        self._release(trainer)
-        self._remove_entry()
+        self._leave(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave nothing on the Trainer."""
-        self._release(trainer)
-        self._remove_entry()
+        self._leave(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return searches, setting, and the trials of a search that has not ended, in plain types."""
@@ -179,6 +201,7 @@ class BranchTuner(pl.Callback):
             "searched_epoch": self._searched_epoch,
             "best": self._plateau.best,
             "waited": self._plateau.waited,
+            "batch_size": self.tunables.batch_size.state() if self.tunables.batch_size is not None else None,
             "finished": [
                 [setting, steps, list(one.losses), one.cost, one.failed, one.start]
                 for (setting, steps), one in self._finished.items()
@@ -209,6 +232,8 @@ class BranchTuner(pl.Callback):
                 (setting, int(steps)): Result(list(losses), float(cost), failed, start)
                 for setting, steps, losses, cost, failed, start in state_dict["finished"]
             }
+        if self.tunables.batch_size is not None:
+            self.tunables.batch_size.load(state_dict.get("batch_size"))
         self._resumed = True
 
     def _read_ahead(self, trainer: pl.Trainer) -> None:
@@ -224,7 +249,10 @@ class BranchTuner(pl.Callback):
             loop._data_fetcher = self._feed.fetcher
         self._feed = None
 
-    def _remove_entry(self) -> None:
+    def _leave(self, trainer: pl.Trainer) -> None:
+        self._release(trainer)
+        if self.tunables.batch_size is not None:
+            self.tunables.batch_size.detach()
         if self._bar_entry is not None:
             self._bar_entry.remove()
         self._bar_entry = None
@@ -234,7 +262,8 @@ class BranchTuner(pl.Callback):
         if self._due is None or accumulated or (self.tunables.needs_freezer and freezer_of(trainer) is None):
             return  # the first step of training finds the layer modules
         assert self._feed is not None
-        most = self.ranks.share(most_steps(trainer, self._feed))
+        sizes = len(self.tunables.batch_size.sizes) if self.tunables.batch_size is not None else 0
+        most = self.ranks.share(most_steps(trainer, self._feed, 1 + sizes))
         if most < 1:
             self.notices.warn(TOO_SHORT)
         else:
@@ -253,7 +282,9 @@ class BranchTuner(pl.Callback):
     def _limits(self, trainer: pl.Trainer, most: int) -> Limits:
         total = self.max_share * trainer.estimated_stepping_batches - self.search_steps
         if not self.searches:
-            return Limits(self.first_steps, most, self.max_trials, total)
+            batch_size = self.tunables.batch_size
+            first = self.first_steps if batch_size is None else batch_size.first_steps(self.first_steps, most)
+            return Limits(first, most, self.max_trials, total)
         last = self.searches[-1]
         return Limits(last.trial_steps, most, len(last.branches), total, doubling=False)
 

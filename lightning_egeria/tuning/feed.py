@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from lightning_egeria.batches.tree import tensor_leaves
+from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.snapshots.random_state import RandomState
 
 MOST_BYTES = 2**30  # of batches that are kept
@@ -20,20 +22,68 @@ class _Kept(NamedTuple):
     random: RandomState  # after it was loaded
 
 
+class ReadAhead:
+    """Batches that several branches train on.
+
+    Args:
+        batches: loads them.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.kept: list[_Kept] = []
+        self._batches = batches
+
+    def load(self) -> None:
+        """Load a further batch.
+
+        Raises:
+            TrainingDataError: if there is none.
+        """
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise TrainingDataError(
+                f"the training data ended after {len(self.kept)} batches of a trial, which is before the length of the "
+                "loader says. Let len() of the loader or its sampler return the number of batches"
+            ) from None
+        kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
+        self.kept.append(_Kept(kept, RandomState.current()))
+
+    def from_here(self, position: int) -> Iterator[Any]:
+        """Yield batches for a branch, which trains on each before it asks for the next.
+
+        The first branch to arrive at a batch loads it, so random numbers are drawn in the order of training without
+        branches. All later ones continue with its random state.
+
+        Args:
+            position: number of batches that the branch has had.
+        """
+        while True:
+            if position == len(self.kept):
+                self.load()
+            else:
+                self.kept[position].random.restore()
+            yield copy.deepcopy(self.kept[position].item)
+            position += 1
+
+
 class Feed:
     """Takes the place of the Trainer's data fetcher for an epoch.
 
     Args:
         fetcher: the data fetcher.
         before_batch: called each time before the training loop gets a batch.
+
+    Attributes:
+        ahead: batches of training that were read ahead.
     """
 
-    _OWN = ("_fetcher", "_before_batch", "_kept")
+    _OWN = ("_fetcher", "_before_batch", "ahead")
 
     def __init__(self, fetcher: Any, before_batch: Callable[[], None]) -> None:
         self._fetcher = fetcher
         self._before_batch = before_batch
-        self._kept: list[_Kept] = []
+        self.ahead = ReadAhead(fetcher)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
@@ -46,19 +96,23 @@ class Feed:
 
     def __iter__(self) -> Feed:
         """Begin an epoch."""
-        self._kept = []
+        self.ahead = ReadAhead(self._fetcher)
         iter(self._fetcher)
         return self
 
     def __next__(self) -> Any:
         """Return the next batch of training."""
         self._before_batch()
-        return self._kept.pop(0).item if self._kept else next(self._fetcher)
+        if not self.ahead.kept:
+            return next(self._fetcher)
+        kept = self.ahead.kept.pop(0)
+        kept.random.restore()
+        return kept.item
 
     @property
     def done(self) -> bool:
         """Whether training has had the last batch of the epoch."""
-        return bool(self._fetcher.done) and not self._kept
+        return bool(self._fetcher.done) and not self.ahead.kept
 
     @property
     def fetcher(self) -> Any:
@@ -67,44 +121,42 @@ class Feed:
 
     def first_bytes(self) -> int:
         """Return the bytes of the next batch of training."""
-        if not self._kept:
-            self._load()
-        return sum(leaf.nbytes for leaf in tensor_leaves(self._kept[0].item))
-
-    def from_here(self, position: int) -> Iterator[Any]:
-        """Yield batches for a branch, which trains on each before it asks for the next.
-
-        The first branch to arrive at a batch loads it, so random numbers are drawn in the order of training without
-        branches. All later ones continue with its random state.
-
-        Args:
-            position: number of batches that the branch has had.
-        """
-        while True:
-            if position == len(self._kept):
-                self._load()
-            else:
-                self._kept[position].random.restore()
-            yield copy.deepcopy(self._kept[position].item)
-            position += 1
-
-    def _load(self) -> None:
-        kept = move_data_to_device(copy.deepcopy(next(self._fetcher)), torch.device("cpu"))
-        self._kept.append(_Kept(kept, RandomState.current()))
+        if not self.ahead.kept:
+            self.ahead.load()
+        return sum(leaf.nbytes for leaf in tensor_leaves(self.ahead.kept[0].item))
 
     def skip(self, batches: int) -> None:
         """Let training go on behind the first batches."""
-        del self._kept[:batches]
+        del self.ahead.kept[:batches]
+
+    def restart(self, batches: int) -> None:
+        """Let training go through its loader anew, in an epoch that has had so many batches."""
+        iter(self)
+        self._fetcher.fetched += batches
 
 
 class BranchFeed:
-    """The data fetcher of a branch, which never has the last batch of an epoch."""
+    """The data fetcher of a branch, which never has the last batch of an epoch.
+
+    Args:
+        batches: of the branch.
+        wait: returns when the device has done its work.
+
+    Attributes:
+        seconds: time that reading has taken.
+    """
 
     done = False
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Any], wait: Callable[[], None]) -> None:
+        self.seconds = 0.0
         self._batches = batches
+        self._wait = wait
 
     def __next__(self) -> Any:
         """Return the next batch."""
-        return next(self._batches)
+        self._wait()
+        started = time.perf_counter()
+        batch = next(self._batches)
+        self.seconds += time.perf_counter() - started
+        return batch

@@ -51,6 +51,7 @@ class SearchRun:
         self._notices = notices
         self._finished = finished
         self._step = trainer.global_step
+        self._trying: Setting | None = None
         self._trials = Trials(trainer, feed, tunables, ranks, freezer_of(trainer))
 
     def search(
@@ -75,24 +76,26 @@ class SearchRun:
         self._notices.inform(f"step {self._step}: a search begins, because {reason}")
         run = search(new_searcher(self._tunables.spaces), trials.present, limits) if self._ranks.leads else None
         result: Result | None = None
-        with _saving_later(self._trainer) as waiting:
+        with _saving_later(self._trainer) as waiting, self._back_after_an_error():
             while True:
                 message = self._ranks.share(_next_message(run, result))
                 if "order" not in message:
                     break
                 order = Order(**message["order"])
                 show(describe(order.setting))
+                self._trying = order.setting
                 result = self._trial(order)
                 self._save(waiting)
-        winner: int | None = message["winner"]
-        branches: list[dict[str, Any]] = message["branches"]
-        setting: Setting = trials.present
-        if winner is None:
-            trials.leave()
-        else:
-            setting = branches[winner]["setting"]
-            trials.adopt(Order(winner, setting, branches[winner]["steps"]))
-        length = message["trial_steps"] if winner is None else branches[winner]["steps"]
+            self._trying = None
+            winner: int | None = message["winner"]
+            branches: list[dict[str, Any]] = message["branches"]
+            setting: Setting = trials.present
+            if winner is None:
+                trials.leave()
+            else:
+                setting = branches[winner]["setting"]
+                trials.adopt(Order(winner, setting, branches[winner]["steps"]))
+        length = trials.converted(message["trial_steps"] if winner is None else branches[winner]["steps"])
         seconds = time.perf_counter() - started
         record = SearchRecord(self._step, reason, message["reason"], branches, winner, length, seconds, setting)
         self._notices.inform(
@@ -101,6 +104,19 @@ class SearchRun:
             + ("No setting made progress" if winner is None else f"Training goes on with {describe(setting)}")
         )
         return record
+
+    @contextlib.contextmanager
+    def _back_after_an_error(self) -> Iterator[None]:
+        """Let no error, and no signal, leave training within a branch."""
+        try:
+            yield
+        except BaseException as error:
+            self._trials.leave()
+            if self._trying is not None and isinstance(error, Exception):
+                error.add_note(f"tuning: this was in a trial of {describe(self._trying)}")
+            raise
+        finally:
+            self._trials.close()
 
     def _trial(self, order: Order) -> Result:
         key = (repr(order.setting), order.steps)
@@ -123,7 +139,6 @@ class SearchRun:
             type(self._trainer).save_checkpoint(self._trainer, path, weights_only)
         waiting.clear()
         if self._ranks.share(bool(getattr(self._trainer, "received_sigterm", False))):
-            self._trials.leave()
             raise SIGTERMException
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -12,8 +14,8 @@ from lightning_egeria.tuning.feed import MOST_BYTES, Feed
 
 TRIED = ("SingleDeviceStrategy", "DDPStrategy")
 TOO_SHORT = (
-    "no search, because a trial ends before the last step of its epoch, and this one has no step to spare. Use epochs "
-    "of at least 20 steps"
+    "no search, because a trial ends before the last step of its epoch and before a validation, and this one has no "
+    "step to spare. Use epochs of at least 20 steps, and a longer val_check_interval"
 )
 
 
@@ -34,12 +36,13 @@ def check_trainer(trainer: pl.Trainer) -> None:
         )
 
 
-def most_steps(trainer: pl.Trainer, feed: Feed) -> int:
-    """Return the most optimizer steps of a trial: all steps of the epoch and of the run, except for the last.
+def most_steps(trainer: pl.Trainer, feed: Feed, copies: int = 1) -> int:
+    """Return the most optimizer steps of a trial: it ends before the last step of the epoch and before a validation.
 
     Args:
         trainer: the Trainer, between two optimizer steps.
         feed: its batches. Those of a trial may have a GiB of memory together.
+        copies: how often they are kept, at other batch sizes.
 
     Raises:
         UnsupportedError: if the number of batches in an epoch is not known.
@@ -50,8 +53,36 @@ def most_steps(trainer: pl.Trainer, feed: Feed) -> int:
             "branch tuning must know where an epoch ends, and the train dataloader has no length. Give its dataset a "
             "__len__"
         )
-    left = int(batches) - trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    left = int(batches) - ready
     if left < 2:
         return 0
-    most = min(left - 1, max(1, MOST_BYTES // max(1, feed.first_bytes()))) // trainer.accumulate_grad_batches
+    kept = max(1, MOST_BYTES // max(1, copies * feed.first_bytes()))
+    most = min(left - 1, batches_before_validation(trainer, ready), kept) // trainer.accumulate_grad_batches
     return most if trainer.max_steps == -1 else min(most, trainer.max_steps - trainer.global_step - 1)
+
+
+def batches_before_validation(trainer: pl.Trainer, ready: int, length: int | None = None) -> int:
+    """Return how many batches can follow before the Trainer validates within the epoch.
+
+    Args:
+        trainer: the Trainer.
+        ready: batches of the epoch so far.
+        length: batches of the epoch; None for that of the Trainer.
+    """
+    loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_interval
+    every: Any = getattr(trainer, "val_check_batch", None)
+    if length is not None and isinstance(interval, float) and every not in (None, math.inf):
+        every = max(1, int(length * interval))
+    if not trainer.enable_validation or every is None or math.isinf(every) or not loop._should_check_val_epoch():
+        return sys.maxsize
+    if trainer.check_val_every_n_epoch is None:  # batches of earlier epochs count
+        ready += loop.batch_progress.total.ready - loop.batch_progress.current.ready
+    return int(every) - 1 - ready % int(every)
+
+
+def resumes_at_an_end(trainer: pl.Trainer) -> bool:
+    """Whether the checkpoint was written behind the last batch of an epoch, before the epoch ended."""
+    loop: Any = trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress
+    return bool(loop.restarted_mid_epoch and progress.is_last_batch and progress.current.processed > 0)

@@ -37,9 +37,11 @@ class Choice:
     """
 
     def __init__(self, values: Sequence[Value]) -> None:
-        self.values = list(values)
-        plain = all(type(value) in (bool, int, float, str) for value in self.values)
-        if not plain or not values or isinstance(values, str) or len(set(map(repr, values))) < len(values):
+        self.values: list[Value] = list(values) if isinstance(values, list | tuple | range) else []
+        plain = all(
+            type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)) for value in self.values
+        )
+        if not plain or not self.values or len(set(self.values)) < len(self.values):
             raise ArgumentError(
                 f"Choice needs a list of different numbers, strings or booleans, got {values!r}. For another kind of "
                 "value, choose between names and use Custom with a setter"
@@ -66,7 +68,8 @@ class Uniform:
     """
 
     def __init__(self, low: float, high: float) -> None:
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        numbers = all(type(value) in (int, float) and math.isfinite(value) for value in (low, high))
+        if not (numbers and low < high):
             raise ArgumentError(f"{type(self).__name__} needs finite low < high, got {low!r} and {high!r}")
         self.low, self.high = float(low), float(high)
 

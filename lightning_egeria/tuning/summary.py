@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 WINDOWS = 10
+ROUNDING = 1e-6  # of the first window: a smaller change of the loss is not progress
 STABLE_NOISE = 0.1  # share of the range that a converging branch may rise between two windows
 DIVERGED_FACTOR = 10.0
 
@@ -43,8 +44,9 @@ def summarize(losses: Sequence[float], cost: float, start: float | None = None, 
     """Summarise the losses of a branch as MLtuner does (Cui et al., arXiv:1803.07445).
 
     With window means ``w_1 .. w_K``, ``range = w_K - w_1``, ``noise = max(0, max(w_{k+1} - w_k))`` and
-    ``speed = max(0, -(range + noise) / cost)``. The trace converges if it falls and ``noise <= 0.1 |range|``. It has
-    diverged if a loss is not finite, or a window mean exceeds 10 times a positive first one.
+    ``speed = max(0, -(range + noise) / cost)``, where a gain within rounding is none. The trace converges if it falls
+    and ``noise <= 0.1 |range|``. It has diverged if a loss is not finite, or a window mean exceeds 10 times a positive
+    first one.
 
     Args:
         losses: loss of each batch, in order; at least one.
@@ -63,10 +65,12 @@ def summarize(losses: Sequence[float], cost: float, start: float | None = None, 
     means = [*([start] if start is not None else []), *window_means(losses, windows)]
     change = means[-1] - means[0]
     noise = max([0.0, *(after - before for before, after in itertools.pairwise(means))])
-    speed = max(0.0, -(change + noise) / cost)
+    gain = -(change + noise)
+    progress = gain > ROUNDING * abs(means[0])
+    speed = gain / cost if progress else 0.0
     if means[0] > 0 and max(means) > DIVERGED_FACTOR * means[0]:
         return Summary(change, noise, 0.0, Label.DIVERGED)
-    converges = change < 0 and noise <= STABLE_NOISE * -change
+    converges = progress and noise <= STABLE_NOISE * -change
     return Summary(change, noise, speed, Label.CONVERGING if converges else Label.UNSTABLE)
 
 

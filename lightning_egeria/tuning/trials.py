@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
-from lightning_egeria.tuning.feed import BranchFeed, Feed
+from lightning_egeria.tuning.feed import BranchFeed, Feed, ReadAhead
 from lightning_egeria.tuning.rounds import Order, Result
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS
@@ -76,10 +77,15 @@ class Trials:
         self._parent = FitState(trainer, freezer)
         self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # number of the first batch
         self._branches: dict[int, _Branch] = {}
-        self._unlearned: list[float] = []  # loss of each batch without learning
+        self._batch_size = tunables.batch_size
+        self._present_size = self._batch_size.get(trainer) if self._batch_size is not None else None
+        self._ahead = {self._present_size: feed.ahead}  # by batch size
+        self._unlearned: dict[int | None, list[float]] = {}  # loss of each batch without learning, by batch size
+        if self._batch_size is not None:
+            self._batch_size.begin(trainer)
 
     def run(self, order: Order) -> Result:
-        """Train a branch. Out of memory is a result; other errors are raised from the state of the beginning.
+        """Train a branch. Out of memory is a result; after another error, `leave` returns to the beginning.
 
         Raises:
             UnsupportedError: if the training step returns no loss.
@@ -88,23 +94,21 @@ class Trials:
             if number not in order.needed and number != order.branch:
                 other.state = None
         branch = self._branches.setdefault(order.branch, _Branch(order.setting))
-        batches = order.steps * self._trainer.accumulate_grad_batches
         failed = None
         try:
-            self._continue(branch, batches)
-        except RuntimeError as error:
-            if self._ranks.several or not _is_out_of_memory(error):
-                self.leave()
+            if self._continue(branch, order.steps):
+                branch.state = FitState(self._trainer, self._freezer)
+                self._train_without_learning(len(branch.losses))
+            else:
+                failed = f"the epoch has too few samples left for batches of {branch.setting['batch_size']}"
+        except (RuntimeError, MemoryError) as error:
+            memory, text = _is_out_of_memory(error), (str(error).splitlines() or [""])[0]
+            if self._ranks.several or not (memory or _is_anomaly(error)):
                 raise
-            failed = f"out of memory: {str(error).splitlines()[0]:.200}"
-        except BaseException:
-            self.leave()
-            raise
+            failed = f"{'out of memory' if memory else 'not finite'}: {text:.200}"
         if failed is not None:
+            branch.state = None
             self._free()
-        else:
-            branch.state = FitState(self._trainer, self._freezer)
-            self._train_without_learning(len(branch.losses))
         cost = branch.seconds if self._tunables.changes_cost else float(order.steps)
         return self._relative(branch.losses, cost, failed)
 
@@ -113,22 +117,50 @@ class Trials:
         self._parent.restore()
         self._tunables.set(self._trainer, self.present)
 
+    def converted(self, steps: int) -> int:
+        """Return how many steps of the present batch size take the samples of ``steps`` steps at the beginning."""
+        if self._present_size is None or self._size is None:
+            return steps
+        return max(1, steps * self._present_size // self._size)
+
+    def close(self) -> None:
+        """The search is over."""
+        if self._batch_size is not None:
+            self._batch_size.end()
+
     def adopt(self, order: Order) -> None:
         """Let training go on from the end of a branch."""
         branch = self._branches.setdefault(order.branch, _Branch(order.setting))
         if branch.state is None:
-            self._continue(branch, order.steps * self._trainer.accumulate_grad_batches)
+            self._continue(branch, order.steps)
         else:
             branch.state.restore()
             self._tunables.set(self._trainer, branch.setting)
-        self._feed.skip(branch.batches)
+        if self._size == self._present_size:
+            self._feed.skip(branch.batches)
+        elif self._batch_size is not None:
+            done = self._first + branch.batches
+            self._batch_size.go_on(self._trainer, branch.batches, lambda: self._feed.restart(done))
         freezer = self._freezer
         if freezer is not None and freezer.depth != self._parent.frozen_depth:
             kind = "freeze" if freezer.depth > self._parent.frozen_depth else "unfreeze"
             step = self._trainer.global_step
             freezer.events.append(FreezingEvent(step, kind, freezer.depth, "the fastest branch of a search"))
 
-    def _continue(self, branch: _Branch, batches: int) -> None:
+    @property
+    def _size(self) -> int | None:
+        """Batch size of the branch in training; None if it is not tuned."""
+        return self._batch_size.get(self._trainer) if self._batch_size is not None else None
+
+    def _batches(self, size: int | None) -> ReadAhead:
+        if size not in self._ahead:
+            assert self._batch_size is not None
+            assert size is not None
+            self._ahead[size] = ReadAhead(self._batch_size.batches(size))
+        return self._ahead[size]
+
+    def _continue(self, branch: _Branch, steps: int) -> bool:
+        """Train a branch until it has the samples of ``steps`` steps; False if the epoch has no batch for it."""
         if branch.state is not None:
             branch.state.restore()
         else:
@@ -136,11 +168,16 @@ class Trials:
             branch.batches, branch.losses, branch.seconds = 0, [], 0.0
         self._tunables.set(self._trainer, branch.setting)
         branch.state = None
-        self._train(branch, batches)
+        accumulated = self._trainer.accumulate_grad_batches
+        if self._batch_size is not None and self._present_size is not None:
+            steps = self._batch_size.steps(steps, self._present_size, accumulated)
+        if steps > 0:
+            self._train(branch, steps * accumulated)
+        return steps > 0
 
     def _relative(self, losses: list[float], cost: float, failed: str | None) -> Result:
         """Take the part out of the losses that the batch has in them: with learning minus without, plus the mean."""
-        base = self._unlearned[: len(losses)]
+        base = self._unlearned.get(self._size, [])[: len(losses)]
         if not losses or len(base) < len(losses) or not all(map(math.isfinite, base)):
             return Result(losses, cost, failed)
         mean = math.fsum(base) / len(base)
@@ -150,27 +187,31 @@ class Trials:
     def _train_without_learning(self, batches: int) -> None:
         """Note the losses of the first batches with the weights of the beginning. The state changes."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        done = len(self._unlearned)
+        known = self._unlearned.setdefault(self._size, [])
+        done = len(known)
         if batches <= done or not module.automatic_optimization:
             return
+        size = self._size
         self._parent.restore()
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         losses: list[float] = []
         with _unseen(trainer, _Recorder(None)), torch.no_grad():
-            for position, item in zip(range(done, batches), self._feed.from_here(done), strict=False):
+            for position, item in zip(range(done, batches), self._batches(size).from_here(done), strict=False):
                 batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(item[0]))
                 batch = trainer.strategy.batch_to_device(batch)
                 arguments = (batch, self._first + position) if takes_index else (batch,)
                 output: Any = trainer.strategy.training_step(*arguments)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 losses.append(math.nan if loss is None else float(loss) / trainer.accumulate_grad_batches)
-        self._unlearned += self._ranks.mean(losses)
+        known += self._ranks.mean(losses)
 
     def _train(self, branch: _Branch, batches: int) -> None:
         """Train until the branch has had so many batches, or a loss is not finite."""
         device = self._trainer.strategy.root_device
-        wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-        feed = BranchFeed(self._feed.from_here(branch.batches))
+        wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
+        feed = BranchFeed(
+            self._batches(self._size).from_here(branch.batches), wait if self._tunables.changes_cost else _nothing
+        )
         chunk = max(1, batches // WINDOWS)
         recorder = _Recorder(self._freezer)
         started = time.perf_counter()
@@ -181,8 +222,8 @@ class Trials:
                     self._advance(feed)
             branch.batches += count
             branch.losses += self._ranks.mean(recorder.take())
-        wait(device)
-        branch.seconds += time.perf_counter() - started
+        wait()
+        branch.seconds += time.perf_counter() - started - feed.seconds
         if not branch.losses:
             raise UnsupportedError(
                 "the training step returned no loss in a trial. With manual optimization, return it at the end of "
@@ -193,7 +234,13 @@ class Trials:
         """Train on a batch, as `_TrainingEpochLoop.run` does, without validation."""
         loop: Any = self._trainer.fit_loop.epoch_loop
         loop.restarting = False
-        loop.advance(feed)
+        try:
+            loop.advance(feed)
+        except StopIteration:
+            raise UnsupportedError(
+                "on_train_batch_start returned -1 in a trial, which ends the epoch, and a trial ends before its epoch. "
+                "Use limit_train_batches or a shorter loader, or no BranchTuner"
+            ) from None
         loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         if not loop._should_accumulate():
             loop._batches_that_stepped += 1
@@ -248,7 +295,19 @@ def _unseen(trainer: pl.Trainer, recorder: _Recorder) -> Iterator[None]:
         trainer.loggers = loggers
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def _nothing() -> None:
+    """Do not wait."""
+
+
+def _is_anomaly(error: Exception) -> bool:
+    """Whether this is what ``Trainer(detect_anomaly=True)`` says of numbers that are not finite."""
+    text = str(error)
+    return text.startswith("Function '") and "returned nan values" in text
+
+
+def _is_out_of_memory(error: Exception) -> bool:
     """Whether a device, or the host, has no memory left: torch raises a kind of its own on devices only."""
+    if isinstance(error, MemoryError):
+        return True
     kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
     return isinstance(error, kind) or "can't allocate memory" in str(error) or "out of memory" in str(error)

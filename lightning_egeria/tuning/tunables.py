@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_egeria.errors import ArgumentError, UnsupportedError
 from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.freezer import Freezer
+from lightning_egeria.tuning.batch_size import BatchSize
+from lightning_egeria.tuning.options import Momentum, OptimizerOption
 from lightning_egeria.tuning.rates import LearningRate
 from lightning_egeria.tuning.spaces import Setting, Space, Value
 
@@ -87,103 +90,6 @@ class Custom:
     def set(self, trainer: pl.Trainer, value: Value) -> None:
         """Set the value."""
         self._set(trainer, value)
-
-
-class OptimizerOption:
-    """An option of the parameter groups: ``"weight_decay"``, ``"betas.0"``, ``"groups.1.weight_decay"``.
-
-    Args:
-        path: its name, with a number behind it for an item of a tuple, and ``groups.N.`` before it for one group.
-    """
-
-    changes_cost = False
-    outside_checkpoints = False
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        parts = path.split(".")
-        self._group: int | None = None
-        if parts[0] == "groups" and len(parts) > 2 and parts[1].isdigit():
-            self._group, parts = int(parts[1]), parts[2:]
-        self._name = parts[0]
-        self._item = int(parts[1]) if len(parts) == 2 and parts[1].isdigit() else None
-        self._valid = len(parts) == (1 if self._item is None else 2)
-
-    def check(self, trainer: pl.Trainer) -> None:
-        """Refuse an option that the optimizers do not have.
-
-        Raises:
-            UnsupportedError: if no parameter group has it, or it is no number, string or boolean.
-        """
-        groups = list(self._groups(trainer)) if self._valid else []
-        if not groups:
-            names = sorted({name for one in trainer.optimizers for name in one.param_groups[0]} - {"params"})
-            raise UnsupportedError(
-                f"there is nothing to tune named {self._path!r}: no parameter group has such an option. The options "
-                f"are {', '.join(names)}; what is no option of an optimizer needs Custom and a setter"
-            )
-        value = self.get(trainer)
-        if not isinstance(value, bool | int | float | str):
-            raise UnsupportedError(
-                f"the option {self._path!r} is {value!r:.60}, expected a number, a string or a boolean. For an item of "
-                f"a tuple, give its number: '{self._path}.0'"
-            )
-
-    def get(self, trainer: pl.Trainer) -> Value:
-        """Return the value in the first parameter group that has it."""
-        value: Any = next(self._groups(trainer))[self._name]
-        return value if self._item is None else value[self._item]  # type: ignore[no-any-return]
-
-    def set(self, trainer: pl.Trainer, value: Value) -> None:
-        """Set the value in all parameter groups that have it."""
-        for group in self._groups(trainer):
-            if self._item is None:
-                group[self._name] = value
-            else:
-                items = list(group[self._name])
-                items[self._item] = value
-                group[self._name] = type(group[self._name])(items)
-
-    def _groups(self, trainer: pl.Trainer) -> Iterator[dict[str, Any]]:
-        for optimizer in trainer.optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                if self._group not in (None, number) or self._name not in group or self._name == "params":
-                    continue
-                if self._item is None or self._item < _length(group[self._name]):
-                    yield group
-
-
-class Momentum:
-    """``momentum`` of SGD and RMSprop; the first of the ``betas`` of Adam and its kin."""
-
-    changes_cost = False
-    outside_checkpoints = False
-
-    def check(self, trainer: pl.Trainer) -> None:
-        """Refuse optimizers without momentum, and schedulers that set it.
-
-        Raises:
-            UnsupportedError: if there is no momentum, or a scheduler cycles it.
-        """
-        self._option(trainer).check(trainer)
-        for config in trainer.lr_scheduler_configs:
-            if getattr(config.scheduler, "cycle_momentum", False):
-                raise UnsupportedError(
-                    f"{type(config.scheduler).__name__} sets the momentum in each step. Give it cycle_momentum=False, "
-                    "or do not tune the momentum"
-                )
-
-    def get(self, trainer: pl.Trainer) -> Value:
-        """Return the momentum of the first parameter group."""
-        return self._option(trainer).get(trainer)
-
-    def set(self, trainer: pl.Trainer, value: Value) -> None:
-        """Set the momentum of all parameter groups."""
-        self._option(trainer).set(trainer, value)
-
-    def _option(self, trainer: pl.Trainer) -> OptimizerOption:
-        first = trainer.optimizers[0].param_groups[0]
-        return OptimizerOption("betas.0" if "betas" in first and "momentum" not in first else "momentum")
 
 
 class Dropout:
@@ -286,6 +192,7 @@ class Tunables:
     Attributes:
         spaces: the values of each.
         changes_cost: whether a step takes another time with another setting.
+        batch_size: the tunable of that name; None without one.
 
     Raises:
         ArgumentError: if there are none, or one has no space.
@@ -295,19 +202,33 @@ class Tunables:
         if not spaces:
             raise ArgumentError("tunables must name at least one thing to tune, such as {'lr': LogUniform(1e-4, 1)}")
         for name, space in spaces.items():
+            if not isinstance(name, str):
+                raise ArgumentError(f"the names of tunables must be strings, such as 'lr', got {name!r}")
             if not isinstance(space, Custom) and not hasattr(space, "draw"):
                 raise ArgumentError(
                     f"the values of {name!r} must be Choice, Uniform, LogUniform or Custom, got {space!r:.60}"
                 )
         self.spaces = {name: one.space if isinstance(one, Custom) else one for name, one in spaces.items()}
-        self._tunables = {name: one if isinstance(one, Custom) else _named(name) for name, one in spaces.items()}
+        self._tunables = {name: one if isinstance(one, Custom) else _named(name, one) for name, one in spaces.items()}
+        self.batch_size = next((one for one in self._tunables.values() if isinstance(one, BatchSize)), None)
         self.changes_cost = any(one.changes_cost for one in self._tunables.values())
         self.needs_freezer = any(isinstance(one, FrozenDepth) for one in self._tunables.values())
 
     def check(self, trainer: pl.Trainer) -> None:
         """Raise `UnsupportedError` if this fit cannot tune one of them."""
-        for tunable in self._tunables.values():
+        for name, tunable in self._tunables.items():
             tunable.check(trainer)
+            wrong = [value for value in self._ends(name) if not _fits(name, tunable.get(trainer), value)]
+            if wrong:
+                raise UnsupportedError(
+                    f"{name!r} cannot be {wrong[0]!r}: it is {tunable.get(trainer)!r} now, and takes {_takes(name)}. "
+                    "Change its values"
+                )
+
+    def _ends(self, name: str) -> list[Value]:
+        """Return all values of a list, or both ends of a range."""
+        space = self.spaces[name]
+        return space.grid(2) if hasattr(space, "grid") else []
 
     def get(self, trainer: pl.Trainer) -> Setting:
         """Return the present setting."""
@@ -325,6 +246,32 @@ class Tunables:
         self.set(trainer, {name: value for name, value in setting.items() if name in outside})
 
 
+_LIMITS: dict[str, tuple[float, float]] = {  # the least value, and the largest
+    "momentum": (0.0, 1.0),
+    "dropout": (0.0, 1.0),
+    "gradient_clip_val": (0.0, math.inf),
+    "lr": (0.0, math.inf),
+    "frozen_depth": (0, math.inf),
+}
+
+
+def _fits(name: str, now: Value, value: Value) -> bool:
+    """Whether a value is of the kind of the present one, and within the limits of its tunable."""
+    low, high = _LIMITS.get(name, (-math.inf, math.inf))
+    if isinstance(now, bool | str) or isinstance(value, bool | str):
+        return type(now) is type(value)
+    return low <= value <= high and not (name == "lr" and value == 0) and not (name == "momentum" and value == 1)
+
+
+def _takes(name: str) -> str:
+    if name == "lr":
+        return "a positive number"
+    if name not in _LIMITS:
+        return "values of that kind"
+    low, high = _LIMITS[name]
+    return f"numbers of at least {low:g}" if math.isinf(high) else f"numbers from {low:g} to {high:g}"
+
+
 def freezer_of(trainer: pl.Trainer) -> Freezer | None:
     """Return the freezer of the Trainer's callback that freezes; None without one, and before its first step."""
     freezing = freezing_of(trainer)
@@ -340,9 +287,7 @@ _NAMED: dict[str, Callable[[], Tunable]] = {
 }
 
 
-def _named(name: str) -> Tunable:
+def _named(name: str, space: Space) -> Tunable:
+    if name == "batch_size":
+        return BatchSize(space)
     return _NAMED[name]() if name in _NAMED else OptimizerOption(name)
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, tuple | list) else 0

@@ -5,9 +5,54 @@ import collections
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
+
+
+class Averages:
+    """As averages of weights are kept beside a model."""
+
+    def __init__(self, net):
+        self.shadow = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+        self.updates = 0
+
+    def update(self, net):
+        self.updates += 1
+        for name, parameter in net.named_parameters():
+            self.shadow[name].lerp_(parameter.detach() + 1, 0.5)
+
+
+class Student(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+        self.hidden = [nn.BatchNorm1d(2)]  # no submodule
+        self.averages = Averages(self.net)
+        self.shared = [self.net]
+        self.data = TensorDataset(torch.zeros(3))
+
+
+def test_hidden_modules_and_own_objects_return():
+    student = Student()
+    teacher, weight = student.hidden[0], student.net.weight.detach().clone()
+    before = ModuleAttributes(student)
+    for _ in range(2):
+        teacher(torch.randn(4, 2))
+        with torch.no_grad():
+            teacher.weight += 1
+            student.net.weight += 1
+        student.averages.update(student.net)
+        student.data.tensors[0].add_(1)
+        before.restore()
+        assert student.hidden == [teacher]
+        assert teacher.weight.tolist() == [1, 1]
+        assert teacher.num_batches_tracked == 0
+        assert student.averages.updates == 0
+        assert torch.equal(student.averages.shadow["weight"], weight)
+    assert torch.equal(student.net.weight, weight + 2)  # parameters are left alone
+    assert student.data.tensors[0].tolist() == [2, 2, 2]  # and data
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from models import Classifier, ConvNet, Validated, equal, fit, images, left_behind, loader
 from ranks import all_well, in_ranks
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_egeria import BranchTuner, Choice, Custom, KnowledgeGuidedFreezing, LogUniform, PrefixFreezing
@@ -225,6 +226,72 @@ def test_nobody_else_sees_a_trial(tmp_path):
     assert not any(row["train/loss"] and row["tuning/lr"] for row in rows)
 
 
+class Augmented(torch.utils.data.Dataset):
+    """Draws random numbers for each sample."""
+
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        return torch.randn(1, 8, 8) + index % 3, index % 3
+
+
+def test_trials_that_are_given_up_draw_no_random_numbers():
+    """Training goes back, on batches that were read ahead."""
+    plain, tuned = Classifier(lr=1e-9), Classifier(lr=1e-9)
+    fit(plain, data=loader(Augmented()), epochs=1)
+    callback = tuner({"lr": Choice([1e-9])}, first_steps=4)
+    fit(tuned, callback, data=loader(Augmented()), epochs=1)
+    assert callback.searches[0].winner is None
+    assert tuned.losses == plain.losses
+
+
+def test_no_trial_passes_a_validation():
+    values = {}
+
+    def run(name, *callbacks):
+        module = Validated()
+        values[name] = []
+        module.on_validation_epoch_end = lambda: values[name].append(float(module.trainer.callback_metrics["val/loss"]))
+        fit(module, *callbacks, data=loader(images(80)), val=loader(), val_check_interval=0.4)
+
+    run("plain")
+    run("tuned", tuner(SAME, first_steps=9))
+    assert values["plain"] == values["tuned"]
+    assert len(values["plain"]) == 6
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_fails_the_branch():
+    plain, module = Classifier(), Classifier()
+    fit(plain)
+    callback = tuner({"lr": Choice([0.05, 1e30])})
+    fit(module, callback, detect_anomaly=True)
+    failed = [one["failed"] for one in callback.searches[0].branches]
+    assert failed[1].startswith("not finite: Function '")
+    assert module.losses == plain.losses
+
+
+def test_a_trial_that_stops_training_does_not():
+    class Stops(Classifier):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.optimizers[0].param_groups[0]["lr"] > 1:
+                self.trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+    assert fit(Stops(), tuner({"lr": Choice([0.05, 30.0])})).global_step == 15
+
+
+def test_a_step_that_ends_the_epoch_is_refused_in_a_trial():
+    class Ends(Classifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 else None
+
+    with pytest.raises(UnsupportedError, match="on_train_batch_start returned -1 in a trial") as raised:
+        fit(Ends(), tuner(SAME, first_steps=4))
+    assert raised.value.__notes__ == ["tuning: this was in a trial of lr=0.05"]
+
+
 class InterruptedForTestError(Exception):
     pass
 
@@ -347,8 +414,8 @@ def test_idle_beside_freezing_it_changes_nothing():
     ("arguments", "message"),
     [
         ({"searcher": "best"}, "searcher must be one of random, grid"),
-        ({"max_trials": 0}, "max_trials must be at least 1"),
-        ({"first_steps": 0}, "first_steps must be at least 1"),
+        ({"max_trials": 0}, "max_trials must be an integer"),
+        ({"first_steps": 0}, "first_steps must be an integer"),
         ({"max_share": 0}, "max_share must be a positive share"),
         ({"stop_patience": 3}, "stop_patience needs the name"),
         ({"tunables": {}}, "tunables must name"),
@@ -387,12 +454,21 @@ def on_a_rank():
     other = Classifier(ConvNet(dropout=0))
     fit(other, several, data=loader(images(80)), devices=2, strategy="ddp")
     records = [{**one.state(), "seconds": None} for one in several.searches]
-    return equal(module, plain), digest(dict(other.named_parameters())), records
+    slow = Classifier(ConvNet(dropout=0), lr=1e-12)
+    sizes = BranchTuner(
+        {"lr": Choice([0.02]), "batch_size": Choice([4])}, first_steps=2, max_share=100, searcher="grid"
+    )
+    bright = TensorDataset(images(80).tensors[0] / 4 + images(80).tensors[1].view(-1, 1, 1, 1), images(80).tensors[1])
+    steps = fit(slow, sizes, data=loader(bright), devices=2, strategy="ddp").global_step
+    changed = [sizes.setting, steps, digest(dict(slow.named_parameters()))]
+    return equal(module, plain), digest(dict(other.named_parameters())), records, changed
 
 
 def test_two_ranks_train_one_setting_as_without_and_agree():
     first, second = all_well(in_ranks(2, on_a_rank))
     assert first == second
-    exact, _, records = first
+    exact, _, records, (setting, steps, _) = first
     assert exact
+    assert setting == {"lr": 0.02, "batch_size": 4}
+    assert steps == 3 * 10
     assert any(record["winner"] for record in records)

@@ -2,8 +2,10 @@
 
 import itertools
 
+import pytest
 import torch
 
+from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.tuning.feed import BranchFeed, Feed
 
 
@@ -38,19 +40,35 @@ def test_each_branch_has_the_batches_of_training():
     plain = drawn(Fetcher(), 5)
     torch.manual_seed(0)
     feed = Feed(Fetcher(), lambda: None)
-    first = drawn(feed.from_here(0), 3)
-    second = drawn(feed.from_here(0), 3)
-    third = drawn(feed.from_here(1), 2)
+    first = drawn(feed.ahead.from_here(0), 3)
+    second = drawn(feed.ahead.from_here(0), 3)
+    third = drawn(feed.ahead.from_here(1), 2)
     assert first == second == plain[:3]
     assert third == plain[1:3]
-    drawn(feed.from_here(0), 3)
+    drawn(feed.ahead.from_here(0), 3)
     feed.skip(3)
     assert drawn(iter(lambda: next(feed), None), 2) == plain[3:]
 
 
+def test_training_on_a_read_batch_has_its_random_numbers():
+    torch.manual_seed(0)
+    plain = drawn(Fetcher(), 4)
+    torch.manual_seed(0)
+    feed = Feed(Fetcher(), lambda: None)
+    drawn(feed.ahead.from_here(0), 3)  # a branch that is given up
+    feed.ahead.kept[0].random.restore()
+    assert drawn(iter(lambda: next(feed), None), 4) == plain
+
+
+def test_a_loader_that_ends_early_is_named():
+    feed = Feed(Fetcher(2), lambda: None)
+    with pytest.raises(TrainingDataError, match="ended after 2 batches of a trial"):
+        drawn(feed.ahead.from_here(0), 3)
+
+
 def test_training_gets_what_longer_branches_have_read():
     feed = Feed(Fetcher(), lambda: None)
-    read = [item[1] for item in itertools.islice(feed.from_here(0), 6)]
+    read = [item[1] for item in itertools.islice(feed.ahead.from_here(0), 6)]
     feed.skip(2)
     left = []
     while not feed.done:
@@ -60,10 +78,10 @@ def test_training_gets_what_longer_branches_have_read():
 
 def test_a_branch_that_changes_its_batch_changes_no_other():
     feed = Feed(Fetcher(), lambda: None)
-    (item,) = itertools.islice(feed.from_here(0), 1)
+    (item,) = itertools.islice(feed.ahead.from_here(0), 1)
     before = item[0].clone()
     item[0].zero_()
-    (again,) = itertools.islice(feed.from_here(0), 1)
+    (again,) = itertools.islice(feed.ahead.from_here(0), 1)
     assert torch.equal(again[0], before)
     assert torch.equal(next(feed)[0], before)
 
@@ -78,4 +96,4 @@ def test_it_stands_for_the_fetcher():
     assert iter(feed) is feed
     assert [next(feed)[1] for _ in range(6)] == list(range(6))
     assert (len(calls), feed.done, feed.fetcher) == (6, True, fetcher)
-    assert BranchFeed(iter([1])).done is False
+    assert BranchFeed(iter([1]), lambda: None).done is False

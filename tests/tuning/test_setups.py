@@ -6,11 +6,14 @@ import pytest
 from models import Classifier
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tuning.setups import check_trainer, most_steps
+from lightning_egeria.tuning.setups import batches_before_validation, check_trainer, most_steps
 
 
-def trainer(batches=20, ready=0, accumulate=1, max_steps=-1, step=0, strategy="SingleDeviceStrategy", module=None):
-    loop = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=ready)))
+def trainer(
+    batches=20, ready=0, accumulate=1, max_steps=-1, step=0, strategy="SingleDeviceStrategy", module=None, **more
+):
+    counted = SimpleNamespace(current=SimpleNamespace(ready=ready), total=SimpleNamespace(ready=40 + ready))
+    loop = SimpleNamespace(batch_progress=counted, _should_check_val_epoch=lambda: True)
     return SimpleNamespace(
         num_training_batches=batches,
         accumulate_grad_batches=accumulate,
@@ -19,6 +22,7 @@ def trainer(batches=20, ready=0, accumulate=1, max_steps=-1, step=0, strategy="S
         strategy=type(strategy, (), {})(),
         lightning_module=module or Classifier(),
         fit_loop=SimpleNamespace(epoch_loop=loop),
+        **{"enable_validation": False, "val_check_interval": 1.0, "check_val_every_n_epoch": 1} | more,
     )
 
 
@@ -34,10 +38,19 @@ SMALL, LARGE = SimpleNamespace(first_bytes=lambda: 8), SimpleNamespace(first_byt
         ({"max_steps": 8, "step": 3}, SMALL, 4),
         ({"batches": 1}, SMALL, 0),
         ({}, LARGE, 4),
+        ({"enable_validation": True, "val_check_batch": 5, "ready": 7}, SMALL, 2),
+        ({"enable_validation": True, "val_check_batch": 6, "check_val_every_n_epoch": None}, SMALL, 1),
+        ({"enable_validation": True, "val_check_batch": float("inf")}, SMALL, 19),
     ],
 )
 def test_most_steps_of_a_trial(arguments, feed, expected):
     assert most_steps(trainer(**arguments), feed) == expected
+
+
+def test_a_share_of_an_epoch_follows_its_length():
+    one = trainer(enable_validation=True, val_check_batch=5, val_check_interval=0.25)
+    assert batches_before_validation(one, 0) == 4
+    assert batches_before_validation(one, 0, length=80) == 19
 
 
 def test_data_without_a_length_are_refused():

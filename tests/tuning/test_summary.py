@@ -33,6 +33,12 @@ def test_golden_summary(name):
     assert summary.label is label
 
 
+def test_rounding_is_no_progress():
+    summary = summarize([1.25, 1.25 - 1e-7], 2)
+    assert (summary.speed, summary.label) == (0.0, Label.UNSTABLE)
+    assert summarize([-1.25, -1.25 - 1e-4], 2).label is Label.CONVERGING
+
+
 @pytest.mark.parametrize("losses", [[], [1.0, NAN], [math.inf], [1.0] * 50 + [-math.inf]])
 def test_a_loss_that_is_not_finite_has_diverged(losses):
     summary = summarize(losses, 1)

@@ -8,7 +8,7 @@ from models import Classifier, ConvNet
 from torch import nn
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tuning.spaces import Choice
+from lightning_egeria.tuning.spaces import Choice, Uniform
 from lightning_egeria.tuning.tunables import Custom, Tunables
 
 
@@ -41,7 +41,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_reads_and_sets_what_it_names(name):
     adam, before, after, look = CASES[name]
-    trainer, tunables = trainer_of(adam=adam), Tunables({name: Choice([1])})
+    trainer, tunables = trainer_of(adam=adam), Tunables({name: Choice([after])})
     tunables.check(trainer)
     assert tunables.get(trainer) == {name: before}
     tunables.set(trainer, {name: after})
@@ -49,11 +49,20 @@ def test_it_reads_and_sets_what_it_names(name):
     assert look(trainer) == after
 
 
-def test_momentum_of_adam_is_its_first_beta():
-    trainer, tunables = trainer_of(adam=True), Tunables({"momentum": Choice([0.5])})
-    tunables.check(trainer)
-    tunables.set(trainer, {"momentum": 0.5})
-    assert trainer.optimizers[0].param_groups[0]["betas"] == (0.5, 0.999)
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"lr": Choice([-0.1])}, "'lr' cannot be -0.1: it is 0.05 now, and takes a positive number"),
+        ({"lr": Choice([True])}, "'lr' cannot be True"),
+        ({"momentum": Uniform(0.5, 1.5)}, "'momentum' cannot be 1.5.*numbers from 0 to 1"),
+        ({"gradient_clip_val": Choice([-1.0])}, "numbers of at least 0"),
+        ({"weight_decay": Choice([0.1, "a"])}, "'weight_decay' cannot be 'a'.*values of that kind"),
+        ({"nesterov": Choice([1])}, "'nesterov' cannot be 1: it is False now"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(space, message):
+    with pytest.raises(UnsupportedError, match=message):
+        Tunables(space).check(trainer_of())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +18,7 @@ from lightning_egeria.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.batches.order import EpochOrder, digest_of, share_of
 from lightning_egeria.errors import TrainingDataError
 
-_INSTEAD = "AdaptiveBatchSize needs one torch DataLoader with batches of a map-style dataset"
+_INSTEAD = "A batch size that changes needs one torch DataLoader with batches of a map-style dataset"
 
 
 @dataclasses.dataclass
@@ -151,6 +151,38 @@ class AdaptedLoader:
             place.share = self._share(place, self._rank)
         self.batches.resume(place.share, [0] * place.batches + sizes)
         self._resumed = place
+
+    def restart(self, sizes: Sequence[int]) -> None:
+        """Let the next time through the loader be this epoch again, behind batches of other sizes.
+
+        Args:
+            sizes: samples in each batch that training is done with.
+
+        Raises:
+            TrainingDataError: if the sampler does not repeat its order.
+        """
+        place = self._place
+        assert place is not None  # an epoch has begun
+        self.batches.resume(self.order(), [0] * place.batches + list(sizes[place.batches :]))
+        self._resumed = place
+
+    def order(self) -> list[Any]:
+        """Return the ids of this process in the epoch in progress, the ones so far included.
+
+        Raises:
+            TrainingDataError: if the sampler does not repeat its order.
+        """
+        place = self._place
+        assert place is not None  # an epoch has begun
+        order = self._share(place, self._rank) if place.share is None else place.share
+        if order[: len(self.batches.ids)] != self.batches.ids:
+            raise TrainingDataError(
+                f"the order of {type(self._sampler).__name__} cannot be repeated, so the size of its batches cannot "
+                "change within an epoch. A sampler repeats it if it draws from torch's random numbers when an epoch "
+                "begins, or from its generator"
+            )
+        place.share = order
+        return order
 
     def _begin(self) -> None:
         """An epoch begins, before the sampler draws."""
