@@ -1,5 +1,8 @@
 """Every exception of the package. All derive from `EgeriaError`, so one `except` catches them."""
 
+import collections.abc
+import difflib
+
 
 class EgeriaError(Exception):
     """Base class of all errors that `lightning_egeria` raises on purpose, each with a message for the user."""
@@ -66,7 +69,7 @@ class PlanError(EgeriaError):
 
 
 class JobError(EgeriaError):
-    """A job is described wrongly, its command cannot be started, or it has failed too often."""
+    """The command of a live job cannot be started or has failed, or another run has its folder."""
 
 
 class WorkflowError(EgeriaError):
@@ -110,3 +113,13 @@ def first_of(names: list[str]) -> str:
     'net.0' - 'net.0' and 2 more
     """
     return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def near_match(word: str, options: collections.abc.Collection[str], prefix: str = "") -> str:
+    """Return the sentence " Did you mean ...?" with the closest option; empty if none is close.
+
+    >>> near_match("dpeth", ["depth", "width"], "model.net.")
+    " Did you mean 'model.net.depth'?"
+    """
+    near = difflib.get_close_matches(word, options, n=1)
+    return f" Did you mean {prefix + near[0]!r}?" if near else ""

@@ -23,3 +23,7 @@ def test_wrong_arguments_are_value_errors_too():
 
 def test_too_few_layers_is_one_way_to_have_no_chain():
     assert issubclass(errors.TooFewLayersError, errors.LayerChainError)
+
+
+def test_nothing_is_near():
+    assert errors.near_match("zzz", ["depth", "width"]) == ""

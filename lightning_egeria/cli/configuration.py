@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_egeria.cli.signatures import check_value, line_of, near_match, parameters_of
-from lightning_egeria.errors import ArgumentError, EgeriaError
+from lightning_egeria.cli.signatures import check_value, line_of, parameters_of
+from lightning_egeria.errors import ArgumentError, EgeriaError, near_match
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel carries conf/ inside the package; a checkout has it beside the package.

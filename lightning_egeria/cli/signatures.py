@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import pydoc
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, near_match
 
 
 def check_value(key: str, value: Any, expected: Any, target: str) -> None:
@@ -64,16 +63,6 @@ def parameters_of(target: str, key: str = "") -> tuple[Mapping[str, inspect.Para
         return {}, True
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     return signature.parameters, open_ended
-
-
-def near_match(word: str, options: Collection[str], prefix: str = "") -> str:
-    """Return the sentence " Did you mean ...?" with the closest option; empty if none is close.
-
-    >>> near_match("dpeth", ["depth", "width"], "model.net.")
-    " Did you mean 'model.net.depth'?"
-    """
-    near = difflib.get_close_matches(word, options, n=1)
-    return f" Did you mean {prefix + near[0]!r}?" if near else ""
 
 
 def line_of(error: BaseException) -> str:

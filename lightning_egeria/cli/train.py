@@ -18,8 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, check, explain
-from lightning_egeria.cli.signatures import near_match
-from lightning_egeria.errors import ArgumentError, UnsupportedError
+from lightning_egeria.errors import ArgumentError, UnsupportedError, near_match
 from lightning_egeria.report.record import FILE_NAME
 
 # Lightning is imported when training starts: each press of the tab key runs this program and waits for it.

@@ -106,11 +106,6 @@ class Fleet:
         """Return how many devices a job shall have now; 0 if it shall wait."""
         return devices_of(self.allocation(name))
 
-    def next_to_start(self) -> LiveJob | None:
-        """Return a waiting job that shall run; None if there is none."""
-        waiting = [job for job in self.active if job.state == "waiting" and not job.starts]
-        return next((job for job in waiting if self.devices(job.description.name)), None)
-
     def started(self, name: str, devices: int) -> None:
         """The process of a job has started."""
         job = self.jobs[name]
@@ -136,7 +131,7 @@ class Fleet:
 
     def _view(self, job: LiveJob, now: float) -> JobView:
         described, hints = job.description, self.hints(job.description.name)
-        most = min(described.most_devices, max(self._cluster.nodes))
+        most = min(described.most, max(self._cluster.nodes))
         return JobView(
             name=described.name,
             submitted=described.arrives_s,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.errors import TraceError
+from lightning_egeria.programs.files import read_at_most
 
 VERSION = 1
 MAX_BYTES = 2**16
@@ -67,8 +68,7 @@ class Hints:
             TraceError: the file cannot be read, or holds no hints of this version.
         """
         try:
-            with path.open("rb") as file:
-                state = json.loads(file.read(MAX_BYTES))
+            state = json.loads(read_at_most(path, MAX_BYTES))
             if state.pop("version") != VERSION:
                 raise ValueError(f"expected version {VERSION}")
             hints = cls(

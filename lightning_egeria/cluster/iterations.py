@@ -87,6 +87,30 @@ class IterationCost:
         used = np.linspace(*memory, modules + 1)[1:]
         return cls(tuple(seconds.tolist()), tuple(used.tolist()))
 
+    @classmethod
+    def read_depths(cls, path: Path, device_bytes: float) -> IterationCost:
+        """Read costs that `lightning_egeria.profiling.depths` has measured and written.
+
+        A depth that was measured to cost less than a smaller one counts as much.
+
+        Args:
+            path: JSON: ``forward_s``, ``backward_s`` and ``bytes`` by depth.
+            device_bytes: memory of a device.
+
+        Raises:
+            TraceError: the file has no such costs, or they do not fit into a device.
+        """
+        try:
+            content = json.loads(path.read_text())
+            columns = [[float(value) for value in content[name]] for name in ("forward_s", "backward_s", "bytes")]
+            forward, backward, used = map(np.array, columns)
+            seconds, shares = np.maximum.accumulate(forward + backward), np.maximum.accumulate(used / device_bytes)
+            if content["version"] != 1 or not np.isfinite(seconds).all() or not 0 < shares.max() <= 1:
+                raise ValueError(f"expected version 1 and at most {device_bytes:g} bytes")
+            return cls(tuple(seconds.tolist()), tuple(shares.tolist()))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise TraceError(f"{path} has no measured costs of an iteration by depth: {error}") from error
+
 
 @dataclasses.dataclass(frozen=True)
 class IterationJob:

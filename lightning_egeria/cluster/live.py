@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -21,12 +22,13 @@ from rich.console import Console
 from lightning_egeria.cluster.fleet import Fleet, LiveJob
 from lightning_egeria.cluster.job_files import JobDescription
 from lightning_egeria.cluster.jobs import Allocation, Cluster, Policy
-from lightning_egeria.cluster.processes import JobProcess, locked
 from lightning_egeria.cluster.ray_session import quiet, started
 from lightning_egeria.cluster.status import Status
 from lightning_egeria.errors import ArgumentError, JobError
+from lightning_egeria.programs.locks import held
+from lightning_egeria.programs.processes import ProgramProcess, kill_marked
 
-DONE, LOG, TUNE = "done", "log.txt", ".tune"
+DONE, LOCK, LOG, TUNE = "done", "lock", "log.txt", ".tune"
 GRACE_S = 30.0  # for a job to write a checkpoint
 POLL_S = 1.0
 _PIN = 0.001  # of a node's own resource, which places a job on it
@@ -42,7 +44,7 @@ class JobTrial(tune.Trainable):  # type: ignore[misc]  # Ray is not there in eac
         """Take the job from the configuration."""
         self._job = JobDescription(**config["job"])
         self._folder, self._resource = Path(config["folder"]) / self._job.name, config["resource"]
-        self._process: JobProcess | None = None
+        self._process: ProgramProcess | None = None
         self._was_restored = False
 
     def step(self) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class JobTrial(tune.Trainable):  # type: ignore[misc]  # Ray is not there in eac
             raise JobError(
                 f"job {self._job.name!r} has ended with status {status}, expected 0. See {self._folder / LOG}"
             )
-        (self._folder / DONE).touch()
+        (self._folder / DONE).write_text(done_mark(self._job))
         return report | {"done": True}
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
@@ -84,11 +86,17 @@ class JobTrial(tune.Trainable):  # type: ignore[misc]  # Ray is not there in eac
             self._process.stop(GRACE_S)
             self._process = None
 
-    def _start(self, devices: int) -> JobProcess:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def _start(self, devices: int) -> ProgramProcess:
+        kill_marked(self._folder)  # what a killed attempt has left
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TUNE_"))}
         environment = inherited | {"EGERIA_DEVICES": str(devices)} | self._job.environment
-        return JobProcess(self._job.arguments(devices, self._folder), self._folder / LOG, environment)
+        arguments, log = self._job.arguments(devices, self._folder), self._folder / LOG
+        try:
+            return ProgramProcess(arguments, self._folder, environment, log=log)
+        except JobError as error:
+            with log.open("a") as file:
+                file.write(f"egeria-cluster: {error}\n")
+            raise
 
 
 class PolicyAllocation:
@@ -224,6 +232,29 @@ class Arrivals(Searcher):  # type: ignore[misc]
         """Nothing was kept."""
 
 
+def done_mark(job: JobDescription) -> str:
+    """Return what the file of a job that is done holds: what it has run."""
+    return json.dumps({"command": job.command, "environment": job.environment}, sort_keys=True)
+
+
+def _is_done(job: JobDescription, folder: Path) -> bool:
+    """Whether an earlier run has done a job.
+
+    Raises:
+        JobError: it was another one.
+    """
+    try:
+        found = (folder / DONE).read_text()
+    except FileNotFoundError:
+        return False
+    if found != done_mark(job):
+        raise JobError(
+            f"job {job.name!r} was done in {folder} with another command or environment. Remove that folder, or name "
+            "another one with --out"
+        )
+    return True
+
+
 def job_of(trial: Trial) -> str:
     """Return the name of the job that a trial runs."""
     return str(trial.config["job"]["name"])
@@ -263,7 +294,11 @@ def run_jobs(
         raise ArgumentError(f"interval_s must be positive and retries at least 0, got {interval_s} and {retries}")
     folder = folder.resolve()
     status = Status(console if console is not None else Console(stderr=True))
-    with locked(folder), quiet(), started(address), contextlib.closing(status):
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with held(folder / LOCK) as free, quiet(), contextlib.closing(status), contextlib.ExitStack() as stack:
+        if not free:
+            raise JobError(f"another run has the jobs in {folder}. Wait for it, or name another folder")
+        stack.enter_context(started(address))
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0) >= 1]
         if not nodes:
             raise JobError(f"the Ray cluster has no {resource}")
@@ -272,8 +307,9 @@ def run_jobs(
         began = time.monotonic()
         fleet = Fleet(jobs, cluster, policy, folder, interval_s, lambda: time.monotonic() - began)
         for name, job in fleet.jobs.items():
-            if (folder / name / DONE).exists():
+            if _is_done(job.description, folder / name):
                 job.state = "done"
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
         if all(job.has_ended for job in fleet.jobs.values()):
             return fleet
         config = {"folder": str(folder), "resource": resource}

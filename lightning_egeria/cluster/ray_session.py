@@ -6,11 +6,16 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 
 import ray
+
+from lightning_egeria.errors import JobError
+
+CONNECT_S = 5.0
 
 
 @contextlib.contextmanager
@@ -22,12 +27,29 @@ def started(address: str | None) -> Iterator[None]:
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
         local = {"include_dashboard": False, "_temp_dir": temporary} if address is None else {}
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+        if address is not None:
+            _check_reachable(address)
         try:
-            yield
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+        except ConnectionError as error:
+            raise JobError(f"no Ray cluster answers at {address}: {error}") from error
+        try:
+            with _sigterm_as_interrupt():
+                yield
         finally:
             with _uninterrupted():
                 ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse an address where nobody listens, which Ray would call for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        return  # "auto", and what Ray itself refuses
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise JobError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -48,6 +70,19 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end the jobs as Ctrl-C does. Ray would end at once, and print a trace of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from lightning_egeria.errors import QueueError
@@ -32,11 +31,11 @@ class Local:
     def check(self, compiled: Compiled) -> None:
         """Refuse a job that this machine has not enough devices for."""
         resources = compiled.job["resources"]
-        devices = int(os.environ.get("EGERIA_DEVICES") or devices_here()[0])
+        devices, _ = devices_here()
         if resources["nodes"] > 1 or resources["devices"] > devices:
             raise QueueError(
-                f"{compiled.name}: wants {resources['nodes']} nodes of {resources['devices']} devices, this machine "
-                f"is one with {devices}. Use -b slurm, or set EGERIA_DEVICES"
+                f"{compiled.name}: wants nodes={resources['nodes']} with devices={resources['devices']} each, this "
+                f"machine is one with {devices}. Use -b slurm, or set EGERIA_DEVICES"
             )
 
     def start(self, jobs: Sequence[tuple[Row, JobFolder]]) -> Mapping[int, str]:
@@ -45,7 +44,8 @@ class Local:
         return {}
 
     def cancel(self, row: Row) -> None:
-        """Nothing: the process that watches the job looks into its folder."""
+        """See that the queue runs: the process that watched the job may have been killed."""
+        ensure_queue(self.home)
 
     def lost(self, rows: Sequence[Row]) -> set[int]:
         """None: the next queue finds what the last one left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from lightning_egeria.workflow.compiler import Compiled, explanation
 from lightning_egeria.workflow.history import History
 from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.listing import table
-from lightning_egeria.workflow.reading import read_description
+from lightning_egeria.workflow.local_queue import queue_runs
+from lightning_egeria.workflow.rules import read_description
 from lightning_egeria.workflow.submission import cancel, refresh, resume, submit
 
 _POLL_S = 0.2
@@ -29,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WorkflowError as error:
         print(f"egeria-jobs: {error.layer}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `egeria-jobs logs 1 | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         print(f"egeria-jobs: {error.filename or 'cannot write'}: {error.strerror or error}", file=sys.stderr)
         return 2
@@ -115,13 +120,19 @@ def _ps(options: argparse.Namespace) -> int:
     home = Home(options.home)
     with home.history() as history:
         used = {row.backend for row in history.unfinished()} - {"local"}
-        refresh(home, history, {name: backend(name, home) for name in sorted(used)})
+        for name in sorted(used):
+            try:
+                refresh(home, history, {name: backend(name, home)})
+            except QueueError as error:  # the others are shown all the same
+                print(f"egeria-jobs: {name} jobs as they were last known: {error}", file=sys.stderr)
         rows = history.unfinished() + history.finished(options.n)
     if options.json:
         for row in rows:
             print(json.dumps(row.content()))
     else:
         print(table(rows, home), end="")
+        if any(row.backend == "local" and not row.state.final for row in rows) and not queue_runs(home):
+            print("no local queue runs: `egeria-jobs queue` goes on with these jobs")
     return 0
 
 

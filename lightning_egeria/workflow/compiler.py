@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_egeria.errors import ArgumentError, CompilationError, DescriptionError, UnsupportedError
+from lightning_egeria.programs.descriptions import Description
 from lightning_egeria.training.combinations import check_combination
 from lightning_egeria.workflow import launch
 from lightning_egeria.workflow.environments import lock_of, requirements_in
 from lightning_egeria.workflow.optimisations import Choice, Facts, Measured, choose
 from lightning_egeria.workflow.provenance import Provenance, installed_distributions, provenance_of
-from lightning_egeria.workflow.reading import Description
 from lightning_egeria.workflow.rules import IN_TABLE
 from lightning_egeria.workflow.rundirs import CODE, EXPLANATION, JOB, LOCK, digest_of, write_run_directory
 from lightning_egeria.workflow.schema import Job
@@ -53,14 +53,14 @@ class Compiler:
     def __init__(self, runs: Path, locks: Path, measured: Callable[[str], Measured | None] = lambda key: None) -> None:
         self.runs, self.locks, self.measured = runs, locks, measured
 
-    def compile(self, description: Description) -> list[Compiled]:
+    def compile(self, description: Description[Job]) -> list[Compiled]:
         """Return the run directory of each combination of the sweep; of one without.
 
         Raises:
             DescriptionError: a name in the description does not exist.
             CompilationError: a file, a lock, a secret or the disk is in the way.
         """
-        job = description.job
+        job = description.content
         provenance = provenance_of(description.folder)
         files = dict(_files(description))
         lock = self._lock(description)
@@ -79,17 +79,17 @@ class Compiler:
 
     def _one(
         self,
-        description: Description,
+        description: Description[Job],
         name: str,
         values: Mapping[str, str],
         shared: Mapping[str, bytes],
         provenance: Provenance,
     ) -> Compiled:
-        content = dataclasses.asdict(description.job)
+        content = dataclasses.asdict(description.content)
         del content["sweep"]
         content["name"] = name
         entry = content["entry"]
-        if description.job.entry.experiment is None:
+        if description.content.entry.experiment is None:
             content["environment"]["variables"] |= values
             choices = choose(content["optimisations"], Facts(trains=False))
         else:
@@ -97,7 +97,7 @@ class Compiler:
             choices, facts, content["cost_key"] = self._methods(description, entry, provenance)
             content["epochs"] = facts.epochs
         content["methods"] = {choice.method: dict(choice.options) for choice in choices if choice.on}
-        content["own_environment"] = _has_own_environment(description.job)
+        content["own_environment"] = _has_own_environment(description.content)
         contents = {
             **shared,
             JOB: _json(content),
@@ -110,13 +110,13 @@ class Compiler:
         return Compiled(name, write_run_directory(self.runs, contents), content, choices)
 
     def _methods(
-        self, description: Description, entry: dict[str, Any], provenance: Provenance
+        self, description: Description[Job], entry: dict[str, Any], provenance: Provenance
     ) -> tuple[list[Choice], Facts, str]:
         """Check an experiment, choose its methods, and complete its overrides."""
         # Not above: only experiments need Hydra, and the classes they name.
         from lightning_egeria.workflow import experiments
 
-        job = description.job
+        job = description.content
         variables = {**os.environ, **job.environment.variables, **_data_variables(description)}
         arguments = experiments.arguments_of(job.entry.experiment or "", entry["overrides"])
         try:
@@ -141,8 +141,8 @@ class Compiler:
         entry["overrides"] = [*entry["overrides"], *methods]
         return choices, facts, key
 
-    def _lock(self, description: Description) -> str:
-        environment = description.job.environment
+    def _lock(self, description: Description[Job]) -> str:
+        environment = description.content.environment
         name = environment.lock or environment.requirements
         if name is None:
             return installed_distributions()
@@ -171,7 +171,7 @@ def _combinations(job: Job) -> Iterator[dict[str, str]]:
         yield dict(zip(job.sweep, values, strict=True))
 
 
-def _inside(description: Description, key: str, name: str) -> Path:
+def _inside(description: Description[Job], key: str, name: str) -> Path:
     """Return a file below the folder of the description."""
     path = description.folder / name
     if not path.resolve().is_relative_to(description.folder.resolve()):
@@ -181,9 +181,9 @@ def _inside(description: Description, key: str, name: str) -> Path:
     return path
 
 
-def _files(description: Description) -> Iterator[tuple[str, bytes]]:
+def _files(description: Description[Job]) -> Iterator[tuple[str, bytes]]:
     size = 0
-    for place, pattern in enumerate(description.job.entry.files):
+    for place, pattern in enumerate(description.content.entry.files):
         key = f"entry.files.{place}"
         if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
             raise CompilationError(description.mistake(key, f"{pattern!r} leaves the folder of the description"))
@@ -201,8 +201,8 @@ def _files(description: Description) -> Iterator[tuple[str, bytes]]:
             yield name, data
 
 
-def _check_data(description: Description) -> None:
-    for name, data in description.job.data.items():
+def _check_data(description: Description[Job]) -> None:
+    for name, data in description.content.data.items():
         path = description.folder / data.path
         key = f"data.{name}"
         if not path.exists():
@@ -213,13 +213,13 @@ def _check_data(description: Description) -> None:
             raise CompilationError(description.mistake(f"{key}.digest", f"{data.path} has the digest {digest}"))
 
 
-def _data_variables(description: Description) -> dict[str, str]:
-    data = description.job.data
+def _data_variables(description: Description[Job]) -> dict[str, str]:
+    data = description.content.data
     return {f"EGERIA_DATA_{name.upper()}": str(description.folder / data[name].path) for name in data}
 
 
-def _check_secrets(description: Description, contents: Mapping[str, bytes]) -> None:
-    for name in description.job.environment.secrets:
+def _check_secrets(description: Description[Job], contents: Mapping[str, bytes]) -> None:
+    for name in description.content.environment.secrets:
         value = os.environ.get(name)
         if value is None:
             message = f"{name} is not set here. Set it for this command, and where the job runs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -14,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_egeria.errors import ExecutionError, WorkflowError
+from lightning_egeria.errors import JobError, WorkflowError
+from lightning_egeria.programs.processes import ProgramProcess, kill_marked
 from lightning_egeria.workflow import preparing
 from lightning_egeria.workflow.jobfolders import JobFolder, State, Status
 from lightning_egeria.workflow.launch import PREEMPTED
-from lightning_egeria.workflow.processes import kill_group, kill_marked, start
 from lightning_egeria.workflow.redaction import Redactor
 from lightning_egeria.workflow.rundirs import read_run_directory
 from lightning_egeria.workflow.schema import quantity
@@ -87,12 +88,29 @@ class Execution:
             status.state, status.message = self._run(job, run, origin)
         except WorkflowError as error:
             status.state, status.message = State.FAILED, f"{error.layer}: {error}"
+        except JobError as error:
+            status.state, status.message = State.FAILED, f"execute: {error}"
         except OSError as error:
             status.state, status.message = State.FAILED, f"execute: {error.filename or ''} {error.strerror or error}"
-        self.folder.settle(status, job["retries"], stopping=self.stop is not None)
-        with contextlib.suppress(OSError):  # the disk is full; the status of the queue says why
+        self._settle(job["retries"])
+        status = self._status
+        with contextlib.suppress(OSError):  # the disk is full
             self.folder.tell("execute", f"attempt {status.attempt}: {status.state} {status.message}".rstrip())
         self._notify(job)
+
+    def _settle(self, retries: int) -> None:
+        """Write how the attempt has ended; waits while the disk is full."""
+        while True:
+            decided = dataclasses.replace(self._status)
+            try:
+                self.folder.settle(decided, retries, stopping=self.stop is not None)
+            except OSError:
+                if not self.folder.path.is_dir():
+                    raise
+                time.sleep(BEAT_S)
+            else:
+                self._status = decided
+                return
 
     def _run(self, job: Mapping[str, Any], run: Path, origin: Path) -> tuple[State, str]:
         folder = self.folder
@@ -103,21 +121,18 @@ class Execution:
         secrets = {name: variables[name] for name in job["environment"]["secrets"]}
         command = preparing.command_for(job, folder, python)
         folder.tell("execute", Redactor(secrets).feed(preparing.explain_command(command).encode()).decode())
+        process = ProgramProcess(command, folder.path, variables, folder.work)
         try:
-            process = start(command, folder.work, variables)
-        except OSError as error:
-            raise ExecutionError(f"cannot start {command[0]}: {error.strerror or error}") from error
-        try:
-            sent = self._watch(process, job, Redactor(secrets))
+            sent, whole = self._watch(process, job, Redactor(secrets))
         finally:
-            kill_group(process)
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        return _outcome(process.returncode, sent)
+            status = process.stop(0)
+        state, message = _outcome(status, sent)
+        return state, message if whole else "; ".join(
+            [*filter(None, [message]), "execute: the log has no end: no room"]
+        )
 
-    def _watch(self, process: subprocess.Popen[bytes], job: Mapping[str, Any], redactor: Redactor) -> State | None:
-        """Wait for the end of a process; returns why it was asked to end, None if it was not."""
+    def _watch(self, process: ProgramProcess, job: Mapping[str, Any], redactor: Redactor) -> tuple[State | None, bool]:
+        """Wait for the end of a process; returns why it was asked to end, if it was, and whether the log is whole."""
         grace = quantity(job["checkpoints"]["grace"])
         limit = job["resources"]["time"]
         asks = time.monotonic() + quantity(limit) - min(grace, quantity(limit) / 2) if limit else float("inf")
@@ -139,13 +154,13 @@ class Execution:
                     self.request(asked)
                 if self.stop is not None and sent is not self.stop:
                     saves = trains and self.stop is State.PREEMPTED
-                    process.send_signal(signal.SIGUSR1 if saves else signal.SIGTERM)
+                    process.ask_to_end(signal.SIGUSR1 if saves else signal.SIGTERM)
                     self.folder.tell("execute", f"asked to end within {grace} s: {self.stop}")
                     sent, killed_at = self.stop, min(killed_at, now + grace)
                 if now >= killed_at:
-                    kill_group(process)
+                    process.kill()
                 output.copy()
-        return sent
+        return sent, not output.full
 
     def _notify(self, job: Mapping[str, Any]) -> None:
         command = job["notifications"].get(self._status.state.value)
@@ -163,9 +178,8 @@ class Execution:
 class _Output:
     """Copies what a process prints to the log. When the disk is full, the job goes on without."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, redactor: Redactor) -> None:
-        assert process.stdout is not None
-        self._pipe, self._redactor = process.stdout.fileno(), redactor
+    def __init__(self, process: ProgramProcess, log: Path, redactor: Redactor) -> None:
+        self._pipe, self._redactor = process.output, redactor
         self._log = log.open("ab", buffering=0)
         self.full = False
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_egeria.errors import ExecutionError, QueueError
+from lightning_egeria.programs.locks import held
 from lightning_egeria.workflow.rundirs import check_owned
 
 MOST_STALLS = 3
@@ -73,6 +74,7 @@ class Submission:
         run: path of the run directory.
         origin: folder of the description; relative data paths start there.
         backend: ``"local"``, ``"slurm"`` or ``"ray"``.
+        python: of the process that submitted it, whose packages the lock lists.
     """
 
     id: int
@@ -80,6 +82,7 @@ class Submission:
     run: str
     origin: str
     backend: str
+    python: str = sys.executable
 
 
 class JobFolder:
@@ -217,13 +220,8 @@ class JobFolder:
     @contextlib.contextmanager
     def watched(self) -> Iterator[bool]:
         """Hold the job: True for the one process that has it, False while another has. Ends with the process."""
-        with (self.path / "lock").open("w") as guard:
-            try:
-                fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+        with held(self.path / "lock") as free:
+            yield free
 
     @property
     def is_watched(self) -> bool:

@@ -30,6 +30,7 @@ def slurm_options(job: Mapping[str, Any]) -> dict[str, Any]:
         "job-name": job["name"],
         "nodes": resources["nodes"],
         "ntasks-per-node": 1,
+        "cpus-per-task": resources["devices"],
         "requeue": True,
         "open-mode": "append",
         "signal": f"USR2@{grace}",
@@ -58,7 +59,7 @@ def ray_job(job: Mapping[str, Any]) -> str:
     resources = job["resources"]
     content: dict[str, Any] = {
         "entrypoint": f"${{EGERIA_JOBS_PYTHON:-python3}} -m {_MODULE} {{folder}}",
-        "entrypoint_num_cpus": 1,
+        "entrypoint_num_cpus": resources["devices"],
         "metadata": {"name": job["name"]},
     }
     if resources["memory"] is not None:

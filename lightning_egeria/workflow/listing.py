@@ -38,12 +38,13 @@ def period(seconds: float) -> str:
 
 
 def _cells(row: Row, home: Home, now: float) -> tuple[str, ...]:
-    note = row.message
+    note, attempt = row.message, row.attempt
     if row.state is State.RUNNING:
-        silent = home.folder(row.id).since_beat()
+        folder = home.folder(row.id)
+        attempt, silent = max(attempt, folder.status().attempt), folder.since_beat()
         if silent is not None and silent > _SILENT_S:
             note = f"no heart-beat for {period(silent)}"
     elif row.state is State.QUEUED and row.after:
         note = f"after {', '.join(map(str, row.after))}"
     since = (row.ended or now) - row.started if row.started is not None else now - row.submitted
-    return str(row.id), row.name, row.state.value, row.backend, str(row.attempt), period(max(since, 0)), note
+    return str(row.id), row.name, row.state.value, row.backend, str(attempt), period(max(since, 0)), note

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TextIO
 
 from lightning_egeria.errors import ExecutionError, QueueError, WorkflowError
+from lightning_egeria.programs.locks import held
+from lightning_egeria.programs.processes import MARK, kill_marked
 from lightning_egeria.workflow.history import History, Row
 from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.jobfolders import JobFolder, State
 from lightning_egeria.workflow.ordering import Order, Waiting
-from lightning_egeria.workflow.processes import MARK
 from lightning_egeria.workflow.refreshing import keep_state
 
 _POLL_S = 0.1
 _STARTS_WITHIN_S = 30.0
+_WAITS_FOR_ROOM_S = 2.0
 _QUEUES: list[subprocess.Popen[bytes]] = []  # that this process has started
 _FAIR_SHARE_S = 7 * 86400.0  # what was used before this long is forgotten
 
@@ -42,6 +44,7 @@ class LocalQueue:
         self.order = Order(devices)
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._passed: dict[int, frozenset[int]] = {}
+        self._said = ""
 
     def run(self) -> None:
         """Work until no job is left."""
@@ -51,13 +54,26 @@ class LocalQueue:
             except BlockingIOError:
                 return  # another process is the queue
             while True:
-                self.step(time.monotonic())
+                try:
+                    self.step(time.monotonic())
+                except (OSError, QueueError) as error:
+                    if not self.home.path.is_dir():
+                        raise
+                    self._wait_for_room(error)
+                    continue
                 with self.history.transaction():
                     if not self.history.unfinished("local"):
                         # Within the transaction: whoever adds a job afterwards finds that there is no queue.
                         fcntl.flock(guard, fcntl.LOCK_UN)
                         return
                 time.sleep(_POLL_S)
+
+    def _wait_for_room(self, error: Exception) -> None:
+        """Say what cannot be written, and wait: the disk is full, say, and what runs goes on."""
+        if str(error) != self._said:
+            self._said = str(error)
+            print(f"schedule: {error}. The queue waits", file=sys.stderr, flush=True)
+        time.sleep(_WAITS_FOR_ROOM_S)
 
     def step(self, now: float) -> None:
         """Look at all jobs once: note which have ended, start and stop."""
@@ -99,7 +115,11 @@ class LocalQueue:
             if not free:
                 return
             status = folder.status()
-            if status.state in (State.RUNNING, State.LOST):  # who watched it was killed
+            if status.state in (State.RUNNING, State.LOST, State.QUEUED):  # who watched it was killed
+                if folder.asked is State.CANCELLED:
+                    kill_marked(folder.path)
+                    self._refuse(row, State.CANCELLED, "")
+                    return
                 status.state, status.message = State.LOST, "execute: the process that watched the job was killed"
                 folder.tell("schedule", status.message)
                 folder.settle(status, retries=0)
@@ -125,7 +145,7 @@ class LocalQueue:
         status = folder.status()
         status.state, status.message, status.ended = state, message, time.time()
         folder.write_status(status)
-        folder.tell("schedule", message.partition(": ")[2])
+        folder.tell("schedule", message.partition(": ")[2] or state.value)
         keep_state(self.history, row, folder)
 
     def _free(self, rows: list[Row]) -> list[int]:
@@ -153,7 +173,7 @@ class LocalQueue:
 
 def start_execution(folder: JobFolder, token: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process that watches a job. What it prints itself goes to the log of the job."""
-    command = [sys.executable, "-m", "lightning_egeria.workflow.execution", str(folder.path), token]
+    command = [folder.submission().python, "-m", "lightning_egeria.workflow.execution", str(folder.path), token]
     with folder.log.open("ab") as log:
         return _detached(command, {**_inherited(), **variables}, log)
 
@@ -182,16 +202,26 @@ def ensure_queue(home: Home, devices: int | None = None) -> None:
 
 def queue_runs(home: Home) -> bool:
     """Whether the queue of a home runs on this machine."""
-    with (home.path / "queue.lock").open("a") as guard:
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    with held(home.path / "queue.lock") as free:
+        return not free
 
 
 def devices_here() -> tuple[int, bool]:
-    """Return how many devices this machine has, and whether they are GPUs; without any, the cores count."""
+    """Return how many devices this machine has, and whether they are GPUs; without any, the cores count.
+
+    The variable EGERIA_DEVICES goes before what is found.
+
+    Raises:
+        QueueError: it is no number.
+    """
+    found, gpus = _devices_found()
+    wanted = os.environ.get("EGERIA_DEVICES") or str(found)
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise QueueError(f"EGERIA_DEVICES: expected a number of devices, got {wanted!r}")
+    return int(wanted), gpus
+
+
+def _devices_found() -> tuple[int, bool]:
     if shutil.which("nvidia-smi"):
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
         gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
@@ -218,11 +248,11 @@ def _detached(command: list[str], variables: Mapping[str, str], log: TextIO | ob
 
 def main(path: str, devices: str | None = None) -> int:
     """Be the queue of a home until no job is left."""
-    found, gpus = devices_here()
     try:
+        found, gpus = devices_here()
         home = Home(Path(path))
         with home.history() as history:
-            LocalQueue(home, history, int(devices or os.environ.get("EGERIA_DEVICES") or found), gpus).run()
+            LocalQueue(home, history, int(devices or found), gpus).run()
     except (WorkflowError, ExecutionError) as error:
         print(f"{error.layer}: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lightning_egeria.programs.files import read_at_most
 from lightning_egeria.workflow.history import Row
 from lightning_egeria.workflow.listing import period
 
@@ -70,10 +71,7 @@ def curves_in(results: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the points (step, value) of each metric that a run of `egeria-train` has recorded; none without."""
     curves: dict[str, list[tuple[float, float]]] = {}
     try:
-        path = results / "egeria.json"
-        if path.stat().st_size > LARGEST_RECORD:
-            return {}
-        for point in json.loads(path.read_text())["metrics"]:
+        for point in json.loads(read_at_most(results / "egeria.json", LARGEST_RECORD))["metrics"]:
             for name, value in point["values"].items():
                 if not name.startswith("egeria/") and math.isfinite(float(value)):
                     curves.setdefault(str(name), []).append((float(point["step"]), float(value)))

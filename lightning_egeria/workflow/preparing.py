@@ -13,7 +13,6 @@ from typing import Any
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.workflow.environments import python_of
 from lightning_egeria.workflow.jobfolders import JobFolder
-from lightning_egeria.workflow.processes import MARK
 from lightning_egeria.workflow.rundirs import CODE, LOCK, digest_of
 
 CHECKPOINT = "last.ckpt"
@@ -34,7 +33,7 @@ def data_for(job: Mapping[str, Any], origin: Path, folder: JobFolder) -> dict[st
     """Return the path of each data set, by the variable that tells it; copies those that are staged.
 
     Raises:
-        ExecutionError: it is missing, or a copy is not what its digest says.
+        ExecutionError: it is missing, or is not what its digest says.
     """
     paths = {}
     for name, data in job["data"].items():
@@ -43,6 +42,8 @@ def data_for(job: Mapping[str, Any], origin: Path, folder: JobFolder) -> dict[st
             raise ExecutionError(f"data.{name}: {path} does not exist on this machine")
         if data["stage"]:
             path = _staged(path, folder.data / name, data["digest"], name)
+        elif data["digest"] is not None and (found := digest_of(path)) != data["digest"]:
+            raise ExecutionError(f"data.{name}: {path} has the digest {found}, expected {data['digest']}")
         paths[f"EGERIA_DATA_{name.upper()}"] = str(path)
     return paths
 
@@ -73,7 +74,6 @@ def variables_for(job: Mapping[str, Any], folder: JobFolder, attempt: int, data:
     inherited = {name: value for name, value in os.environ.items() if keep or not name.startswith("SLURM_")}
     submission = folder.submission()
     own = {
-        MARK: str(folder.path),
         "EGERIA_JOB_ID": str(submission.id),
         "EGERIA_JOB_NAME": submission.name,
         "EGERIA_ATTEMPT": str(attempt),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.parse
 from collections.abc import Mapping
 
 
 class Redactor:
-    """Replaces secrets in a stream of bytes.
+    """Replaces secrets in a stream of bytes, as they are and as Python, JSON and addresses write them.
 
     Args:
         secrets: value of each secret by its name; empty values are none.
@@ -18,7 +20,12 @@ class Redactor:
     """
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
-        self._names = {value.encode(errors="surrogateescape"): name for name, value in secrets.items() if value}
+        self._names = {
+            form.encode(errors="surrogateescape"): name
+            for name, value in secrets.items()
+            for form in _forms(value)
+            if form
+        }
         # The longest first, if one secret begins as another does.
         self._values = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile(b"|".join(re.escape(value) for value in self._values)) if self._values else None
@@ -52,3 +59,8 @@ class Redactor:
 
     def _name(self, match: re.Match[bytes]) -> bytes:
         return b"[" + self._names[match[0]].encode() + b"]"
+
+
+def _forms(value: str) -> set[str]:
+    quoted = urllib.parse.quote(value, safe="", errors="surrogateescape")
+    return {value, repr(value)[1:-1], json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], quoted}

@@ -6,6 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
+from lightning_egeria.programs.files import read_at_most
 from lightning_egeria.workflow.history import History, Row
 from lightning_egeria.workflow.jobfolders import JobFolder, State
 from lightning_egeria.workflow.optimisations import Measured
@@ -42,12 +43,10 @@ def cost_in(results: Path, run: Path) -> Measured:
         OSError, ValueError, KeyError, TypeError: there are none.
     """
     record, savings = results / "egeria.json", results / "savings.json"
-    if record.stat().st_size > LARGEST_RECORD:
-        raise ValueError("too large")
-    steps = json.loads(record.read_text())["steps"]
+    steps = json.loads(read_at_most(record, LARGEST_RECORD))["steps"]
     spent = {name: sum(step[name] * step["batches"] for step in steps) for name in _PHASES}
     whole = sum(spent.values())
-    kept = json.loads(savings.read_text())
+    kept = json.loads(read_at_most(savings, LARGEST_RECORD))
     return Measured(
         fit_s=float(kept["fit_time_s"]),
         epochs=int(json.loads((run / JOB).read_text())["epochs"]),

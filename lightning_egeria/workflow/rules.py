@@ -1,17 +1,31 @@
-"""Rules of a description that its types do not say: what belongs together, and which names exist."""
+"""Reading the description of a job, with the rules that its types do not tell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lightning_egeria.cli.signatures import near_match
-from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.errors import UnsupportedError, near_match
+from lightning_egeria.programs.descriptions import Description, read
 from lightning_egeria.training.combinations import check_combination
-from lightning_egeria.workflow.schema import METHODS
+from lightning_egeria.workflow.schema import METHODS, Job
 
 # The words of a description, and those of the table of combinations.
 IN_TABLE = {"cache": "caching", "selective": "selecting"}
+
+
+def read_description(path: Path, overrides: Sequence[str] = ()) -> Description[Job]:
+    """Read the description of a job.
+
+    Args:
+        path: YAML file.
+        overrides: keys to set, as in ``resources.devices=2``.
+
+    Raises:
+        DescriptionError: with all mistakes, each with its line.
+    """
+    return read(path, Job, broken_rules, overrides)
 
 
 def broken_rules(job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -65,7 +79,10 @@ def _of_optimisations(chosen: Any, trains: bool) -> Iterator[tuple[str, str]]:
     if chosen in ("auto", "none"):
         return
     if not isinstance(chosen, Mapping):
-        yield "optimisations", f"expected auto, none, or methods, got {chosen!r}.{near_match(str(chosen), METHODS)}"
+        near = near_match(str(chosen), [*METHODS, "auto", "none"])
+        if chosen in METHODS:
+            near = f" Write {{{chosen}: true}}"
+        yield "optimisations", f"expected auto, none, or a map of methods, got {chosen!r}.{near}"
         return
     for name, options in chosen.items():
         if name not in METHODS:

@@ -6,18 +6,14 @@ import dataclasses
 import re
 from typing import Any
 
-# A key may say, beside its type: a pattern of its text, a smallest value, the schema of a free form, and its meaning.
+from lightning_egeria.programs.descriptions import key
+
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"
 _PERIOD = r"[1-9][0-9]*[smhd]"
 _SIZE = r"[1-9][0-9]*(MB|GB|TB)"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 METHODS = ("freezing", "cache", "selective", "partial", "tuning", "goodput")
-
-
-def key(help: str, **rules: Any) -> dict[str, Any]:
-    """Return what a field says of itself: its meaning, and ``pattern``, ``least``, ``form`` or ``keys``."""
-    return {"help": help, **rules}
 
 
 _COMMAND = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}

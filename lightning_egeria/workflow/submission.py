@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def submit(
             handles = _handles(history, backend, waits)
             share = one.job["queue"]["share"] or getpass.getuser()
             id = history.add({**one.job, "name": one.name}, one.path, backend.name, share, waits)
-            submission = Submission(id, one.name, str(one.path), str(origin.absolute()), backend.name)
+            submission = Submission(id, one.name, str(one.path), str(origin.absolute()), backend.name, sys.executable)
             folder = JobFolder.create(home.jobs / str(id), submission)
             write_whole(folder.path / "after", "\n".join(handles))
             folders.append(folder)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from lightning_egeria.cli.signatures import check_value, line_of, near_match, parameters_of
+from lightning_egeria.cli.signatures import check_value, line_of, parameters_of
 from lightning_egeria.errors import ArgumentError
 
 
@@ -74,10 +74,6 @@ def test_a_target_that_is_not_there(target, words):
     with pytest.raises(ArgumentError, match=r"^key: cannot find") as error:
         parameters_of(target, "key")
     assert words in str(error.value)
-
-
-def test_nothing_is_near():
-    assert near_match("zzz", ["depth", "width"]) == ""
 
 
 def test_a_message_is_one_line():

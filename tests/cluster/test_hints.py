@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -60,4 +61,10 @@ def test_what_is_no_hints_is_refused(text, tmp_path):
 
 def test_missing_hints_are_refused(tmp_path):
     with pytest.raises(TraceError, match="holds no hints"):
+        Hints.read(tmp_path / "hints.json")
+
+
+def test_a_pipe_does_not_hold_up_the_scheduler(tmp_path):
+    os.mkfifo(tmp_path / "hints.json")
+    with pytest.raises(TraceError, match="no ordinary file"):
         Hints.read(tmp_path / "hints.json")

@@ -18,18 +18,18 @@ from rich.console import Console
 pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
 
 from lightning_egeria.cluster.job_files import JobDescription
-from lightning_egeria.cluster.live import LOG, run_jobs
+from lightning_egeria.cluster.live import LOCK, LOG, run_jobs
 from lightning_egeria.cluster.policies import POLICIES
-from lightning_egeria.cluster.processes import locked
 from lightning_egeria.errors import ArgumentError, JobError
+from lightning_egeria.programs.locks import held
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # those of Ray
 JOB = Path(__file__).with_name("live_job.py")
 
 
 def job(name, epochs, arrives_s=0.0, devices=1, most=2):
-    command = (sys.executable, str(JOB), "{folder}", "{devices}", str(epochs))
-    return JobDescription(name, command, arrives_s, devices, most, {"CUDA_VISIBLE_DEVICES": ""})
+    command = [sys.executable, str(JOB), "{folder}", "{devices}", str(epochs)]
+    return JobDescription(command, devices, most, arrives_s, {"CUDA_VISIBLE_DEVICES": ""}, name=name)
 
 
 def run(jobs, folder, policy="fair", **options):
@@ -152,7 +152,7 @@ def test_a_stopped_command_leaves_nothing_and_goes_on(number, tmp_path):
 
 
 def test_a_job_that_fails_too_often_is_given_up(tmp_path):
-    wrong = JobDescription("wrong", (sys.executable, "-c", "raise SystemExit(3)"))
+    wrong = JobDescription([sys.executable, "-c", "raise SystemExit(3)"], name="wrong")
     fleet, changes = run([wrong, job("right", 2)], tmp_path, retries=1)
     assert fleet.jobs["wrong"].state == "failed"
     assert fleet.jobs["right"].state == "done"
@@ -160,7 +160,7 @@ def test_a_job_that_fails_too_often_is_given_up(tmp_path):
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
-    with locked(tmp_path), pytest.raises(JobError, match="another run has the jobs"):
+    with held(tmp_path / LOCK), pytest.raises(JobError, match="another run has the jobs"):
         run([job("one", 1)], tmp_path)
 
 

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
 
-from lightning_egeria.cluster.ray_session import quiet
+from lightning_egeria.cluster.ray_session import quiet, started
+from lightning_egeria.errors import JobError
 
 
 def test_quiet_restores_what_it_changes():
@@ -17,3 +18,9 @@ def test_quiet_restores_what_it_changes():
         assert not logging.getLogger("ray.tune").isEnabledFor(logging.CRITICAL)
     assert dict(os.environ) == environment
     assert logging.getLogger("ray.tune").level == level
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "no.such.host.invalid:6379"])
+def test_an_address_where_nobody_listens_is_refused_at_once(address):
+    with pytest.raises(JobError, match=f"no Ray cluster answers at {address}"), started(address):
+        pass

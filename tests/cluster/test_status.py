@@ -14,7 +14,7 @@ from lightning_egeria.cluster.status import Status, table_of
 
 
 def fleet_in(folder):
-    jobs = [JobDescription(name, ("true",), most_devices=2) for name in ("first", "second")]
+    jobs = [JobDescription(["true"], most_devices=2, name=name) for name in ("first", "second")]
     return Fleet(jobs, Cluster((2,)), FairShare(), folder, 60.0, lambda: 0.0)
 
 

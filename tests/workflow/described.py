@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_egeria.workflow.backends import Local
 from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.jobfolders import JobFolder, Submission
-from lightning_egeria.workflow.reading import read_description
+from lightning_egeria.workflow.rules import read_description
 from lightning_egeria.workflow.submission import submit
 
 PYTHON = sys.executable

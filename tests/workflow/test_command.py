@@ -7,6 +7,7 @@ import pytest
 from described import until
 from leftovers import child_processes
 
+from lightning_egeria.errors import QueueError
 from lightning_egeria.workflow import command
 from lightning_egeria.workflow.command import main
 from lightning_egeria.workflow.history import History
@@ -75,8 +76,25 @@ def test_mistakes_are_one_message_with_their_layer(jobs, tmp_path):
     assert jobs("compile", "job.yaml", "--set", "environment.lock=x")[2].startswith(
         "egeria-jobs: compile: environment.lock=x"
     )
-    assert "wants 1 nodes of 3 devices" in jobs("submit", "job.yaml", "--set", "resources.devices=3")[2]
+    assert "wants nodes=1 with devices=3 each" in jobs("submit", "job.yaml", "--set", "resources.devices=3")[2]
     assert jobs("digest", "none")[2] == "egeria-jobs: none: No such file or directory\n"
+
+
+def test_a_back_end_that_does_not_answer_hides_no_job(jobs, tmp_path, monkeypatch):
+    jobs("ps")
+    job = {"name": "far", "queue": {"priority": 0}, "resources": {"devices": 1}}
+    with History(tmp_path / "home" / "history.sqlite") as history, history.transaction():
+        history.add(job, tmp_path, "slurm", "me")
+        history.add({**job, "name": "near"}, tmp_path, "local", "me")
+
+    def refuse(name, home):
+        raise QueueError("nobody answers")
+
+    monkeypatch.setattr(command, "backend", refuse)
+    status, shown, said = jobs("ps")
+    assert (status, said) == (0, "egeria-jobs: slurm jobs as they were last known: nobody answers\n")
+    assert shown.splitlines()[1].startswith("1   far")
+    assert shown.splitlines()[-1].startswith("no local queue runs")
 
 
 def test_schema_and_digest(jobs, tmp_path):

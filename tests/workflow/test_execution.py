@@ -40,7 +40,10 @@ def test_a_job_that_ends_well(tmp_path):
     [
         ("exit 3", "execute: ended with status 3; its log says why"),
         ("kill -TERM $$", "execute: ended by SIGTERM"),
-        (["no-such-program", "; touch x"], "execute: cannot start no-such-program: No such file or directory"),
+        (
+            ["no-such-program", "; touch x"],
+            "execute: the command 'no-such-program' cannot be started: No such file or directory",
+        ),
     ],
 )
 def test_a_job_that_fails_says_why(command, message, tmp_path):

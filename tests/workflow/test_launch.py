@@ -17,6 +17,7 @@ SLURM = """#!/bin/sh
 #SBATCH --job-name=tune.0
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=USR2@120
@@ -36,7 +37,7 @@ def test_the_files_stay_as_they_are():
     assert slurm_script(JOB) == SLURM
     assert json.loads(ray_job(JOB)) == {
         "entrypoint": "${EGERIA_JOBS_PYTHON:-python3} -m lightning_egeria.workflow.execution {folder}",
-        "entrypoint_num_cpus": 1,
+        "entrypoint_num_cpus": 2,
         "entrypoint_memory": 16 * 10**9,
         "metadata": {"name": "tune.0"},
     }

@@ -124,8 +124,9 @@ def test_a_gpu_job_sees_its_own_devices(home, history):
 
 
 def test_the_log_has_what_keeps_a_watcher_from_starting(home, history, monkeypatch):
-    id = add(home, history, "true")
-    monkeypatch.setattr(local_queue.sys, "executable", "/no/python")
+    with monkeypatch.context() as patch:
+        patch.setattr(local_queue.sys, "executable", "/no/python")  # of the process that submits
+        id = add(home, history, "true")
     LocalQueue(home, history, 1).step(0.0)
     assert history.get(id).message.startswith("schedule: cannot start a process")
 
@@ -147,6 +148,45 @@ class _Ended:
         return 1
 
 
+def test_a_job_that_nobody_watches_can_be_cancelled(home, history):
+    """Nobody watches the job any more, and its process has ended with who watched it."""
+    id = add(home, history, "touch up; exec sleep 60")
+    queue = LocalQueue(home, history, 1)
+    queue.step(0.0)
+    until((home.folder(id).work / "up").exists)
+    (watcher,) = queue._children.values()
+    watcher.kill()
+    watcher.wait()
+    home.folder(id).ask(State.CANCELLED)
+    LocalQueue(home, history, 1).run()
+    assert (history.get(id).state, home.folder(id).status().state) == (State.CANCELLED, State.CANCELLED)
+
+
+def test_a_watcher_that_ends_at_once_is_given_up(home, history, monkeypatch):
+    monkeypatch.setattr(local_queue, "start_execution", lambda *_: subprocess.Popen(["true"]))
+    id = add(home, history, "true")
+    LocalQueue(home, history, 1).run()
+    assert history.get(id).state is State.FAILED
+    assert "stopped 3 times in a row" in history.get(id).message
+
+
+def test_a_full_disk_is_waited_for(home, history, monkeypatch, capsys):
+    ids, steps = [add(home, history, "true")], []
+    step = LocalQueue.step
+
+    def full_at_first(queue, now):
+        steps.append(now)
+        if len(steps) < 3:
+            raise OSError(28, "No space left on device")
+        step(queue, now)
+
+    monkeypatch.setattr(local_queue, "_WAITS_FOR_ROOM_S", 0.01)
+    monkeypatch.setattr(LocalQueue, "step", full_at_first)
+    LocalQueue(home, history, 1).run()
+    assert states(history, *ids) == ["done"]
+    assert capsys.readouterr().err.count("No space left on device. The queue waits") == 1
+
+
 def test_devices_here(monkeypatch):
     monkeypatch.setattr(local_queue.shutil, "which", lambda name: "/bin/x")
     listed = subprocess.CompletedProcess([], 0, "GPU 0: x\nGPU 1: y\n")
@@ -154,3 +194,9 @@ def test_devices_here(monkeypatch):
     assert devices_here() == (2, True)
     monkeypatch.setattr(local_queue.shutil, "which", lambda name: None)
     assert devices_here() == (len(os.sched_getaffinity(0)), False)
+    monkeypatch.setenv("EGERIA_DEVICES", "7")
+    assert devices_here() == (7, False)
+    for wrong in ("two", "0", "-1"):
+        monkeypatch.setenv("EGERIA_DEVICES", wrong)
+        with pytest.raises(local_queue.QueueError, match=f"a number of devices, got '{wrong}'"):
+            devices_here()

@@ -39,6 +39,10 @@ def test_data_are_staged_and_checked(tmp_path):
         data_for(job, tmp_path, folder)
     with pytest.raises(ExecutionError, match="does not exist on this machine"):
         data_for(job, tmp_path / "elsewhere", folder)
+    job["data"]["images"]["stage"] = False
+    (tmp_path / "images" / "1").write_text("z")  # since it was compiled
+    with pytest.raises(ExecutionError, match=r"data\.images: .*images has the digest .* expected"):
+        data_for(job, tmp_path, folder)
 
 
 def test_files_of_the_job_may_change_where_it_works(tmp_path):

@@ -1,3 +1,6 @@
+import json
+from urllib.parse import quote
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +27,15 @@ def test_what_holds_no_secret_stays(parts, seed):
         b"".join(redactor.feed(text[place : place + 2].encode()) for place in range(0, len(text), 2)) + redactor.end()
     )
     assert shown.decode() == text
+
+
+def test_other_ways_to_write_a_secret():
+    secret = 'a"b\\c\n/é'
+    as_json = f"{json.dumps(secret)} {json.dumps([secret], ensure_ascii=False)}"
+    shown = f"{secret} {secret!r} {as_json} {quote(secret, safe='')}"
+    redactor = Redactor({"KEY": secret})
+    found = (redactor.feed(shown.encode()) + redactor.end()).decode()
+    assert found == '[KEY] \'[KEY]\' "[KEY]" ["[KEY]"] [KEY]'
 
 
 def test_only_what_may_be_a_secret_is_held_back():

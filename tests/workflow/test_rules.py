@@ -28,6 +28,7 @@ def test_a_good_job_breaks_none():
         ({"environment": {"requirements": "a", "lock": "b"}}, "a lock has the requirements already"),
         ({"environment": {"secrets": ["A"], "variables": {"A": "1"}}}, "environment.variables.A: is a secret too"),
         ({"optimisations": "atuo"}, "Did you mean"),
+        ({"optimisations": "freezing"}, "got 'freezing'. Write {freezing: true}"),
         ({"optimisations": {"freezng": True}}, "optimisations.freezng: no such method. Did you mean 'freezing'?"),
         ({"optimisations": {"freezing": True}}, "a command takes no methods"),
         ({"entry": EXPERIMENT, "optimisations": {"cache": "yes"}}, "expected true, false or options, got 'yes'"),
@@ -38,6 +39,6 @@ def test_a_good_job_breaks_none():
 )
 def test_each_rule(keys, expected):
     if expected == "Did you mean":
-        expected = "expected auto, none, or methods, got 'atuo'"
+        expected = "expected auto, none, or a map of methods, got 'atuo'. Did you mean 'auto'?"
     (found,) = broken(**keys)
     assert expected in found

@@ -1,4 +1,4 @@
-"""Reading the description of a job: each mistake with its line and the near match."""
+"""Descriptions in YAML files, read along the types of dataclasses: each mistake with its line and the near match."""
 
 from __future__ import annotations
 
@@ -6,34 +6,46 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import yaml
 
-from lightning_egeria.cli.signatures import near_match
-from lightning_egeria.errors import DescriptionError
-from lightning_egeria.workflow.schema import Job
+from lightning_egeria.errors import DescriptionError, near_match
 
 LARGEST_BYTES = 2**20
 DEEPEST = 30
 _CORE = "tag:yaml.org,2002:"
-_PLAIN = {"str", "int", "float", "bool", "null", "timestamp", "map", "seq"}
 _WANTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
+Rules = Callable[[Mapping[str, Any]], Iterator[tuple[str, str]]]
+_Content = TypeVar("_Content")
+
+
+def key(help: str, **rules: Any) -> dict[str, Any]:
+    """Return the metadata of a field of a dataclass that a file describes.
+
+    Args:
+        help: what it means.
+        rules: ``pattern`` of its text, ``least`` value, ``keys``: a pattern of the names in a map, ``form``: the JSON
+            schema of a field of type Any, which may be ``nullable``.
+    """
+    return {"help": help, **rules}
+
+
 @dataclasses.dataclass
-class Description:
-    """A job as it was described.
+class Description(Generic[_Content]):
+    """What a file describes.
 
     Attributes:
-        job: the job.
-        path: file of the description.
-        lines: line of each key, by its dotted path.
+        content: as a dataclass.
+        path: of the file.
+        lines: file and line of each key, by its dotted path.
     """
 
-    job: Job
+    content: _Content
     path: Path
     lines: dict[str, str]
 
@@ -50,11 +62,15 @@ class Description:
         return f"{self.lines.get(near, self.path.name)}: {key}: {message}"
 
 
-def read_description(path: Path, overrides: Sequence[str] = ()) -> Description:
-    """Read the description of a job.
+def read(
+    path: Path, kind: type[_Content], rules: Rules = lambda values: iter(()), overrides: Sequence[str] = ()
+) -> Description[_Content]:
+    """Read a description.
 
     Args:
         path: YAML file.
+        kind: dataclass whose fields have the metadata of `key`.
+        rules: yields the key and the message of each mistake in plain values that the types do not tell.
         overrides: keys to set, as in ``resources.devices=2``.
 
     Raises:
@@ -67,19 +83,32 @@ def read_description(path: Path, overrides: Sequence[str] = ()) -> Description:
     except (OSError, UnicodeError) as error:
         raise DescriptionError(f"{path}: cannot read it: {error}") from error
     root = _parsed(text, path.name)
+    if not isinstance(root, yaml.MappingNode):
+        wanted = " and ".join(required_of(kind))
+        raise DescriptionError(f"{path.name}:1: expected keys such as {wanted}, got {_kind(root)}")
     reader = _Reader()
     for override in overrides:
         reader.override(root, override)
-    values = reader.structure(root, Job, "")
+    values = reader.structure(root, kind, "")
     if not reader.mistakes:
-        reader.check(values)
+        reader.check(values, rules)
     if reader.mistakes:
         raise DescriptionError("\n".join(reader.mistakes))
-    return Description(built(Job, values), path.absolute(), reader.lines)
+    return Description(built(kind, values), path.absolute(), reader.lines)
+
+
+def required_of(kind: Any) -> list[str]:
+    """Return the fields of a dataclass that have no default."""
+    missing = dataclasses.MISSING
+    return [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is missing and field.default_factory is missing
+    ]
 
 
 def built(kind: Any, values: Any) -> Any:
-    """Return a dataclass of the schema from plain values that fit."""
+    """Return a value of a type, dataclasses included, from plain values that fit."""
     kind = _without_none(kind)
     if values is None:
         return None
@@ -92,7 +121,7 @@ def built(kind: Any, values: Any) -> Any:
     return values
 
 
-def _parsed(text: str, name: str) -> yaml.MappingNode:
+def _parsed(text: str, name: str) -> yaml.Node:
     try:
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -111,9 +140,8 @@ def _parsed(text: str, name: str) -> yaml.MappingNode:
         raise DescriptionError(f"{name}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise DescriptionError(f"{name}: not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(root, yaml.MappingNode):
-        raise DescriptionError(f"{name}:1: expected keys such as name and entry, got {_kind(root)}")
-    _name_lines(root, name)
+    if root is not None:
+        _name_lines(root, name)
     return root
 
 
@@ -172,10 +200,9 @@ class _Reader:
                 continue
             self.lines[_joined(path, name)] = value.where
             values[name] = self.value(value, hints[name], fields[name].metadata, _joined(path, name))
-        for name, field in fields.items():
-            absent = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            if absent and name not in values:
-                self.wrong(node, _joined(path, name), f"is missing: {field.metadata['help']}")
+        for name in required_of(kind):
+            if name not in values:
+                self.wrong(node, _joined(path, name), f"is missing: {fields[name].metadata['help']}")
         return values
 
     def pairs(self, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
@@ -213,7 +240,7 @@ class _Reader:
 
     def sequence(self, node: yaml.Node, kind: Any, rules: Mapping[str, Any], path: str) -> list[Any]:
         if not isinstance(node, yaml.SequenceNode):
-            self.wrong(node, path, f"expected a list, got {_kind(node)}. Write [{_kind(node)}]")
+            self.wrong(node, path, f"expected a list, got {_kind(node)}")
             return []
         return [self.value(part, kind, rules, f"{path}.{place}") for place, part in enumerate(node.value)]
 
@@ -260,12 +287,9 @@ class _Reader:
             return node.value.lower() == "true"
         return node.value
 
-    def check(self, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, Any], rules: Rules) -> None:
         """Check what the types do not say."""
-        # Not above: what stands there needs this module's errors only.
-        from lightning_egeria.workflow.rules import broken_rules
-
-        for key, message in broken_rules(values):
+        for key, message in rules(values):
             near = key
             while near not in self.lines:
                 near = near.rpartition(".")[0]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_egeria.errors import DescriptionError
-from lightning_egeria.workflow.reading import read_description
+from lightning_egeria.workflow.rules import read_description
 
 GOOD = "name: a\nentry: {command: [python, train.py]}\n"
 
@@ -64,14 +64,14 @@ def test_what_a_file_may_not_hold(text, expected, tmp_path):
 def test_texts_stay_as_they_stand(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(GOOD + 'environment:\n  variables: {A: 1e-3, B: no, C: "two\\nlines", D: 012}\n')
-    variables = read_description(path).job.environment.variables
+    variables = read_description(path).content.environment.variables
     assert variables == {"A": "1e-3", "B": "no", "C": "two\nlines", "D": "012"}
 
 
 def test_keys_on_the_command_line(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(GOOD)
-    job = read_description(path, ["resources.devices=2", "optimisations=none", "name=b"]).job
+    job = read_description(path, ["resources.devices=2", "optimisations=none", "name=b"]).content
     assert (job.resources.devices, job.optimisations, job.name) == (2, "none", "b")
     assert "resources.device=2: resources.device: no such key" in mistakes(tmp_path, GOOD, "resources.device=2")[0]
     assert mistakes(tmp_path, GOOD, "x") == ["cannot read 'x' as a setting. Write key=value, as in resources.devices=2"]

@@ -1,0 +1,1 @@
+"""Programs that run as jobs: how a file describes them, and how their processes start and end. Imports no torch."""

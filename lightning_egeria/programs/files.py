@@ -1,0 +1,23 @@
+"""Reading files that a job has written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def read_at_most(path: Path, most: int) -> bytes:
+    """Return the content of a file. A pipe or a device in its place could hold up the reader for ever.
+
+    Raises:
+        OSError: it cannot be read, is no ordinary file, or is larger than ``most`` bytes.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(file, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(f"{path} is no ordinary file")
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise OSError(f"{path} is larger than {most} bytes")
+    return content
