@@ -29,7 +29,7 @@ from lightning_egeria.training.epoch_length import set_epoch_length
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
 
-HINTS_EVERY_S = 30.0
+FIRST_HINTS_S, HINTS_EVERY_S = 1.0, 30.0  # a young job knows more every second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class BatchSizeSteps(pl.Callback):
         self._done = 0  # batches of this epoch
         self._window: list[int] = []  # samples of the batches of this step, in this process
         self._backwards, self._steps_before = 0, 0
-        self._hinted = -math.inf
+        self._hinted, self._hint_pause = -math.inf, FIRST_HINTS_S
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start to measure."""
@@ -267,9 +267,9 @@ class BatchSizeSteps(pl.Callback):
 
     def _write_hints(self, trainer: Any, last: bool = False) -> None:
         path, now = self._settings.hints, time.monotonic()
-        if path is None or not trainer.is_global_zero or (now - self._hinted < HINTS_EVERY_S and not last):
+        if path is None or not trainer.is_global_zero or (now - self._hinted < self._hint_pause and not last):
             return
-        self._hinted = now
+        self._hinted, self._hint_pause = now, min(2 * self._hint_pause, HINTS_EVERY_S)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.control.hints(self.changes.now.replicas).write(path)

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import adaptive_job as adaptive
 import pytest
 import yaml
 from live_job import SAMPLES
@@ -20,6 +21,7 @@ pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow install
 from lightning_egeria.cluster.job_files import JobDescription
 from lightning_egeria.cluster.live import LOCK, LOG, run_jobs
 from lightning_egeria.cluster.policies import POLICIES
+from lightning_egeria.cluster.pollux import Pollux
 from lightning_egeria.errors import ArgumentError, JobError
 from lightning_egeria.programs.locks import held
 
@@ -32,10 +34,16 @@ def job(name, epochs, arrives_s=0.0, devices=1, most=2):
     return JobDescription(command, devices, most, arrives_s, {"CUDA_VISIBLE_DEVICES": ""}, name=name)
 
 
+def adaptive_job(name, epochs, arrives_s=0.0):
+    command = [sys.executable, adaptive.__file__, "{folder}", "{devices}", str(epochs)]
+    return JobDescription(command, 1, 2, arrives_s, {"CUDA_VISIBLE_DEVICES": ""}, name=name)
+
+
 def run(jobs, folder, policy="fair", **options):
     """Run jobs; return the fleet, and the changes that were shown."""
     shown = io.StringIO()
-    fleet = run_jobs(jobs, POLICIES[policy](), folder, interval_s=2, console=Console(file=shown, width=200), **options)
+    policy = POLICIES[policy]() if isinstance(policy, str) else policy
+    fleet = run_jobs(jobs, policy, folder, interval_s=2, console=Console(file=shown, width=200), **options)
     return fleet, re.findall(r"^(\w+): (.*)$", shown.getvalue(), re.MULTILINE)
 
 
@@ -83,6 +91,41 @@ def test_jobs_arrive_share_and_end(tmp_path):
     again, changes = run([job("first", 240)], tmp_path)
     assert again.jobs["first"].state == "done"
     assert again.jobs["first"].starts == 0
+
+
+class Listening(Pollux):
+    """Keeps what each job said of itself when devices were given away."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def allocate(self, jobs, cluster, current, now):
+        for job in jobs:
+            self.known.setdefault(job.name, []).append(job.model)
+        return super().allocate(jobs, cluster, current, now)
+
+
+def test_pollux_follows_the_hints_of_jobs_that_adapt(tmp_path):
+    """Jobs with `AdaptiveBatchSize`: they tell their goodput, get devices by it, and see each sample once an epoch."""
+    epochs, policy = {"first": 150, "second": 30}, Listening()
+    jobs = [adaptive_job("first", epochs["first"]), adaptive_job("second", epochs["second"], 15.0)]
+    fleet, changes = run(jobs, tmp_path, policy)
+    assert {one.state for one in fleet.jobs.values()} == {"done"}
+    for name, count in epochs.items():
+        seen = (tmp_path / name / "seen").read_text().split()
+        assert seen == [str(count)] * adaptive.SAMPLES
+        assert sorted({epoch for epoch, _ in epochs_of(tmp_path, name)}) == list(range(count))
+        # Nothing is known before a job has run, then its goodput.
+        assert policy.known[name][0] is None
+        assert policy.known[name][-1].goodput(1, 1) > 0
+    assert fleet.hints("first").profiled == 2
+    assert fleet.hints("first").progress > 0
+    # Alone, two devices are worth it; both have one when they are two; the last one gets both back.
+    of_first = [state for name, state in changes if name == "first"]
+    assert of_first.count("running on 2 devices") == 2
+    assert "running on 1 device" in of_first[of_first.index("running on 2 devices") :]
+    assert not alive(str(tmp_path))
 
 
 def test_tiresias_keeps_gangs_whole(tmp_path):
