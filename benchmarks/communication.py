@@ -184,6 +184,27 @@ def link(rate: str):
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
+def in_two_ranks(script: str, rate: str) -> list:
+    """Run a script with its own arguments as two ranks, on a link of a rate; returns what rank 0 printed as JSON."""
+    with link(rate) as (prefixes, device, address):
+        environment = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": "29511"}
+        processes = [
+            subprocess.Popen(
+                [*prefix, sys.executable, script, *sys.argv[1:], "--rank", str(number), "--device", device],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL if number else subprocess.PIPE,
+                text=True,
+            )
+            for number, prefix in enumerate(prefixes)
+        ]
+        answer, complaints = processes[0].communicate()
+        processes[1].wait()
+    if any(process.returncode for process in processes):
+        sys.exit(f"a process failed:\n{complaints}")
+    return json.loads(answer.splitlines()[-1])
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -199,29 +220,13 @@ def main() -> None:
     if options.rank is not None:
         rank(options)
         return
-    with link(options.rate) as (prefixes, device, address):
-        environment = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": "29511"}
-        processes = [
-            subprocess.Popen(
-                [*prefix, sys.executable, __file__, *sys.argv[1:], "--rank", str(number), "--device", device],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL if number else subprocess.PIPE,
-                text=True,
-            )
-            for number, prefix in enumerate(prefixes)
-        ]
-        answer, complaints = processes[0].communicate()
-        processes[1].wait()
-    if any(process.returncode for process in processes):
-        sys.exit(f"a process failed:\n{complaints}")
+    rows = in_two_ranks(__file__, options.rate)
     print(
         f"{options.model}, batch {options.batch_size} on each of 2 ranks, link {options.rate}, {platform.machine()}, "
         f"torch {torch.__version__}, lightning {lightning.__version__}"
     )
     print("        gradients  sent by a rank (MB)       step (ms)            callback/   of an unfrozen")
     print("frozen  (MB)       callback   by hand   callback   by hand   by hand     step")
-    rows = json.loads(answer.splitlines()[-1])
     for row in rows:
         ours, hand = row["callback seconds"], row["by hand seconds"]
         print(

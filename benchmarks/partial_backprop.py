@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.communication import link
+from benchmarks.communication import in_two_ranks
 from lightning_egeria import LayerChain, StructuredPartialBackprop
 from lightning_egeria.network.paused import PausedPrefix
 
@@ -179,23 +178,7 @@ def main() -> None:
     if options.link is None and not options.straggler:
         backward_by_cut(options)
         return
-    with link(options.link or "0") as (prefixes, device, address):
-        environment = {**os.environ, "MASTER_ADDR": address, "MASTER_PORT": "29517"}
-        processes = [
-            subprocess.Popen(
-                [*prefix, sys.executable, __file__, *sys.argv[1:], "--rank", str(number), "--device", device],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL if number else subprocess.PIPE,
-                text=True,
-            )
-            for number, prefix in enumerate(prefixes)
-        ]
-        answer, complaints = processes[0].communicate()
-        processes[1].wait()
-    if any(process.returncode for process in processes):
-        sys.exit(f"a process failed:\n{complaints}")
-    rows = json.loads(answer.splitlines()[-1])
+    rows = in_two_ranks(__file__, options.link or "0")
     print(f"two ranks, width {options.width}, batch {options.batch_size}, link {options.link or 'loopback'}")
     for form, sleep, seconds in rows:
         slowed = f", rank 1 sleeps {1000 * sleep:g} ms in each pass of a block" if sleep else ""

@@ -46,7 +46,7 @@ class _Term(NamedTuple):
 
 
 def per_sample_losses(step: Callable[[], Any], samples: int) -> Tensor:
-    """Run a training step without gradients of the network, and return the loss of each sample.
+    """Run a training step, and return the loss of each sample. Call it without gradients of the network.
 
     The mean of the result is the loss that the step returned; its sum is, if the step uses losses with
     ``reduction="sum"`` only. That is checked in each call.
@@ -66,7 +66,7 @@ def per_sample_losses(step: Callable[[], Any], samples: int) -> Tensor:
             masks, losses written by hand, samples that are not the first dimension.
     """
     mode = _PerSample(samples)
-    with torch.no_grad(), mode:
+    with mode:
         output = step()
     return _combined(_loss_of(output), mode.terms)
 
@@ -104,29 +104,29 @@ def _combined(loss: Tensor, terms: list[_Term]) -> Tensor:
     only_sums = all(term.reduction == "sum" for term in terms)
     weights: tuple[Tensor | None, ...] = (None,) * len(terms)
     if loss.requires_grad:
-        weights = torch.autograd.grad(
-            loss.sum(), [term.reduced for term in terms], retain_graph=True, allow_unused=True
-        )
+        with torch.enable_grad():
+            total = loss.sum()
+        weights = torch.autograd.grad(total, [term.reduced for term in terms], retain_graph=True, allow_unused=True)
     rows, size = torch.zeros_like(terms[0].rows), loss.detach().abs().double().max()
     for term, weight in zip(terms, weights, strict=True):
         if weight is not None:
             factor = len(term.rows) if term.reduction == "sum" and not only_sums else 1
             rows = rows + weight * term.rows * factor
             size = size.maximum((weight * term.reduced.detach()).abs().double())
-    total, returned = rows.double().sum() if only_sums else rows.double().mean(), loss.detach().double().sum()
+    summed, returned = rows.double().sum() if only_sums else rows.double().mean(), loss.detach().double().sum()
     kinds = [loss.dtype, *(term.rows.dtype for term in terms)]
     tolerance = max(_TOLERANCE.get(kind, _TOLERANCE_OF_OTHERS) for kind in kinds)
-    if bool((total - returned).abs() > tolerance * size):  # NaN and infinity are the training's own
+    if bool((summed - returned).abs() > tolerance * size):  # NaN and infinity are the training's own
         names = ", ".join(term.name for term in terms)
         raise PerSampleLossError(
-            f"the losses of the samples ({names}) give {float(total):.6g}, and the training step returned "
+            f"the losses of the samples ({names}) give {float(summed):.6g}, and the training step returned "
             f"{float(returned):.6g}. Class weights, ignored targets, masks and losses written by hand do this. {_ASK}"
         )
     return rows.detach()
 
 
-class _PerSample(TorchFunctionMode):
-    """Records the losses, and lets gradients flow from them to what the step returns.
+class _Losses(TorchFunctionMode):
+    """Sees the loss functions that a step calls.
 
     Attributes:
         terms: each loss so far.
@@ -141,11 +141,21 @@ class _PerSample(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LOSSES:
-            term = _term_of(func, args, kwargs, self._samples)
-            if term is not None:
-                self.terms.append(term)
-                return term.reduced
+        term = _term_of(func, args, kwargs, self._samples) if func in _LOSSES else None
+        return self.called(func, args, kwargs, term)
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], term: _Term | None) -> Any:
+        """Return the result of a call; ``term`` is its loss, None if it is none."""
+        raise NotImplementedError
+
+
+class _PerSample(_Losses):
+    """Lets gradients flow from the losses to what the step returns, and from nothing else."""
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], term: _Term | None) -> Any:
+        if term is not None:
+            self.terms.append(term)
+            return term.reduced
         if any(self._leads_to_a_term(tensor) for tensor in tensor_leaves((args, kwargs))):
             with torch.enable_grad():
                 return func(*args, **kwargs)
@@ -157,27 +167,13 @@ class _PerSample(TorchFunctionMode):
         return True
 
 
-class _Beside(TorchFunctionMode):
-    """Records the losses of a step that trains.
+class _Beside(_Losses):
+    """Leaves the step as it is."""
 
-    Attributes:
-        terms: each loss so far.
-    """
-
-    def __init__(self, samples: int) -> None:
-        super().__init__()
-        self.terms: list[_Term] = []
-        self._samples = samples
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], term: _Term | None) -> Any:
         result = func(*args, **kwargs)
-        if func in _LOSSES:
-            term = _term_of(func, args, kwargs, self._samples)
-            if term is not None:
-                self.terms.append(term._replace(reduced=result))
+        if term is not None:
+            self.terms.append(term._replace(reduced=result))
         return result
 
 

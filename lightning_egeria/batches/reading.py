@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
 
 class Rereading(Protocol):
-    """Reads chosen samples of a loader again, without the cost of loading and computing them anew."""
+    """Lets a batch be looked at before samples of it are trained, and reads these again without loading them."""
 
     def last_ids(self) -> tuple[Any, ...]:
-        """Ids of the samples of the batch that the loader yielded last."""
-
-    def is_cheap(self) -> bool:
-        """Whether samples of the last batch can be read again as they are."""
-
-    def read(self, ids: Sequence[Any]) -> Any:
-        """Return a batch of some samples."""
+        """Return the ids of the samples of the batch that the loader yielded last, in the order of its rows."""
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
-        """For the time in which the last batch is looked at, and is not trained."""
+        """While the model runs on the last batch, which is not trained as it is."""
+
+    def read(self, ids: Sequence[Any]) -> Any:
+        """Return a batch of samples that this epoch has yielded; None if some of them would have to be loaded."""
+
+    def trains(self) -> None:
+        """Tell that the batch read last, or else yielded last, is trained next."""
 
 
 class BatchSource:
@@ -34,6 +34,7 @@ class BatchSource:
 
     Args:
         loader: the user's loader.
+        wrap_collate: returns a collate function to use in the place of the user's; None: use the user's.
 
     Attributes:
         loader: as above.
@@ -45,8 +46,9 @@ class BatchSource:
     [([4, 3], (4, 3)), ([2, 1], (2, 1)), ([0], (0,))]
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, wrap_collate: Callable[[Any], Any] | None = None) -> None:
         self.loader = loader
+        self._wrap_collate = wrap_collate
         self.rereading: Rereading | None = getattr(type(loader), "rereading", None)
         self._ids: deque[tuple[Any, ...]] = deque()
         self._inner: tuple[Any, DataLoader[Any]] | None = None
@@ -86,7 +88,7 @@ class BatchSource:
         inner: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=_Followed(loader.batch_sampler, self._ids),
-            collate_fn=loader.collate_fn,
+            collate_fn=loader.collate_fn if self._wrap_collate is None else self._wrap_collate(loader.collate_fn),
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,

@@ -79,6 +79,15 @@ class Rows:
             )
         return cls(structure, columns, samples)
 
+    @property
+    def form(self) -> str:
+        """What samples must have in common to be joined, in words."""
+        kinds = [
+            f"{tuple(column.shape[1:])} {column.dtype}" if isinstance(column, (Tensor, np.ndarray)) else "list"
+            for column in self.columns
+        ]
+        return f"{type(self.structure).__name__} of {', '.join(kinds)}"
+
     def take(self, rows: Index) -> Rows:
         """Return some of the samples, in the order of ``rows``."""
         return Rows(self.structure, [_taken(column, rows) for column in self.columns], len(rows))
@@ -97,8 +106,8 @@ class Rows:
         first = parts[0]
         if len(parts) == 1:
             return first
-        if any(_form(part) != _form(first) for part in parts):
-            forms = sorted({_form(part) for part in parts})
+        if any(part.form != first.form for part in parts):
+            forms = sorted({part.form for part in parts})
             raise RowsError(
                 f"samples of several batches cannot be joined, because their structure or shape differs: "
                 f"{' and '.join(forms[:2])}. Pad all samples to one shape, or use mode='in_batch'"
@@ -153,7 +162,7 @@ def _put_together(structure: Any, columns: list[Any]) -> Any:
 
 def _taken(column: Any, rows: Index) -> Any:
     if isinstance(column, Tensor):
-        return column[torch.from_numpy(rows).to(column.device)]
+        return column.index_select(0, torch.from_numpy(rows).to(column.device))  # of a lazy tensor, lazy
     if isinstance(column, np.ndarray):
         return column[rows]
     return type(column)(column[row] for row in rows.tolist())
@@ -165,12 +174,3 @@ def _joined(columns: tuple[Any, ...]) -> Any:
     if isinstance(columns[0], np.ndarray):
         return np.concatenate(columns)
     return type(columns[0])(element for column in columns for element in column)
-
-
-def _form(rows: Rows) -> str:
-    """What parts must have in common to be joined, in words."""
-    kinds = [
-        f"{tuple(column.shape[1:])} {column.dtype}" if isinstance(column, (Tensor, np.ndarray)) else "list"
-        for column in rows.columns
-    ]
-    return f"{type(rows.structure).__name__} of {', '.join(kinds)}"

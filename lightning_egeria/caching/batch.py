@@ -66,6 +66,9 @@ class Owner(Protocol):
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
 
+    def dropped(self, batch: CachedBatch) -> None:
+        """The batch does not run."""
+
     def touched_late(self, batch: CachedBatch) -> None:
         """The program reads inputs after the end of their batch."""
 
@@ -266,6 +269,13 @@ class CachedBatch:
             read.future.cancel()
         self._owner.finish(self)
 
+    def drop(self) -> None:
+        """The batch does not run."""
+        self._is_over, self.front = True, None
+        for read in self.reads:
+            read.future.cancel()
+        self._owner.dropped(self)
+
     def _is_of(self, read: Read, known: npt.NDArray[np.uint64], made: npt.NDArray[np.uint64]) -> Flags:
         """Which entries were computed from these samples, and from what the program made of them; ``[places]``."""
         level, entries = read.level, self.entries[read.places]
@@ -285,7 +295,7 @@ class CachedBatch:
         return same
 
     def _touched(self) -> None:
-        if self._is_over and self.was_touched is None:
+        if self._is_over and self.was_touched is None and self.front is not None:  # else it was not counted
             self._owner.touched_late(self)
         if self.was_touched is None and any(self.lazy):
             frame: Any = sys._getframe(1)

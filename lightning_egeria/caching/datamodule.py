@@ -13,15 +13,17 @@ from torch.utils.data import DataLoader
 
 from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
-from lightning_egeria.caching.loader import Line, is_asked_by_loop, why_not
+from lightning_egeria.caching.loader import Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.recording import Limits
+from lightning_egeria.caching.rereading import CachedRereading
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.errors import ArgumentError, CacheError
 from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.loops import is_asked_by_loop
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
 from lightning_egeria.training.wrapping import WrappingDataModule
@@ -174,6 +176,7 @@ class FrozenPrefixCache(WrappingDataModule):
         line = Line(loader, make_stream, self._epochs if training else _forever, arrived)
         cache.add(name, line)
         if training:
+            type(line.loader).rereading = CachedRereading(line, cache.looking, cache.arrived_for_training)
             if self._bar_entry is not None:
                 self._bar_entry.remove()
             self._bar_entry = BarEntry(self.trainer, "cached", line.stream.progress_text)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,21 @@ class PrefixCache(Observer):
         if self._last is not None:
             self._last.tape.settle()  # what the program has kept of the last batch
         self._last = self._training
-        if self._training is not None and self._front is not None and (path := self._front.missing()) is not None:
-            for line in self.lines.values():
-                line.stream.stop(f"the frozen module {path!r} was replaced, or its forward")
-        if self._front is not None:
-            self._front.batch = self._training
+        self._enter(self._training)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """While the model runs on the training batch that arrived last, which is not trained as it is."""
+        self._look()
+        batch, self._training = self._training, None
+        self._enter(batch)
+        try:
+            yield
+        finally:
+            if batch is not None and batch.began is None and self._front is not None:
+                self._front.batch = None  # the model did not run, which says nothing about the cache
+                batch.drop()
+            self._end()
 
     def batch_end(self) -> None:
         """The training batch is over."""
@@ -109,6 +120,14 @@ class PrefixCache(Observer):
         if self._front is not None:
             self._front.close()
         self._front = None
+
+    def _enter(self, batch: CachedBatch | None) -> None:
+        """Have a batch of the training loader go through the front."""
+        if batch is not None and self._front is not None and (path := self._front.missing()) is not None:
+            for line in self.lines.values():
+                line.stream.stop(f"the frozen module {path!r} was replaced, or its forward")
+        if self._front is not None:
+            self._front.batch = batch
 
     def _end(self) -> None:
         """The batch in the front is over."""

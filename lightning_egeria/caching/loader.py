@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import (
@@ -26,11 +23,11 @@ from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker
 from lightning_egeria.caching.plan import Plan
 from lightning_egeria.caching.stream import Stream
+from lightning_egeria.training.loops import is_asked_by_loop
 
 # These draw random numbers before the first batch and behind the last, so reading them ahead in between moves no draw.
 _KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 LOOK_AHEAD_BATCHES = 3
-_FRAMES = 16  # from the loop of Lightning to the iterator of a loader
 
 
 def why_not(loader: Any) -> str | None:
@@ -76,6 +73,7 @@ class Line:
     Attributes:
         stream: plans, serves and records.
         loader: what to give to Lightning: a copy of the user's loader.
+        last: the batch that was handed on last, or its plan if it has nothing to do with the cache.
     """
 
     def __init__(
@@ -85,6 +83,7 @@ class Line:
         epochs: Callable[[bool], tuple[int, int | None]],
         arrived: Callable[[CachedBatch | None], None],
     ) -> None:
+        self.last: CachedBatch | Plan | None = None
         self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
         self.loader: Any = copy.copy(loader)
         elsewhere = functools.partial(load_in_worker, self.loader, self._dataset) if loader.num_workers else None
@@ -109,6 +108,18 @@ class Line:
         # At once, as the user's does: it draws a random number and starts the workers.
         return self._batches(iter(self._planned(loader)))
 
+    def again(self, ids: Sequence[Any]) -> tuple[Any, CachedBatch] | None:
+        """Return a batch of samples that this pass has had; None if one would have to be loaded."""
+        started = time.perf_counter()
+        plan = self.stream.plan_again(ids)
+        if plan is None:
+            return None
+        loaded = self._dataset.from_stores(plan)
+        if loaded is None:
+            return None
+        batch, cached = self.stream.receive(loaded, time.perf_counter() - started)
+        return None if cached is None else (batch, cached)
+
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""
         self.close_workers()
@@ -123,6 +134,7 @@ class Line:
                 except StopIteration:
                     return
                 batch, cached = self.stream.receive(loaded, time.perf_counter() - started)
+                self.last = cached if cached is not None else loaded.plan
                 del loaded
                 self._arrived(cached)
                 yield batch
@@ -162,18 +174,6 @@ class Line:
         if self._inner is not None and (iterator := vars(self._inner[1]).get("_iterator")) is not None:
             iterator._shutdown_workers()
         self._inner = None
-
-
-def is_asked_by_loop() -> bool:
-    """Whether a loop of Lightning asks for a loader or its iterator, and not a callback or the user's code."""
-    frame: Any = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return False
-        if isinstance(frame.f_locals.get("self"), (_DataFetcher, _DataLoaderSource)):
-            return True
-        frame = frame.f_back
-    return False
 
 
 class _Plans:

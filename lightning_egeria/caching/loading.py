@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,34 @@ class PlannedDataset:
             found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs)))
         for position, leaves in stored.items():
             found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
+        return self._collated(plan, found, stored, fields, structures[0], drew)
+
+    def from_stores(self, plan: Plan) -> Loaded | None:
+        """Return a batch without loading a sample; None if its stores lack one."""
+        size, stored = len(plan.ids), self._stored(plan)
+        if len(stored) < size:
+            return None
+        tape = Tape(Keys(), size, lambda places: self.tensors(plan, places), lambda: None)
+        found = {at: with_leaves(plan.structure, iter(_with_rows(tape, stored[at], at))) for at in stored}
+        return self._collated(plan, found, stored, {}, plan.structure, None)
+
+    def _collated(
+        self,
+        plan: Plan,
+        found: Mapping[int, Any],
+        stored: Collection[int],
+        fields: Mapping[int, bytes | None],
+        structure: Any,
+        drew: str | None,
+    ) -> Loaded:
+        size = len(plan.ids)
         batch = self.collate([found[position] for position in range(size)])
         return Loaded(
             _send(batch, keep_rows=bool(stored)),
             plan,
             tuple(position in stored for position in range(size)),
             tuple(fields.get(position) for position in range(size)),
-            structures[0],
+            structure,
             drew,
         )
 

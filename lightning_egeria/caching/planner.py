@@ -17,7 +17,7 @@ from lightning_egeria.caching.batch import Read
 from lightning_egeria.caching.data_state import changed, digests_of
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.levels import Rows
+from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Mode, Plan
 from lightning_egeria.caching.trial import BatchSizes
@@ -116,18 +116,11 @@ class Planner:
         Raises:
             CacheError: the ids cannot be numbered.
         """
-        number, self._next = self._next, self._next + 1
         self._largest = max(self._largest, len(ids))
-        plan = Plan(number, tuple(ids), front=fronts)
-        self._reads[number] = []
+        plan, entries = self._begun(ids, front, fronts)
         if front is None:
             return plan
-        numbers = self._numbers_of(plan.ids)
-        view = self._epoch % self._views if self._views else 0
-        entries = np.array(numbers, np.int64) * max(1, self._views) + view
-        seeds = tuple(seed_of(self._seed, one, view) for one in numbers) if self._views else None
-        plan = dataclasses.replace(plan, entries=tuple(entries.tolist()), seeds=seeds)
-        if self._observes(number - self._received):
+        if self._observes(plan.number - self._received):
             return plan
         if self._levels.at(front.depth) is not None:
             return self._plan_reads(plan, entries, front)
@@ -135,6 +128,35 @@ class Planner:
             return self._plan_reads(plan, entries, front) if len(self._levels) else plan
         self.trial_planned = True
         return dataclasses.replace(plan, mode=Mode.TRIAL)
+
+    def plan_again(self, ids: Sequence[Any], front: Front, fronts: int) -> Plan | None:
+        """Plan a batch of samples that were planned before; None unless entries hold all that is wanted of them.
+
+        Args:
+            ids: as in `plan`.
+            front: as in `plan`.
+            fronts: as in `plan`.
+        """
+        level = self._levels.at(front.depth)
+        if level is None or not self.leaves_out or not self.inputs or self.sizes.verdict(len(ids)) is False:
+            return None
+        plan, entries = self._begun(ids, front, fronts)
+        there = level.present(entries) & level.verified[entries]
+        plan = dataclasses.replace(
+            plan,
+            mode=Mode.FOLLOWED,
+            inputs=self.inputs,
+            structure=self.structure,
+            stores=(level.store.folder,),
+            stored=tuple(np.where(there, 0, -1).tolist()),
+            stamps=tuple(level.stamps[entries, 0].tolist()),
+        )
+        plan = self.last_look(plan)
+        if min(plan.stored) < 0:
+            self._reads.pop(plan.number)
+            return None
+        self._reads[plan.number].append(self._read(plan, level, np.arange(len(entries)), entries, front))
+        return plan
 
     def last_look(self, plan: Plan) -> Plan:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
@@ -179,7 +201,7 @@ class Planner:
             return plan
         plan = dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
         checks = self._is_check()
-        stored, pin = np.full(size, -1), front.device.type == "cuda"
+        stored = np.full(size, -1)
         reads = self._reads[plan.number]
         levels = list(reversed(self._levels.all))
         for number, level in enumerate(levels):
@@ -188,8 +210,7 @@ class Planner:
                 break  # rows of this size are compared, all of them
             if len(places):
                 stored[places] = number
-                future = self._levels.reader.submit(plan.number, partial(level.read, entries[places], pin))
-                reads.append(Read(level, places, future))
+                reads.append(self._read(plan, level, places, entries, front))
         if not self.leaves_out or not self.inputs or proven is None or checks:
             return dataclasses.replace(plan, checks=checks and bool(reads))
         stamps = np.zeros(size, np.uint64)
@@ -198,6 +219,24 @@ class Planner:
             stamps = np.where(stored == number, level.stamps[entries, 0], stamps)
         folders = tuple(level.store.folder for level in levels)
         return dataclasses.replace(plan, stores=folders, stored=tuple(stored.tolist()), stamps=tuple(stamps.tolist()))
+
+    def _begun(self, ids: Sequence[Any], front: Front | None, fronts: int) -> tuple[Plan, Rows]:
+        """The next plan, with the entries of its samples if something is cached."""
+        number, self._next = self._next, self._next + 1
+        plan = Plan(number, tuple(ids), front=fronts)
+        self._reads[number] = []
+        if front is None:
+            return plan, np.empty(0, np.int64)
+        numbers = self._numbers_of(plan.ids)
+        view = self._epoch % self._views if self._views else 0
+        entries = np.array(numbers, np.int64) * max(1, self._views) + view
+        seeds = tuple(seed_of(self._seed, one, view) for one in numbers) if self._views else None
+        return dataclasses.replace(plan, entries=tuple(entries.tolist()), seeds=seeds), entries
+
+    def _read(self, plan: Plan, level: Level, places: Rows, entries: Rows, front: Front) -> Read:
+        """Begin to read the rows of some samples."""
+        read = partial(level.read, entries[places], front.device.type == "cuda")
+        return Read(level, places, self._levels.reader.submit(plan.number, read))
 
     def _is_check(self) -> bool:
         self._since_check += 1

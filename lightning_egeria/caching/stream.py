@@ -147,6 +147,12 @@ class Stream:
             self.stop(str(error))
             return self._planner.plan(ids, None, self._fronts)
 
+    def plan_again(self, ids: Sequence[Any]) -> Plan | None:
+        """Plan a batch of samples that were planned before; None unless entries hold all that is wanted of them."""
+        if self.front is None or self.front.renewals != self._renewals:
+            return None
+        return self._planner.plan_again(ids, self.front, self._fronts)
+
     def last_look(self, plan: Plan) -> Plan:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
         return self._planner.last_look(plan) if self.front is not None else plan
@@ -231,6 +237,11 @@ class Stream:
             self.stop(f"it does not pay: {judgement[1]}")
         elif judgement is not None:
             self._notices.inform(f"the cache of {self._name} pays: {judgement[1]}")
+
+    def dropped(self, batch: CachedBatch) -> None:
+        """The batch does not run."""
+        if batch.eager:
+            self._planner.trial_planned = False
 
     def touched_late(self, batch: CachedBatch) -> None:
         """The program reads inputs after the end of their batch."""

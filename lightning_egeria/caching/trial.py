@@ -78,7 +78,7 @@ class BatchSizes:
     """Sizes of batches whose rows have the same bits as those that entries were computed in."""
 
     def __init__(self, size: int | None = None, smaller: Sequence[int] = ()) -> None:
-        self._verdicts: dict[int, bool] = {size: True} if size is not None else {}
+        self._verdicts = dict.fromkeys([*smaller, *([size] if size is not None else [])], True)
         self._agreed: dict[int, int] = {}
         self._smaller = list(smaller)
 

@@ -41,8 +41,12 @@ class SavedActivations:
     def _save(self, tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._counted:
-                self._counted.add(storage.data_ptr())
+            try:
+                address = storage.data_ptr()
+            except RuntimeError:  # a subclass without memory of its own
+                return tensor
+            if address not in self._counted:
+                self._counted.add(address)
                 self._kept.append(tensor.detach())
                 self.nbytes += storage.nbytes()
         return tensor

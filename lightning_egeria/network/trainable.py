@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -45,6 +46,19 @@ class TrainableParameters:
             return float(optimizers[number].param_groups[group]["lr"])
         except (IndexError, KeyError, TypeError, ValueError):
             return math.nan
+
+
+@contextlib.contextmanager
+def nothing_trains(module: nn.Module) -> Iterator[None]:
+    """Let no parameter of a module require a gradient meanwhile; gradients stay enabled, as in training."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def without_part_in(loss: Tensor, module: nn.Module) -> list[str]:

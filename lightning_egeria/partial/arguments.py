@@ -34,7 +34,8 @@ class PartialArguments:
         named, every = isinstance(self.depths, str), self.rotate_every_n_steps
         if named and self.depths not in NAMED:
             raise ArgumentError(f"depths must be one of {NAMED} or a list of numbers, got {self.depths!r}")
-        if not named and (not self.depths or any(type(depth) is not int or depth < 1 for depth in self.depths)):
+        given = hasattr(self.depths, "__len__") and len(self.depths) > 0
+        if not named and (not given or any(type(depth) is not int or depth < 1 for depth in self.depths)):
             raise ArgumentError(f"depths must have a whole number of at least 1 for each rank, got {self.depths!r}")
         check_min_share(self.min_share)
         if every is not None and (type(every) is not int or every < 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from lightning_egeria.selecting.stats import SelectionStats
 from lightning_egeria.selecting.window import Window
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.loops import is_asked_by_loop
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.wrapping import WrappingDataModule
 
@@ -88,13 +90,15 @@ class SelectiveBackprop(WrappingDataModule):
         for name, value, known in (("mode", mode, MODES), ("schedule", schedule, SCHEDULES)):
             if value not in known:
                 raise ArgumentError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-        if share is not None and not 0 < share <= 1:
-            raise ArgumentError(f"share must be in (0, 1], got {share}")
+        if share is not None and (not isinstance(share, Real) or not 0 < share <= 1):
+            raise ArgumentError(f"share must be a number in (0, 1], got {share!r}")
         if share is not None and mode == "queue":
             raise ArgumentError("share is for mode='in_batch'; with mode='queue', beta decides how much is kept")
         for name, number in (("staleness", staleness), ("seed", seed)):
-            if number < 0:
-                raise ArgumentError(f"{name} must be at least 0, got {number}")
+            if type(number) is not int or number < 0:
+                raise ArgumentError(f"{name} must be a whole number of at least 0, got {number!r}")
+        if per_sample_loss is not None and not callable(per_sample_loss):
+            raise ArgumentError(f"per_sample_loss must be a function, got {per_sample_loss!r}")
         self.beta, self.mode, self.history, self.staleness = beta, mode, history, staleness
         self.share = share if share is not None or mode == "queue" else 1 / (beta + 1)
         self.schedule, self.per_sample_loss, self.seed = schedule, per_sample_loss, seed
@@ -142,7 +146,7 @@ class SelectiveBackprop(WrappingDataModule):
         """
         loader = self.datamodule.train_dataloader()
         trainer = self.trainer
-        if self._follower is None or trainer is None:
+        if self._follower is None or trainer is None or not is_asked_by_loop():
             return loader
         if isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader":
             raise UnsupportedError(
@@ -152,7 +156,8 @@ class SelectiveBackprop(WrappingDataModule):
         if isinstance(batch_size, int) and batch_size > self.history:
             raise ArgumentError(f"history must be at least the batch size, got {self.history} and {batch_size}")
         loader = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
-        if self.staleness and not BatchSource(loader).has_ids:
+        source = BatchSource(loader)
+        if self.staleness and not source.has_ids:
             raise UnsupportedError(
                 f"staleness={self.staleness} needs the id of each sample, and a {type(loader).__name__} over "
                 f"{type(getattr(loader, 'dataset', None)).__name__} has none. Use a map-style dataset, or staleness=0"
@@ -160,7 +165,7 @@ class SelectiveBackprop(WrappingDataModule):
         if self._batches is not None:
             self._batches.close()
         settings = Settings(self.make_rule(), self.window, self.share, self.seed)
-        side = TrainerSide(trainer, self.per_sample_loss)
+        side = TrainerSide(trainer, self.per_sample_loss, from_cache=source.rereading is not None)
         self._batches = SelectedBatches(loader, settings, self._table, side, self.selection)
         if self._resumed is not None:
             with checkpoint_read("selective backprop"):

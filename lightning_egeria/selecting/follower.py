@@ -44,6 +44,7 @@ class Follower(pl.Callback):
         """Take over schedulers, validation and the training step, as far as they are needed."""
         if self._loader() is None:
             return
+        _end_epoch_of_checkpoint(trainer)
         if self._by_seen:
             self._pace = PaceOfSeen(trainer)
         if self._table is not None:
@@ -121,3 +122,11 @@ class Follower(pl.Callback):
             self._current = current
         self._table.update(ids, losses.double().cpu().numpy(), self._epoch)
         return output
+
+
+def _end_epoch_of_checkpoint(trainer: pl.Trainer) -> None:
+    """Begin a new epoch where a checkpoint is from the last batch of one, although Lightning counts more batches."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    batches = trainer.num_training_batches
+    if loop.restarted_on_train_batch_end and loop.batch_progress.is_last_batch and batches != float("inf"):
+        loop.batch_progress.current.completed = int(batches) - 1  # Lightning adds the one in progress

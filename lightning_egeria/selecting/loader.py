@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from lightning_egeria.batches.reading import BatchSource
 from lightning_egeria.batches.rows import Rows, samples_of
 from lightning_egeria.errors import ArgumentError
+from lightning_egeria.selecting.collating import InOrder
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.queue import Piece, SelectionQueue, joined, waiting_rows
+from lightning_egeria.selecting.queue import Piece, SelectionQueue, holds, joined, waiting_rows
 from lightning_egeria.selecting.rule import SelectionRule, draw, draw_fixed
 from lightning_egeria.selecting.side import TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
 from lightning_egeria.selecting.window import Window
 from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.training.loops import is_asked_by_loop
 
 CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
 _Ids = tuple[Any, ...] | None
@@ -70,7 +72,7 @@ class Settings:
 
 
 class SelectedBatches:
-    """Yields training batches for Lightning. All else is as of the user's loader.
+    """Yields training batches for the loop of Lightning. For all others it is the user's loader.
 
     Args:
         loader: the user's loader, of this process.
@@ -89,13 +91,13 @@ class SelectedBatches:
         vars(self).update(_loader=loader)
         self.emitted: deque[Emitted] = deque()
         self._settings, self._table, self._side, self._stats = settings, table, side, stats
-        self._source = BatchSource(loader)
+        self._source = BatchSource(loader, InOrder if table.staleness else None)
         self._queue = SelectionQueue()
         self._begun = RandomState.current()
         self._position = self._size = self._checked = 0
         self._waiting: dict[int, NDArray[np.int64]] = {}
-        self._resumed: RandomState | None = None
-        self._skipped = 0
+        self._now: RandomState | None = None  # of a checkpoint, until the epoch begins or goes on
+        self._seen = self._resumed_seen = 0
 
     def __getattr__(self, name: str) -> Any:
         if "_loader" not in vars(self):  # while it is being unpickled
@@ -114,16 +116,21 @@ class SelectedBatches:
     def __iter__(self) -> Iterator[Any]:
         if sys._getframe(1).f_code.co_name == "_check_dataloader_iterable":
             return iter(())  # Lightning asks whether this can be iterated, which must draw no random number
+        if not is_asked_by_loop():
+            return iter(self._loader)
         self.emitted.clear()
         self._queue.clear()
-        if self._resumed is not None:
+        if self._position and self._now is not None:
             return self._batches(None)  # the order of the epoch that was left is drawn again, once its number is known
+        if self._now is not None:
+            self._now.restore()
+        self._now = None
         self._position, self._begun = 0, RandomState.current()
         return self._batches(iter(self._source))
 
     def take_resumed(self) -> int:
-        """Return, once, how many forward batches of the epoch were over when a checkpoint was written; else 0."""
-        resumed, self._skipped = self._skipped, 0
+        """Return, once, `Emitted.seen` of the last batch before a checkpoint in this epoch; else 0."""
+        resumed, self._resumed_seen = self._resumed_seen, 0
         return resumed
 
     def close(self) -> None:
@@ -141,9 +148,10 @@ class SelectedBatches:
         """Return the state of each rank, in plain types. Every rank must call it."""
         own = {
             "position": self._position,
+            "seen": self._seen,
             "size": self._size,
             "begun": self._begun.to_plain() if self._position else None,
-            "now": RandomState.current().to_plain() if self._position else None,
+            "now": RandomState.current().to_plain(),
             "queue": self._queue.state_dict(),
             "rule": self._settings.rule.state_dict(),
             "table": self._table.state_dict(),
@@ -158,16 +166,18 @@ class SelectedBatches:
         self._table.load_state_dict(own["table"])
         self._stats.load_state_dict(own["stats"])
         self._size = int(own["size"])
-        if own["position"] and len(ranks) == self._side.world_size:
-            self._position = self._skipped = int(own["position"])
+        if len(ranks) != self._side.world_size:
+            return
+        self._now = RandomState.from_plain(own["now"])
+        if own["position"]:
+            self._position, self._resumed_seen = int(own["position"]), int(own["seen"])
             self._begun = RandomState.from_plain(own["begun"])
-            self._resumed = RandomState.from_plain(own["now"])
             self._waiting = waiting_rows(own["queue"])
 
     def _batches(self, arriving: Iterator[tuple[Any, _Ids]] | None) -> Iterator[Any]:
         skipped = 0
-        if arriving is None and self._resumed is not None:
-            skipped, now, self._resumed = self._position, self._resumed, None
+        if arriving is None and self._now is not None:
+            skipped, now, self._now = self._position, self._now, None
             self._begun.restore()
             arriving = iter(self._source)
         assert arriving is not None
@@ -181,7 +191,7 @@ class SelectedBatches:
             else:
                 leading = self._trained(number, batch, ids, is_end)
             for place, emitted, one in leading:
-                self._position = 0 if emitted.last else place
+                self._position, self._seen = 0 if emitted.last else place, emitted.seen
                 self.emitted.append(emitted)
                 if emitted.last:
                     self._stats.dropped += len(self._queue)
@@ -224,17 +234,16 @@ class SelectedBatches:
             yield self._part(number, batch, ids, samples, is_end)
         else:
             self._select(number, batch, ids, samples, is_end)
-            yield from self._queued(number, is_end=False, more=True)
+            if not is_end:
+                yield from self._queued(number, is_end=False, more=True)
         if is_end:
             yield from self._queued(number, is_end=True, more=False)
 
     def _check(self, number: int, batch: Any, samples: int) -> None:
         """Find out at the start whether the losses of the samples can be had."""
-        rereading = self._source.rereading
         if self._checked < CHECKED_BATCHES and self._settings.rule.needs_losses:
             self._checked += 1
-            if rereading is None or not rereading.is_cheap():
-                self._side.check(batch, samples, number)
+            self._side.check(batch, samples, number)
 
     def _whole(self, number: int, batch: Any, ids: _Ids, samples: int, more: bool) -> _Out:
         count, last, seen = self._agreed(samples, more, number)
@@ -243,6 +252,8 @@ class SelectedBatches:
         if count < samples:
             rows = np.arange(count)
             batch, ids = Rows.of(batch, samples).take(rows).batch(), ids[:count] if ids is not None else None
+        if self._source.rereading is not None:
+            self._source.rereading.trains()
         return number + 1, Emitted(seen, last, ids), batch
 
     def _queued(self, number: int, is_end: bool, more: bool) -> Iterator[_Out]:
@@ -255,7 +266,7 @@ class SelectedBatches:
             self._stats.count(self._side.epoch, trained=count)
             ids = tuple(one for piece in pieces for one in piece.ids or ())
             emitted = Emitted(seen, last, ids if len(ids) == count else None)
-            yield number + 1, emitted, self._batch_of(pieces, ids)
+            yield number + 1, emitted, self._batch_of(pieces)
 
     def _agreed(self, samples: int, more: bool, number: int) -> tuple[int, bool, int]:
         """Samples of the next batch, whether it is the last, and the forward batches seen, the same on all ranks."""
@@ -270,17 +281,16 @@ class SelectedBatches:
         count = max(1, round((share or 1) * samples))
         if not rule.needs_losses:
             rows = draw_fixed(np.ones(samples), count, self._generator(number))
-            part: Any = Rows.of(batch, samples).take(rows).batch()
-            chosen = tuple(ids[row] for row in rows) if ids is not None else None
+            with self._looking():
+                piece = self._piece(number, batch, None, ids, samples, rows)
         else:
             with self._looking():
                 losses, moved = self._losses(number, batch, ids, samples)
                 rows = draw_fixed(rule.probabilities(losses), count, self._generator(number))
                 piece = self._piece(number, batch, moved, ids, samples, rows)
             self._stats.count_losses(losses, np.isin(np.arange(samples), rows))
-            part, chosen = self._batch_of([piece], piece.ids or ()), piece.ids
         self._stats.count(self._side.epoch, trained=count)
-        return number + 1, Emitted(number + 1, is_end, chosen), part
+        return number + 1, Emitted(number + 1, is_end, piece.ids), self._batch_of([piece])
 
     def _select(self, number: int, batch: Any, ids: _Ids, samples: int, is_end: bool) -> None:
         """Put the samples of a batch that are kept into the queue."""
@@ -309,28 +319,33 @@ class SelectedBatches:
             return losses, moved
         stale, moved = np.flatnonzero(table.stale(ids, epoch)), None
         if len(stale):
-            if len(stale) == samples or self._source.rereading is not None:
-                stale, moved = np.arange(samples), side.moved(batch)
-                part = moved
+            if len(stale) == samples or self._source.rereading is not None:  # a cache has whole batches
+                moved = side.moved(batch)
+                fresh = side.scorer.losses(moved, samples, number)[stale]
             else:
                 part = side.moved(Rows.of(batch, samples).take(stale).batch())
-            fresh = side.scorer.losses(part, len(stale), number)
+                fresh = side.scorer.losses(part, len(stale), number)
             table.update([ids[row] for row in stale], fresh, epoch)
-            self._stats.count(epoch, scored=len(stale))
+            self._stats.count(epoch, scored=len(stale) if moved is None else samples)
         return table.of(ids), moved
 
     def _piece(self, number: int, batch: Any, moved: Any, ids: _Ids, samples: int, rows: NDArray[np.int64]) -> Piece:
         chosen = tuple(ids[row] for row in rows) if ids is not None else None
-        if self._source.rereading is not None and chosen is not None and self._source.rereading.is_cheap():
-            return Piece(number, rows, chosen, None)
         if moved is not None:
             return Piece(number, rows, chosen, Rows.of(moved, samples).take(rows))
         part = self._side.moved(Rows.of(batch, samples).take(rows).batch())
         return Piece(number, rows, chosen, Rows.of(part, len(rows)))
 
-    def _batch_of(self, pieces: list[Piece], ids: tuple[Any, ...]) -> Any:
-        if self._source.rereading is not None and any(piece.samples is None for piece in pieces):
-            return self._source.rereading.read(ids)
+    def _batch_of(self, pieces: list[Piece]) -> Any:
+        """The samples as one batch: read again, if that takes no loading and gives the same, or joined."""
+        rereading = self._source.rereading
+        if rereading is not None and not self._side.has_batch_hooks:
+            ids = [one for piece in pieces for one in piece.ids or ()]
+            batch = rereading.read(ids)
+            moved = self._side.moved(batch) if batch is not None else None
+            if moved is not None and holds(pieces, Rows.of(moved, len(ids))):
+                rereading.trains()
+                return Moved(moved)
         return Moved(joined(pieces))
 
     def _refill(self, number: int, batch: Any, ids: _Ids) -> None:

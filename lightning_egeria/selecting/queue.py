@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_egeria.batches.rows import Rows
 
@@ -21,15 +23,13 @@ class Piece:
         number: number of the forward batch in its epoch.
         rows: their rows in it.
         ids: their ids; None if they have none.
-        samples: the samples; None for those that are to be read again, by their ids.
-        on_device: whether the samples went through the hooks for batches.
+        samples: the samples, after the hooks for batches.
     """
 
     number: int
     rows: NDArray[np.int64]
     ids: tuple[Any, ...] | None
-    samples: Rows | None
-    on_device: bool = True
+    samples: Rows
 
     def take(self, places: slice) -> Piece:
         """Return a part of the piece."""
@@ -38,8 +38,7 @@ class Piece:
             self.number,
             rows,
             self.ids[places] if self.ids is not None else None,
-            self.samples.take(np.arange(len(self.rows))[places]) if self.samples is not None else None,
-            self.on_device,
+            self.samples.take(np.arange(len(self.rows))[places]),
         )
 
 
@@ -71,7 +70,7 @@ class SelectionQueue:
             is_end: no more samples come.
 
         >>> queue = SelectionQueue()
-        >>> queue.add(Piece(0, np.arange(9), None, None))
+        >>> queue.add(Piece(0, np.arange(9), None, Rows.of(np.zeros(9), 9)))
         >>> queue.next_size(8, False), queue.next_size(8, True), queue.next_size(4, False)
         (0, 5, 4)
         """
@@ -111,4 +110,32 @@ def waiting_rows(state: dict[str, list[Any]]) -> dict[int, NDArray[np.int64]]:
 
 def joined(pieces: Sequence[Piece]) -> Any:
     """Return the samples of several pieces as one batch."""
-    return Rows.joined([piece.samples for piece in pieces if piece.samples is not None]).batch()
+    return Rows.joined([piece.samples for piece in pieces]).batch()
+
+
+def holds(pieces: Sequence[Piece], rows: Rows) -> bool:
+    """Whether rows are the samples of some pieces in their order, as far as their values are there.
+
+    Tensors of a subclass stand for values that are not there, and are only compared in shape and dtype.
+    """
+    if any(piece.samples.form != rows.form for piece in pieces):
+        return False
+    for number, column in enumerate(rows.columns):
+        begin = 0
+        for piece in pieces:
+            own, part = piece.samples.columns[number], column[begin : begin + len(piece.rows)]
+            begin += len(piece.rows)
+            if isinstance(own, Tensor):
+                same = type(own) is not Tensor or type(part) is not Tensor or torch.equal(own, part)
+            else:
+                same = bool(np.array_equal(own, part)) if isinstance(own, np.ndarray) else _equal(own, part)
+            if not same:
+                return False
+    return True
+
+
+def _equal(first: Any, second: Any) -> bool:
+    try:
+        return bool(first == second)
+    except (RuntimeError, ValueError):  # lists of tensors
+        return False

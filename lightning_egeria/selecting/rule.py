@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,10 +28,10 @@ class SelectionRule:
     """
 
     def __init__(self, beta: float = 1, history: int = 1024) -> None:
-        if not 0 <= beta < np.inf:
-            raise ArgumentError(f"beta must be a finite number of at least 0, got {beta}")
-        if history < 1:
-            raise ArgumentError(f"history must be at least 1, got {history}")
+        if not isinstance(beta, Real) or not 0 <= beta < np.inf:
+            raise ArgumentError(f"beta must be a finite number of at least 0, got {beta!r}")
+        if type(history) is not int or history < 1:
+            raise ArgumentError(f"history must be a whole number of at least 1, got {history!r}")
         self.beta = beta
         self.history = history
         self._last: NDArray[np.float64] = np.empty(0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_egeria.batches.per_sample_loss import per_sample_losses
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import PerSampleLossError
+from lightning_egeria.network.trainable import nothing_trains
 from lightning_egeria.snapshots.random_state import preserved_random_state
 from lightning_egeria.training.rehearsal import rehearsal
 
@@ -32,10 +33,12 @@ class Scorer:
         trainer: the Trainer.
         per_sample_loss: takes the module and a batch, returns one value a sample; None reads the losses off the
             training step.
+        from_cache: whether batches come from a cache of training steps, which tells apart what runs under ``no_grad``.
     """
 
-    def __init__(self, trainer: pl.Trainer, per_sample_loss: PerSampleLoss | None) -> None:
+    def __init__(self, trainer: pl.Trainer, per_sample_loss: PerSampleLoss | None, from_cache: bool = False) -> None:
         self._trainer = trainer
+        self._from_cache = from_cache
         self._per_sample_loss = per_sample_loss
         self._copies = False  # the training step changes its batch in place
 
@@ -72,15 +75,15 @@ class Scorer:
 
     def _losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
         module = self._trainer.lightning_module
-        with rehearsal(module), self._trainer.precision_plugin.train_step_context():
+        without = nothing_trains(module) if self._from_cache else torch.no_grad()
+        with rehearsal(module), without, self._trainer.precision_plugin.train_step_context():
             module.eval()
             if self._per_sample_loss is None:
                 takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
                 arguments = (batch, number) if takes_number else (batch,)
                 losses = _explained(lambda: per_sample_losses(lambda: module.training_step(*arguments), samples))
             else:
-                with torch.no_grad():
-                    losses = _checked(self._per_sample_loss(module, batch), samples)
+                losses = _checked(self._per_sample_loss(module, batch), samples)
             return losses.double().cpu().numpy()
 
 
@@ -92,6 +95,12 @@ def _explained(compute: Callable[[], Tensor]) -> Tensor:
             f"{error}, and pass SelectiveBackprop(..., per_sample_loss=function): it takes the module and a batch, and "
             "returns one loss a sample"
         ) from error
+    except Exception as error:
+        error.add_note(
+            "SelectiveBackprop ran this training step in evaluation mode, to read off the loss of each sample. If the "
+            "step works in training mode only, pass per_sample_loss=function"
+        )
+        raise
 
 
 def _checked(losses: Any, samples: int) -> Tensor:

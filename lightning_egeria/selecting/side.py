@@ -6,10 +6,13 @@ import functools
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_egeria.batches.rows import Rows
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.selecting.scoring import PerSampleLoss, Scorer
 from lightning_egeria.training.callback import freezing_of
+from lightning_egeria.training.wrapping import BATCH_HOOKS, nested
 
 
 class TrainerSide:
@@ -18,14 +21,15 @@ class TrainerSide:
     Args:
         trainer: the Trainer.
         per_sample_loss: see `Scorer`.
+        from_cache: see `Scorer`.
 
     Attributes:
         scorer: computes the loss of each sample.
     """
 
-    def __init__(self, trainer: pl.Trainer, per_sample_loss: PerSampleLoss | None) -> None:
+    def __init__(self, trainer: pl.Trainer, per_sample_loss: PerSampleLoss | None, from_cache: bool = False) -> None:
         self._trainer = trainer
-        self.scorer = Scorer(trainer, per_sample_loss)
+        self.scorer = Scorer(trainer, per_sample_loss, from_cache)
 
     @functools.cached_property
     def ranks(self) -> Ranks:
@@ -63,6 +67,13 @@ class TrainerSide:
             over.append(self._trainer.global_step / steps)
         return max(over)
 
+    @property
+    def has_batch_hooks(self) -> bool:
+        """Whether the user's model or data module has hooks for batches."""
+        own = list(nested(self._trainer.datamodule))[-1]  # type: ignore[attr-defined]
+        users = (self._trainer.lightning_module, own)
+        return any(is_overridden(hook, user) for user in users for hook in BATCH_HOOKS)
+
     def compares_next(self) -> bool:
         """Whether a callback that freezes may measure plasticity on the next training batch."""
         freezing = freezing_of(self._trainer)
@@ -76,9 +87,11 @@ class TrainerSide:
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def check(self, batch: Any, samples: int, number: int) -> None:
-        """Compute the losses of a batch that is trained whole, to find out whether they can be had.
+        """Take a batch that is trained whole apart and compute its losses, to find out whether that is possible.
 
         Raises:
-            PerSampleLossError: they cannot.
+            RowsError: its samples cannot be told apart.
+            PerSampleLossError: their losses cannot be had.
         """
+        Rows.of(batch, samples)
         self.scorer.check(lambda: self.moved(batch), samples, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from numbers import Real
 
 from lightning_egeria.errors import ArgumentError
 
@@ -31,12 +32,13 @@ class Window:
     full_every: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.end <= 1:
+        numbers = all(isinstance(value, Real) for value in (self.start, self.end))
+        if not numbers or not 0 <= self.start < self.end <= 1:
             raise ArgumentError(
                 f"start and end must be shares of the run with 0 <= start < end <= 1, got {self.start} and {self.end}"
             )
-        if self.full_every < 0:
-            raise ArgumentError(f"full_every must be at least 0, got {self.full_every}")
+        if type(self.full_every) is not int or self.full_every < 0:
+            raise ArgumentError(f"full_every must be a whole number of at least 0, got {self.full_every!r}")
 
     @property
     def is_whole_run(self) -> bool:

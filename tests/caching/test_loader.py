@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_egeria.caching.loader import LOOK_AHEAD_BATCHES, Line, has_samples_once, is_asked_by_loop, why_not
+from lightning_egeria.caching.loader import LOOK_AHEAD_BATCHES, Line, has_samples_once, why_not
 from lightning_egeria.caching.plan import Plan
 
 
@@ -217,7 +217,3 @@ def test_data_set_may_be_exchanged(line):
     one = line(loader(shuffle=False))
     one.loader.__dict__["dataset"] = Samples(lambda data, index: (data.x[index] + 1, data.y[index]))
     assert Fetcher().fetch(one.loader)[0][0].equal(vectors()[:6][0] + 1)
-
-
-def test_this_test_is_no_loop():
-    assert not is_asked_by_loop()

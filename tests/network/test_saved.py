@@ -46,3 +46,27 @@ def test_a_gradient_of_a_gradient_is_right():
     (first,) = torch.autograd.grad(loss, weight, create_graph=True)
     first.backward()
     assert float(weight.grad) == 18.0
+
+
+class Wrapper(torch.Tensor):
+    """Has no memory of its own, as a lazy tensor."""
+
+    @staticmethod
+    def __new__(cls, value):
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype)
+        wrapper.value = value
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args = [arg.value if isinstance(arg, Wrapper) else arg for arg in args]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_tensor_without_memory_counts_nothing():
+    weight = torch.ones(4, requires_grad=True)
+    saved = SavedActivations([weight])
+    saved.start()
+    (weight * Wrapper(torch.ones(4))).sum()
+    saved.stop()
+    assert saved.nbytes == 0

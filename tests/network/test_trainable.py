@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.network.trainable import TrainableParameters, without_part_in
+from lightning_egeria.network.trainable import TrainableParameters, nothing_trains, without_part_in
 
 
 @pytest.fixture
@@ -84,6 +84,15 @@ def test_no_optimizer_no_learning_rate(known):
 def test_a_learning_rate_may_be_a_tensor(net, known):
     optimizer = torch.optim.Adam(net.parameters(), lr=torch.tensor(0.25), foreach=False)
     assert known.learning_rate([optimizer]) == 0.25
+
+
+def test_nothing_trains_meanwhile(net):
+    net[0].weight.requires_grad_(False)
+    before = [parameter.requires_grad for parameter in net.parameters()]
+    with nothing_trains(net):
+        assert net(torch.ones(1, 2)).requires_grad is False
+        assert torch.is_grad_enabled()
+    assert [parameter.requires_grad for parameter in net.parameters()] == before
 
 
 class TestWithoutPart:

@@ -3,12 +3,13 @@
 import lightning as L
 import pytest
 import torch
-from models import After, Classifier, ConvNet, equal, fit, left_behind
+from methods import scripted
+from models import After, Classifier, ConvNet, equal, fit, left_behind, loader
 from networks import TiedHead, ids
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import StructuredPartialBackprop
+from lightning_egeria import FrozenPrefixCache, StructuredPartialBackprop
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -88,6 +89,24 @@ def test_between_batches_everything_is_as_the_user_set_it():
     assert frozen == [["net.stem.1.weight", "net.stem.1.bias"]] * 15
 
 
+def test_with_freezing_and_the_cache_suffixes_begin_at_the_frozen_depth(monkeypatch):
+    monkeypatch.setattr("lightning_egeria.caching.stats.COMPARED_STEPS", 10**6)  # time decides whether it pays
+    found, counts = [], []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        ours, callback = Classifier(ConvNet(dropout=0)), StructuredPartialBackprop()
+        data = FrozenPrefixCache(loader(), min_free_bytes=0) if cached else loader()
+        fit(ours, scripted({3: 1}), callback, data=data, epochs=5)
+        found.append(ours)
+        counts.append(callback.contributions)
+    assert found[0].losses == found[1].losses
+    assert equal(*found)
+    assert counts[0] == counts[1]
+    assert counts[0]["net.stem.0"] == 1 < counts[0]["net.middle.0"] < counts[0]["net.deep.0"]
+    assert data.stats.hits > 40
+    assert callback.savings().activation_bytes.keys() == {1, 2}
+
+
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 def test_a_step_that_returns_none_is_not_counted():
     class Skipping(Classifier):
@@ -107,6 +126,10 @@ class TestRefused:
             StructuredPartialBackprop(depths="all")
         with pytest.raises(ArgumentError, match=r"min_share must be a share in \(0, 1\], got 0"):
             StructuredPartialBackprop(min_share=0)
+        with pytest.raises(ArgumentError, match=r"min_share must be a share in .* got '1'"):
+            StructuredPartialBackprop(min_share="1")
+        with pytest.raises(ArgumentError, match="a whole number of at least 1 for each rank, got 3"):
+            StructuredPartialBackprop(depths=3)
         with pytest.raises(ArgumentError, match="layer_modules must be a list of module paths"):
             StructuredPartialBackprop(layer_modules="net")
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria import FrozenPrefixCache, SelectiveBackprop
-from lightning_egeria.errors import ArgumentError, PerSampleLossError, UnsupportedError
+from lightning_egeria.errors import ArgumentError, PerSampleLossError, RowsError, UnsupportedError
 from lightning_egeria.snapshots.digests import digest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
@@ -28,16 +28,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # 
     [
         ({"beta": -1}, "beta must be a finite number of at least 0, got -1"),
         ({"beta": float("nan")}, "beta must be a finite number"),
-        ({"share": 0, "mode": "in_batch"}, r"share must be in \(0, 1\], got 0"),
-        ({"share": 1.5, "mode": "in_batch"}, r"share must be in \(0, 1\], got 1.5"),
+        ({"share": 0, "mode": "in_batch"}, r"share must be a number in \(0, 1\], got 0"),
+        ({"share": "half", "mode": "in_batch"}, r"share must be a number in \(0, 1\], got 'half'"),
         ({"share": 0.5}, "share is for mode='in_batch'"),
         ({"mode": "batch"}, "mode must be one of 'queue', 'in_batch', got 'batch'"),
         ({"schedule": "epoch"}, "schedule must be one of 'seen', 'used', got 'epoch'"),
-        ({"history": 0}, "history must be at least 1"),
-        ({"staleness": -1}, "staleness must be at least 0, got -1"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"history": 0}, "history must be a whole number of at least 1, got 0"),
+        ({"staleness": 1.5}, "staleness must be a whole number of at least 0, got 1.5"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"beta": "1"}, "beta must be a finite number of at least 0, got '1'"),
+        ({"per_sample_loss": 3}, "per_sample_loss must be a function, got 3"),
+        ({"start": "0.5"}, "start and end must be shares"),
         ({"start": 0.5, "end": 0.2}, "start and end must be shares of the run"),
-        ({"full_every": -2}, "full_every must be at least 0"),
+        ({"full_every": 1.5}, "full_every must be a whole number of at least 0, got 1.5"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, words):
@@ -116,6 +119,36 @@ def test_resumed_in_an_epoch_it_selects_the_same(tmp_path, step, options, shuffl
     assert equal(resumed, whole)
     torch.load(path, weights_only=True)
     assert data.selection.seen == 240
+
+
+class Checkpoints(L.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}")
+
+
+def test_resumed_at_any_step_it_goes_on(tmp_path):
+    """The last batch of an epoch too: Lightning expects more of them."""
+
+    def run(module, *callbacks, **options):
+        data = SelectiveBackprop(DataLoader(Indexed(), 8, shuffle=True), staleness=1, val_dataloaders=loader(Indexed()))
+        return fit(module, *callbacks, data=data, **options)
+
+    class Tested(Noting):
+        def validation_step(self, batch, batch_idx):
+            self.ids.append("validation")
+
+    whole, steps = Tested(), []
+    trainer = run(whole, Checkpoints(tmp_path), After(lambda *_: steps.append(len(whole.ids))))
+    for step in range(1, trainer.global_step):
+        resumed = Tested()
+        run(resumed, ckpt_path=tmp_path / f"{step}", seed=7)
+        # Lightning does not repeat a validation that a checkpoint was written in front of.
+        later = whole.ids[steps[step - 1] :]
+        assert resumed.ids == later[next(at for at, one in enumerate(later) if one != "validation") :]
+        assert equal(resumed, whole)
 
 
 class HookedModel(Noting):
@@ -219,6 +252,43 @@ def test_unsupported_runs_are_refused_at_the_start():
     with pytest.raises(PerSampleLossError, match="per_sample_loss=function"):
         trained(module=module)
     assert module.losses == []  # before the first step
+
+
+class OfTheUser:
+    def __init__(self, samples):
+        self.x, self.y = torch.stack([x for x, *_ in samples]), torch.tensor([y for _, y, _ in samples])
+
+
+class InTraining(Noting):
+    def training_step(self, batch, batch_idx):
+        assert self.training
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_cannot_be_selected_is_known_before_the_first_step():
+    module = Noting()
+    with pytest.raises(RowsError, match="no part of a batch of type OfTheUser has 8 rows"):
+        trained(module=module, batches=loader(Indexed(), collate_fn=OfTheUser))
+    assert module.losses == []
+    with pytest.raises(AssertionError) as raised:
+        trained(module=InTraining())
+    assert "ran this training step in evaluation mode" in raised.value.__notes__[0]
+
+
+class Reads(L.Callback):
+    """Goes through the training data in between, as a progress report or a look at embeddings does."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            assert len(list(trainer.train_dataloader)) == 5
+            assert len(list(trainer.datamodule.train_dataloader())) == 5
+
+
+def test_other_readers_of_the_data_get_all_of_it():
+    alone, _, _ = trained(module=Noting(dropout=0))
+    read, _, data = trained(None, Reads(), module=Noting(dropout=0))
+    assert read.ids == alone.ids
+    assert data.selection.seen == 120
 
 
 def test_a_run_without_selection_says_so():

@@ -1,0 +1,52 @@
+"""A collate function that changes the order of the samples is found."""
+
+import pytest
+import torch
+from models import images
+from selected import Indexed, Noting, trained
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.selecting.collating import InOrder
+
+SAMPLES = [(torch.tensor([float(length)]), length) for length in (3, 1, 2, 5)]
+
+
+def by_length(samples):
+    return default_collate(sorted(samples, key=lambda sample: sample[1]))
+
+
+def with_random_masks(samples):
+    x, lengths = default_collate(samples)
+    return torch.rand(len(x), 2), lengths
+
+
+def test_the_batch_is_the_users_and_no_random_number_moves():
+    for collate in (default_collate, with_random_masks):
+        torch.manual_seed(0)
+        plain, after = collate(SAMPLES), torch.rand(1)
+        torch.manual_seed(0)
+        found = InOrder(collate)(SAMPLES)
+        assert all(map(torch.equal, plain, found))
+        assert torch.equal(after, torch.rand(1))
+
+
+def test_another_order_is_refused():
+    with pytest.raises(UnsupportedError, match="changes the order of the samples"):
+        InOrder(by_length)(SAMPLES)
+    in_order = sorted(SAMPLES, key=lambda sample: sample[1])
+    with pytest.raises(UnsupportedError, match=r"Keep the order, or use staleness=0"):
+        InOrder(by_length)(in_order)  # in this batch nothing moves, in others it would
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_stale_losses_are_never_paired_with_other_samples(workers):
+    def backwards(samples):
+        return default_collate(sorted(samples, key=lambda sample: -sample[2]))
+
+    data = DataLoader(Indexed(images(40)), 8, shuffle=True, collate_fn=backwards, num_workers=workers)
+    module = Noting()
+    with pytest.raises(UnsupportedError, match="stale losses would be those of other samples"):
+        trained(module=module, batches=data, staleness=1)
+    assert module.losses == []
+    trained(module=module, batches=data)
