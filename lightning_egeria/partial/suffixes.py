@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 
 from lightning_egeria.errors import ArgumentError
 
@@ -62,5 +61,5 @@ def check_min_share(min_share: float) -> None:
     Raises:
         ArgumentError: if it is not in (0, 1].
     """
-    if not isinstance(min_share, Real) or not 0 < min_share <= 1:
+    if not hasattr(min_share, "__float__") or not 0 < min_share <= 1:
         raise ArgumentError(f"min_share must be a share in (0, 1], got {min_share!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 import lightning.pytorch as pl
@@ -90,7 +89,7 @@ class SelectiveBackprop(WrappingDataModule):
         for name, value, known in (("mode", mode, MODES), ("schedule", schedule, SCHEDULES)):
             if value not in known:
                 raise ArgumentError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-        if share is not None and (not isinstance(share, Real) or not 0 < share <= 1):
+        if share is not None and (not hasattr(share, "__float__") or not 0 < share <= 1):
             raise ArgumentError(f"share must be a number in (0, 1], got {share!r}")
         if share is not None and mode == "queue":
             raise ArgumentError("share is for mode='in_batch'; with mode='queue', beta decides how much is kept")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,7 +26,7 @@ class SelectionRule:
     """
 
     def __init__(self, beta: float = 1, history: int = 1024) -> None:
-        if not isinstance(beta, Real) or not 0 <= beta < np.inf:
+        if not hasattr(beta, "__float__") or not 0 <= beta < np.inf:
             raise ArgumentError(f"beta must be a finite number of at least 0, got {beta!r}")
         if type(history) is not int or history < 1:
             raise ArgumentError(f"history must be a whole number of at least 1, got {history!r}")

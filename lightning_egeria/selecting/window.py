@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from numbers import Real
 
 from lightning_egeria.errors import ArgumentError
 
@@ -32,7 +31,7 @@ class Window:
     full_every: int = 0
 
     def __post_init__(self) -> None:
-        numbers = all(isinstance(value, Real) for value in (self.start, self.end))
+        numbers = all(hasattr(value, "__float__") for value in (self.start, self.end))
         if not numbers or not 0 <= self.start < self.end <= 1:
             raise ArgumentError(
                 f"start and end must be shares of the run with 0 <= start < end <= 1, got {self.start} and {self.end}"

@@ -89,7 +89,7 @@ def test_between_batches_everything_is_as_the_user_set_it():
     assert frozen == [["net.stem.1.weight", "net.stem.1.bias"]] * 15
 
 
-def test_with_freezing_and_the_cache_suffixes_begin_at_the_frozen_depth(monkeypatch):
+def test_with_the_cache_suffixes_begin_at_the_frozen_depth(monkeypatch):
     monkeypatch.setattr("lightning_egeria.caching.stats.COMPARED_STEPS", 10**6)  # time decides whether it pays
     found, counts = [], []
     for cached in (False, True):
