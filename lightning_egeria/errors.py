@@ -48,6 +48,10 @@ class RecordError(EgeriaError):
     """The record of a run cannot be read, or lacks the requested metric."""
 
 
+class SnapshotError(EgeriaError):
+    """The state of training cannot be kept: it does not fit where it should be written, or cannot be read back."""
+
+
 class WorkerError(EgeriaError):
     """A call in a worker process failed: the called object raised, or the process ended."""
 

@@ -20,7 +20,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 TIMEOUT_S = 600  # of a cell
 # Hosts show warnings of any library, with the paths of the machine. Ours are what the texts are about.
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-OURS = re.compile(r"(?:.*?: )?((?:freezing|cache): .*|step \d+: .*)")
+OURS = re.compile(r"(?:.*?: )?((?:freezing|cache|tuning): .*|step \d+: .*)")
 
 # What each notebook says happens, checked when it is executed.
 PROMISES = {
@@ -45,6 +45,11 @@ assert data.stats.hits > 0, data.stats
 """,
     "5_several_processes": """
 assert exchanged == [sum(sizes[depth:]) for depth in depths]
+""",
+    "7_branch_tuning": """
+assert tuned > plain + 0.05, (tuned, plain)
+assert tuned >= grid[best] - 0.02, (tuned, grid)
+assert cost < 2.5 < len(grid), cost
 """,
     "9_cluster": """
 assert all(len(record.completion_times) == len(workload) for record in records.values())

@@ -28,6 +28,7 @@ class ModuleAttributes:
 
     Args:
         module: the module.
+        without: names of attributes to leave alone.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> norm.seen = []
@@ -38,16 +39,17 @@ class ModuleAttributes:
     ([], [0.0, 0.0])
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, without: Sequence[str] = ()) -> None:
+        self._without = (*_KEPT, *without)
         parts = list(module.modules())
         known = _Known({type(part).__module__.partition(".")[0] for part in parts} - _LIBRARIES, {*map(id, parts)})
-        self._attributes = [(part, _attributes(vars(part), known, _KEPT)) for part in parts]
+        self._attributes = [(part, _attributes(vars(part), known, self._without)) for part in parts]
 
     def restore(self) -> None:
         """Return to the moment of the capture, any number of times."""
         done: set[int] = set()
         for part, attributes in self._attributes:
-            _restore(vars(part), attributes, done, _KEPT)
+            _restore(vars(part), attributes, done, self._without)
 
 
 class _Known:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.snapshots.tensor_store import TensorStore
 
 
 class Stateful(Protocol):
@@ -29,8 +31,9 @@ class TrainingState:
     """The state of training at one moment. `restore` returns to it, any number of times, bit for bit.
 
     It holds copies of parameters, their gradients, buffers, the state and the settings of optimizers, the state of
-    ``others``, and the random state of torch, numpy and Python. Tensors stay on their devices and keep their identity,
-    so nothing that refers to them needs to know. A tensor that FSDP2 divides is copied in parts, by each rank its own.
+    ``others``, and the random state of torch, numpy and Python. Parameters and buffers keep their identity, so nothing
+    that refers to them needs to know. Copies are on the devices of their tensors, or in a `TensorStore`, which shares
+    what several states have in common. A tensor that FSDP2 divides is copied in parts, by each rank its own.
 
     It does not hold which parameters train (``Freezer.freeze_to`` changes that back), the mode of modules, attributes
     of modules that are not tensors, nor the position in the data: batches are the caller's. Capture and restore between
@@ -40,6 +43,7 @@ class TrainingState:
         module: the model.
         optimizers: all optimizers that train it.
         others: learning-rate schedulers, a gradient scaler, and whatever else should return to this moment.
+        store: keeps the copies; None keeps them on the devices. It cannot keep a tensor that FSDP2 divides.
 
     >>> layer = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
@@ -57,18 +61,25 @@ class TrainingState:
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), others: Sequence[Stateful] = ()
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        others: Sequence[Stateful] = (),
+        store: TensorStore | None = None,
     ) -> None:
         self._module = module
-        self._parameters = {name: _Copy.of(parameter) for name, parameter in module.named_parameters()}
-        self._gradients = {name: _Copy.of(copied.original.grad) for name, copied in self._parameters.items()}
+        keep = _keep if store is None else store.keep
+        self._parameters = {name: _Copy(parameter, keep) for name, parameter in module.named_parameters()}
+        self._gradients = {name: _Gradient(parameter, keep) for name, parameter in module.named_parameters()}
         self._buffers = {
-            path: {name: _Copy.of(buffer) for name, buffer in part._buffers.items()}
+            path: {name: None if buffer is None else _Copy(buffer, keep) for name, buffer in part._buffers.items()}
             for path, part in module.named_modules()
         }
-        self._optimizers = [_OptimizerState(optimizer) for optimizer in optimizers]
+        self._optimizers = [_OptimizerState(optimizer, keep) for optimizer in optimizers]
         self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]
         self._random = RandomState.current()
+        if store is not None:
+            store.settle()
 
     def restore(self) -> None:
         """Return to the moment of the capture.
@@ -81,10 +92,12 @@ class TrainingState:
         with torch.no_grad():
             for name, parameter in self._module.named_parameters():
                 self._parameters[name].write_back()
-                parameter.grad = self._gradients[name].write_back()
+                self._gradients[name].write_back(parameter)
             for path, buffers in self._buffers.items():
                 parts[path]._buffers.clear()
-                parts[path]._buffers.update({name: copied.write_back() for name, copied in buffers.items()})
+                parts[path]._buffers.update(
+                    {name: None if copied is None else copied.write_back() for name, copied in buffers.items()}
+                )
         for other, state in self._others:
             other.load_state_dict(copy.deepcopy(state))
         for optimizer in self._optimizers:  # behind the schedulers, which may write into it
@@ -105,44 +118,144 @@ class TrainingState:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+class _Values(Protocol):
+    def values(self) -> Tensor: ...
+
+
+_Keep: TypeAlias = Callable[[Tensor], _Values]
+
+
+class _OnDevice:
+    """A copy on the device of its tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor.detach().clone()
+
+    def values(self) -> Tensor:
+        return self._values
+
+
+_keep: _Keep = _OnDevice
+
+
 class _Copy:
-    """A tensor and a copy of its values; None where there is none."""
+    """A tensor and a copy of its values."""
 
-    original: Any
-    values: Tensor | None
+    def __init__(self, original: Tensor, keep: _Keep) -> None:
+        self.original = original
+        self._kept = keep(original)
 
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> _Copy:
-        return cls(tensor, None if tensor is None else tensor.detach().clone())
-
-    def write_back(self) -> Any:
+    def write_back(self) -> Tensor:
         """Write the values into the tensor, and return it."""
-        if self.values is not None:
-            target, values = self.original.detach(), self.values
-            if target.layout is torch.strided:
-                for dim in range(target.dim()):
-                    if target.stride(dim) == 0 and target.shape[dim] > 1:  # expanded: several indices, one element
-                        target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-            target.copy_(values)
+        _write(self._kept.values(), self.original)
         return self.original
+
+
+class _Gradient:
+    """The gradient of a parameter. Each step may make a new tensor, so the old one is kept only while others do."""
+
+    def __init__(self, parameter: nn.Parameter, keep: _Keep) -> None:
+        self._kept = keep(parameter.grad) if parameter.grad is not None else None
+        self._original = weakref.ref(parameter.grad) if parameter.grad is not None else None
+
+    def write_back(self, parameter: nn.Parameter) -> None:
+        """Give the parameter its gradient back."""
+        if self._kept is None or self._original is None:
+            parameter.grad = None
+            return
+        values, original = self._kept.values(), self._original()
+        gradient = original if original is not None else parameter.grad
+        if gradient is None or gradient.shape != values.shape or gradient.dtype != values.dtype:
+            gradient = torch.empty_like(values, device=parameter.device)
+        _write(values, gradient)
+        parameter.grad = gradient
+
+
+def _write(values: Tensor, original: Tensor) -> None:
+    target = original.detach()
+    if target.layout is torch.strided:
+        for dim in range(target.dim()):
+            if target.stride(dim) == 0 and target.shape[dim] > 1:  # expanded: several indices, one element
+                target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
 
 
 class _OptimizerState:
     """Not `Optimizer.state_dict`: loading that casts state to the dtype of its parameter."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, keep: _Keep) -> None:
         self._optimizer = optimizer
-        self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+        known: dict[int, Any] = {}
+        self._state = {parameter: _packed(state, keep, known) for parameter, state in optimizer.state.items()}
         self._groups = [(group, list(group["params"]), _settings(group)) for group in optimizer.param_groups]
 
     def restore(self) -> None:
+        now, unpack = dict(self._optimizer.state), _Unpacking()
         self._optimizer.state.clear()
-        self._optimizer.state.update({parameter: copy.deepcopy(state) for parameter, state in self._state.items()})
+        for parameter, state in self._state.items():
+            self._optimizer.state[parameter] = unpack(state, now.get(parameter))
         for group, parameters, settings in self._groups:
             group.clear()
             group.update({"params": list(parameters), **copy.deepcopy(settings)})
         self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """A tensor in the state of an optimizer."""
+
+    kept: _Values
+    device: torch.device
+
+
+def _packed(value: Any, keep: _Keep, known: dict[int, Any]) -> Any:
+    """Copy state; ``known`` has what was copied, by identity, so a tensor that comes twice is one tensor later."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, Tensor):
+        packed: Any = _Packed(keep(value), value.device)
+    elif type(value) is dict:
+        packed = {name: _packed(item, keep, known) for name, item in value.items()}
+    elif type(value) in (list, tuple):
+        packed = type(value)(_packed(item, keep, known) for item in value)
+    else:
+        return copy.deepcopy(value)
+    known[id(value)] = packed
+    return packed
+
+
+class _Unpacking:
+    """Returns packed state. Tensors that the optimizer has now are written to, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+        self._written: set[int] = set()
+
+    def __call__(self, packed: Any, now: Any) -> Any:
+        if id(packed) in self._known:
+            return self._known[id(packed)]
+        if isinstance(packed, _Packed):
+            value: Any = self._tensor(packed, now)
+        elif type(packed) is dict:
+            now = now if type(now) is dict else {}
+            value = {name: self(item, now.get(name)) for name, item in packed.items()}
+        elif type(packed) in (list, tuple):
+            now = now if type(now) in (list, tuple) and len(now) == len(packed) else [None] * len(packed)
+            value = type(packed)(self(item, place) for item, place in zip(packed, now, strict=True))
+        else:
+            return copy.deepcopy(packed)
+        self._known[id(packed)] = value
+        return value
+
+    def _tensor(self, packed: _Packed, now: Any) -> Tensor:
+        values = packed.kept.values()
+        like = (values.shape, values.dtype, packed.device, values.stride())
+        if type(now) is not Tensor or id(now) in self._written or now.requires_grad:
+            return values.to(packed.device, copy=True)
+        if now.layout is not torch.strided or (now.shape, now.dtype, now.device, now.stride()) != like:
+            return values.to(packed.device, copy=True)
+        self._written.add(id(now))
+        return now.copy_(values)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

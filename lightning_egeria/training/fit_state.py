@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
+from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.snapshots.training_state import Stateful, TrainingState
 from lightning_egeria.training.freezer import Freezer
 
@@ -22,9 +23,10 @@ class FitState:
     Args:
         trainer: the Trainer, in ``fit``.
         freezer: freezer of the model, if there is one.
+        store: keeps the copies of tensors; None keeps them on the devices.
     """
 
-    def __init__(self, trainer: pl.Trainer, freezer: Freezer | None = None) -> None:
+    def __init__(self, trainer: pl.Trainer, freezer: Freezer | None = None, store: TensorStore | None = None) -> None:
         self._trainer = trainer
         self._freezer = freezer
         module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
@@ -40,13 +42,13 @@ class FitState:
         self._logged_steps, self._should_stop = loop._batches_that_stepped, trainer.should_stop
         self._prefix: dict[str, Any] | None = None
         if freezer is None:
-            self._training = TrainingState(module, trainer.optimizers, others)
-            self._attributes = ModuleAttributes(module)
+            self._training = TrainingState(module, trainer.optimizers, others, store)
+            self._attributes = ModuleAttributes(module, without=("_buffers",))  # `TrainingState` has them
         else:
             self._prefix = freezer.prefix.state_dict()
-            self._training = TrainingState(module, trainer.optimizers, others)  # before gradients are dropped
+            self._training = TrainingState(module, trainer.optimizers, others, store)  # before gradients are dropped
             freezer.prefix.set_depth(0)  # what a freeze sets on modules is not part of their attributes
-            self._attributes = ModuleAttributes(module)
+            self._attributes = ModuleAttributes(module, without=("_buffers",))  # `TrainingState` has them
             freezer.prefix.load_state_dict(self._prefix)
 
     @property

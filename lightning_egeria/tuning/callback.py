@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from lightning_egeria.errors import ArgumentError, CheckpointError
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.panels import Panel
 from lightning_egeria.training.progress import BarEntry
+from lightning_egeria.tuning.display import closing_lines, panels_of_searches
 from lightning_egeria.tuning.feed import Feed
 from lightning_egeria.tuning.plateau import Advice, Plateau
 from lightning_egeria.tuning.record import SearchRecord
@@ -21,6 +24,7 @@ from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFactory
 from lightning_egeria.tuning.setups import TOO_SHORT, check_trainer, most_steps, resumes_at_an_end
 from lightning_egeria.tuning.spaces import Setting, Space
+from lightning_egeria.tuning.trials import Trials
 from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
 
 STATE_VERSION = 1
@@ -43,6 +47,7 @@ class BranchTuner(pl.Callback):
         stop_patience: validations without a better one that end training; None never ends it.
         at_epochs: epochs that begin with a search.
         seed: the same settings are tried for the same seed.
+        most_state_bytes: most bytes of host memory for the states of branches; more are in temporary files.
 
     Attributes:
         searches: a record of each search so far.
@@ -67,6 +72,7 @@ class BranchTuner(pl.Callback):
         stop_patience: int | None = None,
         at_epochs: Sequence[int] = (0,),
         seed: int = 0,
+        most_state_bytes: int = 2**32,
     ) -> None:
         super().__init__()
         if isinstance(searcher, str) and searcher not in SEARCHERS:
@@ -76,6 +82,8 @@ class BranchTuner(pl.Callback):
                 raise ArgumentError(f"{name} must be an integer of at least 1, got {value!r}")
         if type(seed) is not int:
             raise ArgumentError(f"seed must be an integer, got {seed!r}")
+        if type(most_state_bytes) is not int or most_state_bytes < 0:
+            raise ArgumentError(f"most_state_bytes must be an integer of at least 0, got {most_state_bytes!r}")
         epochs = list(at_epochs) if isinstance(at_epochs, list | tuple | range) else [-1]
         if not all(type(one) is int and one >= 0 for one in epochs):
             raise ArgumentError(f"at_epochs must be numbers of epochs, such as (0, 10), got {at_epochs!r}")
@@ -93,10 +101,12 @@ class BranchTuner(pl.Callback):
         self.monitor = monitor
         self.at_epochs = tuple(epochs)
         self.seed = seed
+        self.most_state_bytes = most_state_bytes
         self.notices = Notices("tuning")
         self.ranks = Ranks()
         self._plateau_arguments = (mode, patience, stop_patience)
         self._fitting: bool | None = None
+        self._started = 0.0
         self._bar_entry: BarEntry | None = None
         self._feed: Feed | None = None
         self._forget()
@@ -132,6 +142,7 @@ class BranchTuner(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply the part of the setting that checkpoints do not hold."""
         self.tunables.check(trainer)
+        self._started = time.perf_counter()
         if not self._resumed:
             self._forget()
         self._resumed = False
@@ -182,6 +193,15 @@ class BranchTuner(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the Trainer its own data fetcher back."""
         self._release(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what the searches found and cost."""
+        for line in closing_lines(self.searches, time.perf_counter() - self._started):
+            self.notices.inform(line)
+
+    def panels(self) -> list[Panel]:
+        """Return the figures of a report: the tree of branches, their speeds, and the time of each search."""
+        return panels_of_searches(self.searches)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Do the same as `teardown`, which Lightning does not call after an error."""
@@ -267,7 +287,8 @@ class BranchTuner(pl.Callback):
         if most < 1:
             self.notices.warn(TOO_SHORT)
         else:
-            run = SearchRun(trainer, self._feed, self.tunables, self.ranks, self.notices, self._finished)
+            trials = Trials(trainer, self._feed, self.tunables, self.ranks, freezer_of(trainer), self.most_state_bytes)
+            run = SearchRun(trainer, trials, self.ranks, self.notices, self._finished)
             self._trying = "..."
             record = run.search(self._new_searcher, self._limits(trainer, most), self._due, self._show)
             self.searches.append(record)

@@ -14,13 +14,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.training.notices import Notices
-from lightning_egeria.tuning.feed import Feed
 from lightning_egeria.tuning.record import SearchRecord, describe
 from lightning_egeria.tuning.rounds import Limits, Order, Outcome, Result, search
 from lightning_egeria.tuning.searchers import Searcher
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.trials import Trials
-from lightning_egeria.tuning.tunables import Tunables, freezer_of
 
 
 class SearchRun:
@@ -28,8 +26,7 @@ class SearchRun:
 
     Args:
         trainer: the Trainer, between two optimizer steps.
-        feed: its batches.
-        tunables: how to apply a setting.
+        trials: train the branches.
         ranks: the processes of the job.
         notices: takes log lines.
         finished: trials that a search from this state has finished before, by setting (its ``repr``) and steps. Each
@@ -39,20 +36,18 @@ class SearchRun:
     def __init__(
         self,
         trainer: pl.Trainer,
-        feed: Feed,
-        tunables: Tunables,
+        trials: Trials,
         ranks: Ranks,
         notices: Notices,
         finished: dict[tuple[str, int], Result],
     ) -> None:
         self._trainer = trainer
-        self._tunables = tunables
         self._ranks = ranks
         self._notices = notices
         self._finished = finished
         self._step = trainer.global_step
         self._trying: Setting | None = None
-        self._trials = Trials(trainer, feed, tunables, ranks, freezer_of(trainer))
+        self._trials = trials
 
     def search(
         self,
@@ -74,7 +69,7 @@ class SearchRun:
         """
         started, trials = time.perf_counter(), self._trials
         self._notices.inform(f"step {self._step}: a search begins, because {reason}")
-        run = search(new_searcher(self._tunables.spaces), trials.present, limits) if self._ranks.leads else None
+        run = search(new_searcher(trials.tunables.spaces), trials.present, limits) if self._ranks.leads else None
         result: Result | None = None
         with _saving_later(self._trainer) as waiting, self._back_after_an_error():
             while True:

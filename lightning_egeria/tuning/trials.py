@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
@@ -60,21 +61,30 @@ class Trials:
         tunables: how to apply a setting.
         ranks: the processes of the job.
         freezer: freezer of the model, if there is one.
+        most_bytes: most bytes of host memory for the states of branches; beyond, they are in temporary files.
 
     Attributes:
         present: the setting at the beginning.
+        tunables: as above.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, feed: Feed, tunables: Tunables, ranks: Ranks, freezer: Freezer | None
+        self,
+        trainer: pl.Trainer,
+        feed: Feed,
+        tunables: Tunables,
+        ranks: Ranks,
+        freezer: Freezer | None,
+        most_bytes: int,
     ) -> None:
         self.present = tunables.get(trainer)
         self._trainer = trainer
         self._feed = feed
-        self._tunables = tunables
+        self.tunables = tunables
         self._ranks = ranks
         self._freezer = freezer
-        self._parent = FitState(trainer, freezer)
+        self._store = TensorStore(most_bytes)
+        self._parent = FitState(trainer, freezer, self._store)
         self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # number of the first batch
         self._branches: dict[int, _Branch] = {}
         self._batch_size = tunables.batch_size
@@ -97,7 +107,7 @@ class Trials:
         failed = None
         try:
             if self._continue(branch, order.steps):
-                branch.state = FitState(self._trainer, self._freezer)
+                branch.state = FitState(self._trainer, self._freezer, self._store)
                 self._train_without_learning(len(branch.losses))
             else:
                 failed = f"the epoch has too few samples left for batches of {branch.setting['batch_size']}"
@@ -109,13 +119,13 @@ class Trials:
         if failed is not None:
             branch.state = None
             self._free()
-        cost = branch.seconds if self._tunables.changes_cost else float(order.steps)
+        cost = branch.seconds if self.tunables.changes_cost else float(order.steps)
         return self._relative(branch.losses, cost, failed)
 
     def leave(self) -> None:
         """Return to the beginning."""
         self._parent.restore()
-        self._tunables.set(self._trainer, self.present)
+        self.tunables.set(self._trainer, self.present)
 
     def converted(self, steps: int) -> int:
         """Return how many steps of the present batch size take the samples of ``steps`` steps at the beginning."""
@@ -135,7 +145,7 @@ class Trials:
             self._continue(branch, order.steps)
         else:
             branch.state.restore()
-            self._tunables.set(self._trainer, branch.setting)
+            self.tunables.set(self._trainer, branch.setting)
         if self._size == self._present_size:
             self._feed.skip(branch.batches)
         elif self._batch_size is not None:
@@ -166,7 +176,7 @@ class Trials:
         else:
             self._parent.restore()
             branch.batches, branch.losses, branch.seconds = 0, [], 0.0
-        self._tunables.set(self._trainer, branch.setting)
+        self.tunables.set(self._trainer, branch.setting)
         branch.state = None
         accumulated = self._trainer.accumulate_grad_batches
         if self._batch_size is not None and self._present_size is not None:
@@ -210,7 +220,7 @@ class Trials:
         device = self._trainer.strategy.root_device
         wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
         feed = BranchFeed(
-            self._batches(self._size).from_here(branch.batches), wait if self._tunables.changes_cost else _nothing
+            self._batches(self._size).from_here(branch.batches), wait if self.tunables.changes_cost else _nothing
         )
         chunk = max(1, batches // WINDOWS)
         recorder = _Recorder(self._freezer)

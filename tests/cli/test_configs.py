@@ -99,6 +99,7 @@ def test_any_timm_name(configure):
         ([], "data"),
         (["data=cifar10"], "data"),
         (["cache=disk"], "cache"),
+        (["callbacks=tuning"], "callbacks.tuning"),
     ],
 )
 def test_defaults_written_in_a_config_are_those_of_the_code(configure, overrides, keys):

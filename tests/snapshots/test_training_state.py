@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.snapshots.training_state import TrainingState
 
 OPTIMIZERS = {
@@ -68,9 +69,9 @@ class Run:
             self.scheduler.step()
         return loss.item(), float(self.optimizer.param_groups[0]["lr"])
 
-    def capture(self):
+    def capture(self, store=None):
         others = [other for other in (self.scheduler, self.scaler) if other is not None]
-        return TrainingState(self.net, [self.optimizer], others)
+        return TrainingState(self.net, [self.optimizer], others, store)
 
     def everything(self):
         """Whatever the next step depends on, in a form that can be compared."""
@@ -110,6 +111,44 @@ def test_the_same_branch_twice_with_another_between(optimizer, scheduler, before
     assert run.steps(6, before) == first
     assert first[: len(other)] != other
     assert same(run.everything(), ended)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 2**20])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_states_in_a_store_return_bit_for_bit(optimizer, most_bytes):
+    """Two branches and their parent, in memory or in files."""
+    store = TensorStore(most_bytes)
+    run = Run(optimizer=optimizer)
+    run.steps(2)
+    parent = run.capture(store)
+    run.steps(2, 2)
+    branch = run.capture(store)
+    first = run.steps(2, 4)
+    parent.restore()
+    other = run.capture(store)
+    second = run.steps(4, 2)
+    assert second[2:] == first
+    for state, again in ((branch, first), (other, second), (parent, second)):
+        state.restore()
+        assert run.steps(len(again), 6 - len(again)) == again
+    assert (store.file_bytes > 0) == (most_bytes == 0)
+
+
+def test_states_share_what_did_not_change():
+    store = TensorStore(2**30)
+    run = Run()
+    run.steps(1)
+    states = [run.capture(store)]
+    alone = store.memory_bytes
+    for parameter in run.net.stem.parameters():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    run.steps(1, 1)
+    states.append(run.capture(store))
+    frozen = sum(parameter.nbytes for parameter in run.net.stem.parameters())
+    assert store.memory_bytes <= 2 * alone - 2 * frozen  # weights and momentum; the second has no gradients of them
+    states.append(run.capture(store))
+    assert store.memory_bytes <= 2 * alone - 2 * frozen
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -12,6 +12,7 @@ from lightning_egeria.tuning.rounds import Limits, Result
 from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import GridSearcher
 from lightning_egeria.tuning.spaces import Choice
+from lightning_egeria.tuning.trials import Trials
 from lightning_egeria.tuning.tunables import Tunables
 
 
@@ -28,7 +29,8 @@ class Searches(L.Callback):
     def once(self, trainer):
         if self.record is None:
             tunables = Tunables({"lr": Choice([0.05, 0.2, 0.8])})
-            run = SearchRun(trainer, self.feed, tunables, Ranks(), Notices("tuning"), self.finished)
+            trials = Trials(trainer, self.feed, tunables, Ranks(), None, 0)  # states are in files
+            run = SearchRun(trainer, trials, Ranks(), Notices("tuning"), self.finished)
             self.record = run.search(GridSearcher, Limits(2, 2, 9, doubling=False), "of the test", self.shown.append)
             assert "save_checkpoint" not in vars(trainer)
 
