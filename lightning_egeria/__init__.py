@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_egeria.network.chain import LayerChain
     from lightning_egeria.partial.callback import StructuredPartialBackprop
     from lightning_egeria.pipelining.pipeline import GraphPipeline
+    from lightning_egeria.pipelining.strategy import GraphPipelineStrategy
     from lightning_egeria.report.recorder import RunRecorder
     from lightning_egeria.selecting.datamodule import SelectiveBackprop
     from lightning_egeria.snapshots.training_state import TrainingState
@@ -40,6 +41,7 @@ __all__ = [
     "FreezingPolicy",
     "FrozenPrefixCache",
     "GraphPipeline",
+    "GraphPipelineStrategy",
     "KnowledgeGuidedFreezing",
     "LayerChain",
     "LogUniform",
@@ -66,6 +68,7 @@ _HOMES = {
     "FreezingPolicy": "freezing.policy",
     "FrozenPrefixCache": "caching.datamodule",
     "GraphPipeline": "pipelining.pipeline",
+    "GraphPipelineStrategy": "pipelining.strategy",
     "KnowledgeGuidedFreezing": "freezing.callback",
     "LayerChain": "network.chain",
     "RunRecorder": "report.recorder",

@@ -77,7 +77,7 @@ def small_model(create_model, name, **kwargs):
 
 def test_nearly_all_blocks_run():
     assert len(RUN) >= 15
-    assert len(SEVERAL_PROCESSES) == 2
+    assert len(SEVERAL_PROCESSES) == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*SWA")

@@ -41,6 +41,7 @@ def test_public_names():
         "FreezingPolicy",
         "FrozenPrefixCache",
         "GraphPipeline",
+        "GraphPipelineStrategy",
         "KnowledgeGuidedFreezing",
         "LayerChain",
         "LogUniform",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -38,7 +39,6 @@ def measured_graph(traced: TracedModel, model: nn.Module, batch: Any) -> tuple[C
     last = traced.reads(traced.output)[-1]
     reads |= {(traced.unit_of[first], traced.unit_of[last]) for first in traced.reads(traced.output)}
     groups = _groups(units, reads)
-    learning = _learning(traced)
     modules = dict(model.named_modules())
     nodes = []
     for group in groups:
@@ -47,9 +47,8 @@ def measured_graph(traced: TracedModel, model: nn.Module, batch: Any) -> tuple[C
             Node(
                 group[0] if len(group) == 1 else f"{group[0]}+{len(group) - 1}",
                 sum(costs[unit][0] for unit in group),
-                # A module too quick for the clock has a backward all the same.
-                max(1e-9, sum(costs[unit][1] for unit in group)) * any(unit in learning for unit in group),
-                int(sum(costs[unit][2] for unit in group if unit in learning)),
+                sum(costs[unit][1] for unit in group),
+                int(sum(costs[unit][2] for unit in group)),
                 sum(weight.nbytes * (STATES if weight.requires_grad else 1) for weight in weights),
                 int(sum(costs[unit][3] for unit in group)),
             )
@@ -59,6 +58,25 @@ def measured_graph(traced: TracedModel, model: nn.Module, batch: Any) -> tuple[C
     return ComputationGraph(tuple(nodes), tuple(sorted(edges))), groups
 
 
+def learning_now(
+    graph: ComputationGraph, groups: list[list[str]], traced: TracedModel, model: nn.Module
+) -> ComputationGraph:
+    """Return a measured graph with backwards and kept activations where something trains now, and only there.
+
+    A backward that was not measured, because all was frozen then, counts as twice the forward.
+    """
+    learning, modules, nodes = _learning(traced), dict(model.named_modules()), []
+    for node, group in zip(graph.nodes, groups, strict=True):
+        weights = {id(p): p for unit in group for p in modules[unit].parameters()}.values()
+        held = sum(weight.nbytes * (STATES if weight.requires_grad else 1) for weight in weights)
+        learns = any(unit in learning for unit in group)
+        # A module too quick for the clock has a backward all the same.
+        backward = max(1e-9, node.backward_s or 2 * node.forward_s) if learns else 0.0
+        kept = (node.activation_bytes or node.output_bytes) if learns else 0
+        nodes.append(dataclasses.replace(node, backward_s=backward, activation_bytes=kept, parameter_bytes=held))
+    return ComputationGraph(tuple(nodes), graph.edges)
+
+
 def _learning(traced: TracedModel) -> set[str]:
     """Return the units with a backward: something in them or in front of them trains."""
     trains: dict[fx.Node, bool] = {}
@@ -66,7 +84,9 @@ def _learning(traced: TracedModel) -> set[str]:
         own = traced.trains(node)
         trains[node] = own or any(trains[other] for other in node.all_input_nodes)
     found = {unit for node, unit in traced.unit_of.items() if trains[node]}
-    if trains[traced.output]:  # the loss has a backward, even where the unit beside it has none
+    if trains[traced.output] or any(
+        weight.requires_grad for weight in traced.rest
+    ):  # the loss has a backward, even where the unit beside it has none
         found.add(traced.unit_of[traced.reads(traced.output)[-1]])
     return found
 
@@ -100,7 +120,7 @@ def _measured(traced: TracedModel, node: fx.Node, values: dict[fx.Node, Any], ba
         if ends and trained:
             torch.autograd.grad(ends, trained, [torch.ones_like(leaf) for leaf in ends], allow_unused=True)
         forward.append(middle - started)
-        backward.append(time.perf_counter() - middle)
+        backward.append(time.perf_counter() - middle if ends and trained else 0.0)
     cost[0] += min(forward)
     cost[1] += min(backward)
     cost[2] += sum(kept.values())

@@ -81,6 +81,19 @@ class ComputationGraph:
         """Whether node ``second`` depends on node ``first``, directly or not."""
         return bool(self.before[second] >> first & 1)
 
+    def recomputed(self) -> ComputationGraph:
+        """Return the costs when each node keeps only what it reads, and repeats its forward before its backward."""
+        nodes = [
+            dataclasses.replace(
+                node,
+                backward_s=node.backward_s and node.backward_s + node.forward_s,
+                activation_bytes=(node.backward_s > 0)
+                * sum(self.nodes[first].output_bytes for first, second in self.edges if second == number),
+            )
+            for number, node in enumerate(self.nodes)
+        ]
+        return ComputationGraph(tuple(nodes), self.edges)
+
     def to_state(self) -> dict[str, Any]:
         """Return the graph in plain types."""
         return {

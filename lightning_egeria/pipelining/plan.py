@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_egeria.errors import ArgumentError, PlanError
@@ -226,3 +226,37 @@ def in_running_order(graph: ComputationGraph, groups: Sequence[Iterable[int]]) -
             raise PlanError(f"stages {stuck} wait for each other in a circle. Move nodes so that they do not")
         order.append(min(ready, key=lambda number: min(home_node for home_node in groups[number])))
     return order
+
+
+def plan_of_named(
+    graph: ComputationGraph,
+    groups: Sequence[Sequence[str]],
+    stages: Mapping[str, Sequence[str]],
+    micro_batches: int,
+    group: int,
+) -> Plan:
+    """Return the plan whose stages are named.
+
+    Args:
+        graph: the graph.
+        groups: module paths of each node.
+        stages: module paths of each stage, by its name.
+        micro_batches: number of parts of a batch.
+        group: forwards in a row.
+
+    Raises:
+        ArgumentError: if the model calls no module of a stage.
+        PlanError: if stages wait for each other in a circle.
+    """
+    home = {path: name for name, paths in stages.items() for path in paths}
+    nodes: dict[str, list[int]] = {name: [] for name in stages}
+    for number, together in enumerate(groups):
+        names = {home[path] for path in together}
+        if len(names) > 1:
+            raise PlanError(f"stages {sorted(names)} wait for each other in a circle. Move modules so that they do not")
+        nodes[names.pop()].append(number)
+    idle = [name for name, found in nodes.items() if not found]
+    if idle:
+        raise ArgumentError(f"stages: the model calls no module of stage {idle[0]!r}")
+    names_in_order = [list(nodes)[number] for number in in_running_order(graph, list(nodes.values()))]
+    return Plan(graph, tuple(Stage(name, tuple(nodes[name])) for name in names_in_order), micro_batches, group)

@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_egeria.errors import ArgumentError, UnsupportedError
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.pipelining.attributes import Attributes
+from lightning_egeria.pipelining.units import modules_around
+from lightning_egeria.snapshots.digests import bytes_of
 
 Forward = Callable[[nn.Module, Any], Any]
 """Called with the model and a batch; returns the output of the model."""
 _PREFIX = "model."
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Where a trace ends, for a forward that goes on with whatever it likes behind its last call of a unit.
+
+    Attributes:
+        calls: paths of the units that the forward calls, in order.
+        outputs: numbers of the calls whose outputs are the output of the trace.
+    """
+
+    calls: tuple[str, ...]
+    outputs: tuple[int, ...]
+
+
+@runtime_checkable
+class CutForward(Protocol):
+    """A forward of which only the operations up to a cut are shared out."""
+
+    def cut(self, units: Collection[str], batch: Any) -> Cut:
+        """Return where a trace with these units ends."""
+
+    def expected(self, batch: Any) -> Any:
+        """Return the output of the trace, computed without it."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Run the forward, under a trace up to the cut."""
+
+
+class _Enough(Exception):  # noqa: N818 - ends a trace, and is no error
+    pass
 
 
 class _Root(nn.Module):
@@ -27,14 +62,28 @@ class _Root(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, units: Collection[str]) -> None:
+    proxy_buffer_attributes = True
+
+    def __init__(self, units: Collection[str], cut: Cut | None) -> None:
         super().__init__()
-        self._units = units
+        self._units, self._cut = units, cut
+        self.calls: list[fx.Proxy] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is a unit, or one of torch without a part in it."""
+        """Whether no unit is inside of a module."""
         own = module_qualified_name.removeprefix(_PREFIX)
-        return own in self._units or (own not in ("", "model") and super().is_leaf_module(m, module_qualified_name))
+        if own in self._units:
+            return True
+        return own not in ("", "model") and not any(unit.startswith(own + ".") for unit in self._units)
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stop behind the last call of a unit."""
+        found = super().call_module(m, forward, args, kwargs)
+        if self._cut is not None and self.path_of_module(m).removeprefix(_PREFIX) in self._units:
+            self.calls.append(found)
+            if len(self.calls) == len(self._cut.calls):
+                raise _Enough
+        return found
 
 
 class TracedModel:
@@ -46,32 +95,94 @@ class TracedModel:
         model: the model.
         forward: calls it with a batch.
         units: paths of the modules that are shared out.
+        cut: where the trace ends; None for the end of the forward.
 
     Attributes:
         nodes: the operations in order; the last one is the output.
         unit_of: path of the unit that each call belongs to.
+        random: operations that may draw random numbers.
 
     Raises:
         UnsupportedError: if `torch.fx` cannot trace the forward between units.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, units: Sequence[str]) -> None:
-        root = _Root(model, forward)
-        try:
-            self.nodes: list[fx.Node] = list(_Tracer({*units}).trace(root).nodes)
-        except Exception as error:  # whatever the user's forward raises with proxies
-            raise UnsupportedError(
-                f"torch.fx cannot trace the model between the modules of stages: {type(error).__name__} {error}. Put "
-                "whatever depends on values or shapes into a module, and name that in stages"
-            ) from error
-        self._modules = dict(root.named_modules())
-        self._root = root
+    def __init__(self, model: nn.Module, forward: Forward, units: Sequence[str], cut: Cut | None = None) -> None:
+        self._model, self._forward, self._units, self._cut = model, forward, tuple(units), cut
+        self._root, self.nodes = self._traced()
+        self._modules: dict[str, nn.Module] = dict(self._root.named_modules())
+        self._constants = _texts(self._root, self.nodes)
         self.unit_of = {
             node: node.target.removeprefix(_PREFIX)
             for node in self.nodes
             if node.op == "call_module" and isinstance(node.target, str) and node.target.removeprefix(_PREFIX) in units
         }
         self.random: set[fx.Node] = set()
+
+    def _traced(self) -> tuple[_Root, list[fx.Node]]:
+        root, tracer = _Root(self._model, self._forward), _Tracer({*self._units}, self._cut)
+        before = [Attributes(module) for module in modules_around(self._model, self._units)]
+        try:
+            try:
+                graph = tracer.trace(root)
+            except _Enough:
+                assert self._cut is not None, "only a cut ends a trace"
+                graph = tracer.graph
+                graph.output(tuple(tracer.calls[number].node for number in self._cut.outputs))
+        except Exception as error:  # whatever the user's forward raises with proxies
+            raise UnsupportedError(
+                f"torch.fx cannot trace the model between the modules of stages: {type(error).__name__} {error}. Put "
+                "whatever depends on values or shapes into a module, and name that in stages"
+            ) from error
+        finally:
+            changed = [name for attributes in before for name in attributes.restore()]
+        if changed:
+            raise UnsupportedError(
+                f"code between the modules of stages changes the attribute {changed[0]!r}, which no process would see. "
+                "Return it from forward, or change it in a module of a stage"
+            )
+        if self._cut is not None and [str(call.node.target)[len(_PREFIX) :] for call in tracer.calls] != [
+            *self._cut.calls
+        ]:
+            raise UnsupportedError(
+                "the modules of stages are called in another order than at first, or one is left out. Call all of them "
+                "for every batch"
+            )
+        return root, list(graph.nodes)
+
+    def expected(self, batch: Any) -> Any:
+        """Return the output of the model, computed without the trace."""
+        return self._forward.expected(batch) if isinstance(self._forward, CutForward) else self._root(batch)
+
+    def refresh(self) -> str:
+        """Trace again, and take over whatever numbers changed between units, such as a weight that is annealed.
+
+        Returns:
+            A text of all operations, the same on all processes that compute the same.
+
+        Raises:
+            UnsupportedError: if other operations are called, or in another order.
+        """
+        root, nodes = self._traced()
+        now = [(node.op, _name(node.target), [other.name for other in node.all_input_nodes]) for node in nodes]
+        if now != [
+            (node.op, _name(node.target), [other.name for other in node.all_input_nodes]) for node in self.nodes
+        ]:
+            raise UnsupportedError(
+                "the code between the modules of stages calls other operations than before. Put whatever changes them "
+                "into a module, and name that in stages"
+            )
+        texts, old = _texts(root, nodes), {new.name: node for new, node in zip(nodes, self.nodes, strict=True)}
+        for text, before, node, new in zip(texts, self._constants, self.nodes, nodes, strict=True):
+            if text != before:
+                node.args = fx.map_arg(new.args, lambda other: old[other.name])
+                node.kwargs = fx.map_arg(new.kwargs, lambda other: old[other.name])
+                self.random.add(node)  # which it may be now
+        self._root, self._constants = root, texts
+        return "\n".join(texts)
+
+    def expect_random_anywhere(self) -> None:
+        """Treat every operation as one that may draw random numbers, such as after a change between train and eval."""
+        self.random.update(self.nodes)
 
     @property
     def output(self) -> fx.Node:
@@ -112,6 +223,16 @@ class TracedModel:
             return list(self._modules[str(node.target)].parameters())
         value = _attribute(self._root, str(node.target)) if node.op == "get_attr" else None
         return [value] if isinstance(value, nn.Parameter) else []
+
+    def module(self, node: fx.Node) -> nn.Module:
+        """Return the module that an operation calls."""
+        return self._modules[str(node.target)]
+
+    @property
+    def rest(self) -> list[nn.Parameter]:
+        """The parameters outside of units."""
+        inside = {id(weight) for node in self.unit_of for weight in self.weights(node)}
+        return [parameter for parameter in self._model.parameters() if id(parameter) not in inside]
 
     def trains(self, node: fx.Node) -> bool:
         """Whether an operation reads a parameter that trains."""
@@ -156,6 +277,26 @@ class TracedModel:
         return values[self.output]
 
 
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(type(target)))
+
+
+def _texts(root: nn.Module, nodes: Sequence[fx.Node]) -> list[str]:
+    """Return each operation with its constants as a text that has no addresses."""
+
+    def plain(value: Any) -> Any:
+        return _name(value) if callable(value) else value
+
+    texts = []
+    for node in nodes:
+        text = f"{node.name} {node.op} {_name(node.target)}"
+        text += f" {fx.node.map_aggregate(node.args, plain)} {fx.node.map_aggregate(node.kwargs, plain)}"
+        if node.op == "get_attr" and str(node.target).startswith("_tensor_constant"):
+            text += f" {bytes_of(_attribute(root, str(node.target))).hex()}"
+        texts.append(text)
+    return texts
+
+
 def _attribute(root: nn.Module, path: str) -> Any:
     value: Any = root
     for name in path.split("."):
@@ -178,51 +319,3 @@ def seeded(*key: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
-
-
-def find_units(model: nn.Module, most: int) -> list[str]:
-    """Return the paths of modules to share out: parts of containers, and of modules with more than ``most`` parameters.
-
-    >>> find_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), most=8)
-    ['0', '2']
-    """
-    found: list[str] = []
-
-    def visit(path: str, module: nn.Module) -> None:
-        if not has_state(module):
-            return
-        container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        large = sum(parameter.numel() for parameter in module.parameters()) > most
-        if not path or (not own and (container or large) and any(map(has_state, module.children()))):
-            for name, child in module.named_children():
-                visit(f"{path}.{name}" if path else name, child)
-        elif path not in found:
-            found.append(path)
-
-    visit("", model)
-    return found
-
-
-def has_state(module: nn.Module) -> bool:
-    """Whether a module has parameters or buffers."""
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-
-
-def check_stages(model: nn.Module, stages: Mapping[str, Sequence[str]]) -> None:
-    """Check the modules of named stages.
-
-    Raises:
-        ArgumentError: if there is no such module, one is named twice or is part of another, or one is left out.
-    """
-    modules, paths = dict(model.named_modules()), [path for found in stages.values() for path in found]
-    for path in paths:
-        if not path or path not in modules:
-            raise ArgumentError(f"stages: the model has no module {path!r}. Names are those of named_modules()")
-        if paths.count(path) > 1 or any(path.startswith(other + ".") for other in paths):
-            raise ArgumentError(f"stages: module {path!r} is named twice, or is part of another one")
-    for path, module in modules.items():
-        placed = any(f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}.") or not path for other in paths)
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if own and not placed:
-            raise ArgumentError(f"stages: module {path!r} has parameters or buffers and is in no stage. Add it to one")

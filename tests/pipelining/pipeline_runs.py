@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -12,13 +13,16 @@ from graphs import random_graph, series_parallel
 from torch import nn
 
 from lightning_egeria.errors import PipelineError, PlanError, UnsupportedError
-from lightning_egeria.pipelining.pipeline import GraphPipeline, split
+from lightning_egeria.pipelining.pipeline import GraphPipeline
 from lightning_egeria.pipelining.planner import Limits
+from lightning_egeria.pipelining.splitting import split
 from lightning_egeria.pipelining.timeline import Timeline
 
 
 class Branches(nn.Module):
     """Nested branches, a skip over one, a tied embedding, a weight between modules, and several outputs."""
+
+    factor = 1.0
 
     def __init__(self, dropout=0.0, norm=True):
         super().__init__()
@@ -34,7 +38,7 @@ class Branches(nn.Module):
 
     def forward(self, batch):
         tokens, _ = batch
-        x = self.embed(tokens) * self.scale
+        x = self.embed(tokens) * self.scale * self.factor
         left = self.left(x) + x
         right = self.right(self.inner[0](x).tanh() + self.inner[1](x * self.scale)) + x
         return self.head(torch.cat([self.norm(left), right], dim=1)), self.words(right)
@@ -74,6 +78,13 @@ def start(size):
     torch.manual_seed(0)
 
 
+def freeze_front(*models):
+    for one in models:
+        one.embed.requires_grad_(False)
+        one.left.requires_grad_(False)
+        one.scale.requires_grad_(False)
+
+
 def plain_step(model, batch, micro_batches):
     loss = 0.0
     for part, share in split(batch, micro_batches):
@@ -92,17 +103,14 @@ def train_beside_one_process(stages, steps, limits=None, plan=None, micro_batche
     optimizers = [torch.optim.AdamW(one.parameters(), 0.01) for one in (model, plain)]
     for step in range(steps):
         if step == 2:  # the front freezes
-            for one in (model, plain):
-                one.embed.requires_grad_(False)
-                one.left.requires_grad_(False)
-                one.scale.requires_grad_(False)
+            freeze_front(model, plain)
         for optimizer in optimizers:
             optimizer.zero_grad()
         batch = data(10 if step % 3 else 9, step)  # another size, which does not divide
         loss = pipeline.step(batch, loss_fn)
         assert abs(float(loss) - plain_step(plain, batch, micro_batches)) < 1e-9
         expected = dict(plain.named_parameters())
-        stage, _ = pipeline.plan.place(pipeline._rank)
+        stage, _ = pipeline.plan.place(dist.get_rank() if dist.is_initialized() else 0)
         owned = 0
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -158,7 +166,106 @@ def many_checks(stages, size):
     found["broken"] = message_of(pipeline.step, data(), loss_fn)
     found["new shape"] = message_of(pipeline.step, data(8), loss_fn)
     found["batches"] = message_of(pipeline.step, data(seed=rank), loss_fn)
+    found["state dict"] = message_of(model.state_dict)
+    found["module"] = message_of(model.left if rank != 1 else model.right, torch.ones(2, 8))
+    check_memory_and_replan(stages)
     return found
+
+
+def own_bytes(model):
+    """Bytes of distinct storages of weights and gradients."""
+    tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+class Kept:
+    """The most bytes that autograd keeps at once."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def pack(self, tensor):
+        held = Held(tensor)
+        self.now += tensor.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(held, self.free, tensor.nbytes)
+        return held
+
+    def free(self, size):
+        self.now -= size
+
+
+class Held:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def check_memory_and_replan(stages):
+    """Other seeds on each rank, other numbers between modules, recomputation, and a plan after a freeze."""
+    rank, kept, found = dist.get_rank(), {}, {}
+    for recompute in (False, True):
+        torch.manual_seed(rank)  # rank 0's weights count
+        model = Branches(dropout=0.3).double()
+        torch.manual_seed(0)
+        plain = Branches(dropout=0.3).double()
+        pipeline = GraphPipeline(model, data(), micro_batches=4, stages=stages, recompute=recompute)
+        counted = Kept()
+        with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda held: held.tensor):
+            pipeline.step(data(), loss_fn)
+        kept[recompute] = counted.most
+        found[recompute] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if rank == 1:
+            found[recompute]["running_mean"] = model.norm.running_mean.clone()
+        modules = pipeline.plan.stages[rank].name
+        owned = sum(p.nbytes for name, p in model.named_parameters() if name.startswith(tuple(FOUR[modules])))
+        owned += model.scale.nbytes + (rank == 3) * model.embed.weight.nbytes  # read between modules; tied
+        assert own_bytes(model) <= 2 * owned + 8 * len(list(model.parameters()))
+        model.left.eval()
+        plain.left.eval()
+        model.factor = plain.factor = 3.0  # read between modules
+        model.zero_grad()
+        assert abs(float(pipeline.step(data(), loss_fn)) - plain_step(plain, data(), 4)) < 1e-9
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        assert abs(pipeline.clip_gradient_norm(0.01) - float(norm)) < 1e-9
+        expected = dict(plain.named_parameters())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad, expected[name].grad)
+    assert found[False].keys() == found[True].keys()
+    for name, value in found[False].items():
+        assert torch.equal(value, found[True][name]), name
+    assert kept[True] < kept[False] or rank in (0, 3), kept  # the first keeps next to nothing, the last has the loss
+    check_new_plan()
+
+
+def check_new_plan():
+    model, plain = (Branches(norm=False).double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    limits = Limits(4, 4, max_width=1)
+    pipeline = GraphPipeline(model, data(), limits=limits)
+    plain.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(one.parameters(), 0.01) for one in (model, plain)]
+    for step in range(4):
+        if step == 2:
+            freeze_front(model, plain)
+            assert pipeline.is_outdated
+            pipeline.replan(optimizers[:1])
+            assert not pipeline.is_outdated
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        pipeline.step(data(seed=step), loss_fn)
+        plain_step(plain, data(seed=step), 4)
+        for optimizer in optimizers:
+            optimizer.step()
+    state, expected = pipeline.optimizer_state(optimizers[0]), optimizers[1].state_dict()
+    if dist.get_rank() == 0:
+        assert state["state"].keys() == expected["state"].keys()
+        for number, one in expected["state"].items():
+            for name, value in one.items():
+                torch.testing.assert_close(state["state"][number][name], value)
+    pipeline.gather()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
 
 
 def steps(stages, size, count, limits=None, plan=None):

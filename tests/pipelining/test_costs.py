@@ -4,13 +4,15 @@ import torch
 from pipeline_runs import Branches, data
 from torch import nn
 
-from lightning_egeria.pipelining.costs import measured_graph
-from lightning_egeria.pipelining.tracing import TracedModel, find_units
+from lightning_egeria.pipelining.costs import learning_now, measured_graph
+from lightning_egeria.pipelining.tracing import TracedModel
+from lightning_egeria.pipelining.units import find_units
 
 
 def graph_of(model, batch):
     traced = TracedModel(model, lambda model, batch: model(batch), find_units(model, 10))
-    return measured_graph(traced, model, batch)
+    graph, groups = measured_graph(traced, model, batch)
+    return learning_now(graph, groups, traced, model), groups
 
 
 def test_nodes_have_costs_and_a_frozen_front_has_no_backward():

@@ -3,9 +3,12 @@
 import torch
 from pipeline_runs import FOUR, Branches, data, loss_fn
 
-from lightning_egeria.pipelining.executor import StageExecutor, form_of
+from lightning_egeria.pipelining.costs import measured_graph
+from lightning_egeria.pipelining.executor import form_of
 from lightning_egeria.pipelining.pipeline import GraphPipeline
 from lightning_egeria.pipelining.plan import Plan, Stage
+from lightning_egeria.pipelining.stages import Homes, works
+from lightning_egeria.pipelining.tracing import TracedModel
 
 
 def test_forms_are_shapes_and_dtypes():
@@ -15,23 +18,16 @@ def test_forms_are_shapes_and_dtypes():
 
 def test_each_stage_has_the_parameters_that_it_reads():
     model = Branches()
-    pipeline = GraphPipeline(model, data(), micro_batches=2)
+    traced = TracedModel(model, lambda model, batch: model(batch), [path for paths in FOUR.values() for path in paths])
+    graph, groups = measured_graph(traced, model, data())
     home = {path: number for number, paths in enumerate(FOUR.values()) for path in paths}
-    traced = pipeline._traced
-    stage_of = {
-        unit: next(number for path, number in home.items() if f"{unit}.".startswith(f"{path}."))
-        for unit in traced.unit_of.values()
-    }
-    nodes = {node.name: number for number, node in enumerate(pipeline.plan.graph.nodes)}
     stages = tuple(
-        Stage(name, tuple(nodes[unit] for unit in nodes if stage_of[unit] == number))
-        for number, name in enumerate(FOUR)
+        Stage(name, tuple(node for node, group in enumerate(groups) if group[0] in paths))
+        for name, paths in FOUR.items()
     )
-    plan = Plan(pipeline.plan.graph, stages, 2)
+    homes = Homes(traced, Plan(graph, stages, 2), home, 3)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [
-        sorted(names[one] for one in StageExecutor(traced, plan, stage_of, 3, rank, 0).parameters) for rank in range(4)
-    ]
+    found = [sorted(names[one] for one in work.parameters) for work in works(homes, 0, recompute=False)]
     assert found[0] == ["embed.weight"]
     assert "scale" in found[1]
     assert "scale" in found[2]

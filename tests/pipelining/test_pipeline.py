@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_egeria.errors import ArgumentError, PlanError, UnsupportedError
 from lightning_egeria.pipelining.graph import Node, chain_of
-from lightning_egeria.pipelining.pipeline import GraphPipeline, split
+from lightning_egeria.pipelining.pipeline import GraphPipeline
 from lightning_egeria.pipelining.plan import Plan, Stage
 from lightning_egeria.pipelining.planner import Limits
 
@@ -39,6 +39,8 @@ def test_four_ranks_train_as_one_and_fail_together():
         for kind in ("broken", "new shape"):
             assert found[kind] == "rank 1, stage 'left', failed: ZeroDivisionError: division by zero"
         assert "did not get the same batch" in found["batches"]
+        assert found["state dict"].startswith("this process holds the weights of its stage only")
+        assert found["module"] == found["state dict"]
 
 
 @pytest.mark.slow
@@ -132,12 +134,3 @@ def test_a_trace_that_computes_something_else_is_refused():
 def test_a_loss_must_be_a_number():
     with pytest.raises(Exception, match="loss_fn must return a tensor with one number, got tuple"):
         build(micro_batches=2).step(data(), lambda output, batch: output)
-
-
-def test_a_batch_without_samples_is_refused():
-    with pytest.raises(UnsupportedError, match="cannot be split"):
-        split({"x": 3}, 2)
-
-
-def test_a_small_batch_has_fewer_parts():
-    assert [share for _, share in split(torch.arange(2), 4)] == [0.5, 0.5]

@@ -6,7 +6,8 @@ from pipeline_runs import Branches, data
 from torch import nn
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.pipelining.tracing import TracedModel, find_units, seeded
+from lightning_egeria.pipelining.tracing import TracedModel, seeded
+from lightning_egeria.pipelining.units import find_units
 
 
 def call(model, batch):
@@ -66,10 +67,6 @@ class ByValue(InPlace):
 def test_control_flow_by_value_is_refused():
     with pytest.raises(UnsupportedError, match="cannot trace the model between the modules of stages"):
         traced(ByValue())
-
-
-def test_a_container_counts_as_its_parts():
-    assert find_units(Branches(), 10**6)[:3] == ["embed", "left.0", "left.3"]
 
 
 def test_seeded_numbers_repeat_and_leave_the_others():

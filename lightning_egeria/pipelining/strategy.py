@@ -1,0 +1,240 @@
+"""A graph pipeline as a strategy of Lightning."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_egeria.errors import ArgumentError
+from lightning_egeria.pipelining.pipeline import GraphPipeline
+from lightning_egeria.pipelining.planner import Limits
+from lightning_egeria.pipelining.processes import Processes
+from lightning_egeria.pipelining.strategy_support import check_logged, check_support
+from lightning_egeria.pipelining.training_step import TrainingStep
+from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.training.combinations import check_combination, methods_of
+
+
+class GraphPipelineStrategy(DDPStrategy):
+    """Trains a LightningModule in stages that form a graph, one process for each.
+
+    The first training batch makes the pipeline. From then on a process holds the weights, gradients and optimizer state
+    of its stage. `training_step` runs once for each micro-batch, in the process of the last stage; what it logs is
+    averaged and logged in all of them. Validation, tests and predictions run with all weights, on the same batches in
+    each process. Checkpoints are those of the plain model.
+
+    Args:
+        devices: number of processes; None takes it from ``Trainer(devices=...)``.
+        micro_batches: number of parts of a batch.
+        stages: module paths of each stage, by its name; None plans them, again after each freeze.
+        limits: memory, width and group of planned stages; replaces ``devices`` and ``micro_batches``.
+        recompute: keep only the inputs of a stage, and repeat its forward before its backward.
+        timeout: of exchanges between processes.
+
+    Attributes:
+        pipeline: the pipeline; None before the first training batch.
+
+    Raises:
+        ArgumentError: if an argument is wrong.
+        UnsupportedError: at setup or at the first batch, if the model or the Trainer does something that a pipeline
+            cannot do; the message names it.
+    """
+
+    egeria_method = "pipelining"
+
+    def __init__(
+        self,
+        devices: int | None = None,
+        micro_batches: int = 8,
+        stages: Mapping[str, Sequence[str]] | None = None,
+        limits: Limits | None = None,
+        recompute: bool = False,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        devices = limits.devices if limits is not None else devices
+        for name, value in (("devices", devices), ("micro_batches", micro_batches)):
+            if value is not None and value < 1:
+                raise ArgumentError(f"{name} must be at least 1, got {value}")
+        places = [torch.device("cpu")] * devices if devices is not None else None
+        super().__init__(parallel_devices=places, timeout=timeout)
+        self._micro_batches, self._stages, self._limits, self._recompute = micro_batches, stages, limits, recompute
+        self._step: TrainingStep | None = None
+        self._synced: list[Metric] = []
+        self._failed = False
+        self.pipeline: GraphPipeline | None = None
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Check the set-up and leave the model as it is."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        check_combination(methods_of(trainer))
+        check_support(trainer, self.lightning_module)
+        self.pipeline, self._failed = None, False
+        # All processes get the same batches: those that the user's loader yields in one process.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        random = Processes().text(json.dumps(RandomState.current().to_plain()))
+        RandomState.from_plain(json.loads(random)).restore()
+        for metric in self.lightning_module.modules():  # each process sees all samples
+            if isinstance(metric, Metric) and metric.sync_on_compute:
+                metric.sync_on_compute = False
+                self._synced.append(metric)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            check_support(trainer, self.lightning_module, self.optimizers)
+        self.precision_plugin = PipelinePrecision(self)
+        self.setup_precision_plugin()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed workers alike in all processes, where Lightning seeds them."""
+        if (
+            isinstance(dataloader, DataLoader)
+            and dataloader.worker_init_fn is None
+            and int(os.environ.get("PL_SEED_WORKERS", "0"))
+        ):
+            dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)
+        return dataloader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the loss and the gradients of a batch; `backward` adds the gradients to the parameters."""
+        batch, *others = args
+        assert self.lightning_module is not None
+        if self.pipeline is None:
+            self.pipeline, self._step = self._created(batch, others)
+        assert self._step is not None
+        step, pipeline = self._step, self.pipeline
+        step.arguments, step.logged = (*others, *kwargs.values()), []
+        if self._stages is None and pipeline.is_outdated:
+            pipeline.replan(self.optimizers)
+        parameters = list(self.lightning_module.parameters())
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            # It seeds dropout, also of a run that goes on from a checkpoint.
+            pipeline.steps = self.lightning_module.trainer.fit_loop.total_batch_idx
+            loss = pipeline.step(batch, step.loss)
+            gradients = [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        self._log(step)
+        loss = loss.to(torch.get_default_dtype())
+        anchor = torch.ones((), requires_grad=True)
+        return _Gradients.apply(anchor, loss, list(zip(parameters, gradients, strict=True)))  # type: ignore[no-any-return]
+
+    def _created(self, batch: Any, others: Sequence[Any]) -> tuple[GraphPipeline, TrainingStep]:
+        module = self.lightning_module
+        assert module is not None
+        step = TrainingStep(module, others)
+        pipeline = GraphPipeline(
+            module,
+            batch,
+            micro_batches=self._micro_batches,
+            stages=self._stages,
+            forward=step,
+            limits=self._limits,
+            recompute=self._recompute,
+        )
+        pipeline.keep_own_state(self.optimizers)
+        return pipeline, step
+
+    def _log(self, step: TrainingStep) -> None:
+        """Log the mean of each number over the micro-batches, in all processes."""
+        found = [(name, value, check_logged(name, given), samples) for name, value, given, samples in step.logged]
+        entries = [entry for text in Processes().texts(json.dumps(found)) for entry in json.loads(text)]
+        for name in dict.fromkeys(entry[0] for entry in entries):
+            own = [entry for entry in entries if entry[0] == name]
+            samples = sum(entry[3] for entry in own)
+            given = {**own[-1][2], "sync_dist": True}  # as it is; else Lightning warns
+            if given.get("batch_size") is not None:
+                given["batch_size"] = sum(entry[2]["batch_size"] for entry in own)
+            assert self.lightning_module is not None
+            self.lightning_module.log(name, sum(entry[1] * entry[3] for entry in own) / samples, **given)
+
+    def on_validation_start(self) -> None:
+        """Bring all weights to all processes."""
+        if self.pipeline is not None:
+            self.pipeline.gather()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the plain model, on all ranks."""
+        if self.pipeline is not None:
+            self.pipeline.gather()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state that the optimizer of the plain model has, on rank 0."""
+        own = getattr(optimizer, "optimizer", optimizer)
+        return self.pipeline.optimizer_state(own) if self.pipeline is not None else super().optimizer_state(own)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the value as it is: all processes saw the same samples."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return the same decision in all processes."""
+        votes = [bool(vote) for vote in Processes().gathered(torch.tensor(decision))]
+        return sum(votes) == len(votes) if all else any(votes)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Wait for no other process from now on."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Leave a model with all its weights, unless training failed."""
+        module = self.lightning_module
+        stopped = module is not None and module.trainer.interrupted
+        if self.pipeline is not None and not self._failed and not stopped:
+            self.pipeline.gather()
+        for metric in self._synced:
+            metric.sync_on_compute = True
+        self._synced.clear()
+        super().teardown()
+
+
+class PipelinePrecision(Precision):
+    """Clips gradients by their norm over all stages."""
+
+    def __init__(self, strategy: GraphPipelineStrategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Scale the gradients of all stages."""
+        if self._strategy.pipeline is not None:
+            self._strategy.pipeline.clip_gradient_norm(float(clip_val))
+
+
+class _Gradients(torch.autograd.Function):
+    """A loss whose backward adds gradients that were computed before, scaled as the loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, gradients: list[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        scale = float(outputs[0])
+        for parameter, gradient in ctx.gradients:
+            if gradient is not None:
+                scaled = gradient if scale == 1 else gradient * scale
+                parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+        ctx.gradients = []
+        return None, None, None

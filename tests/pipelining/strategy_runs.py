@@ -1,0 +1,228 @@
+"""What ranks under `GraphPipelineStrategy` do in tests, and the same in one process."""
+
+import contextlib
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_egeria import GraphPipelineStrategy, KnowledgeGuidedFreezing
+from lightning_egeria.errors import EgeriaError
+
+STAGES = {"image": ["image"], "text": ["text"], "end": ["head"]}
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+
+
+def examples(samples=24):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(samples, 6, generator=generator)
+    words = torch.randint(0, 11, (samples, 3), generator=generator)
+    return TensorDataset(images, words, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def loader(shuffle=True):
+    return DataLoader(examples(), batch_size=8, shuffle=shuffle)
+
+
+class TwoTowers(L.LightningModule):
+    """A plain LightningModule: nothing in it knows of pipelines."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.shuffle = not dropout  # Lightning does not resume the order of samples
+        torch.manual_seed(0)
+        self.image = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 8))
+        self.text = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(24, 8))
+        self.head = nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.seen = {}
+
+    def forward(self, image, text):
+        image = self.image(image)
+        self.log("length", image.norm(dim=1).mean(), on_epoch=True)
+        return self.head(torch.cat([image, self.text(text)], 1))
+
+    def training_step(self, batch, batch_idx):
+        image, text, label = batch
+        logits = self(image, text) * self.scale
+        if float(logits.detach().abs().max()) > 1e6:  # values may decide behind the last module
+            raise ValueError("diverged")
+        loss = nn.functional.cross_entropy(logits, label)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("right", (logits.argmax(1) == label).float().mean(), batch_size=len(label))
+        return {"loss": loss + 0.01 * self.current_epoch}
+
+    def validation_step(self, batch, batch_idx):
+        image, text, label = batch
+        logits = self.head(torch.cat([self.image(image), self.text(text)], 1))
+        self.accuracy(logits, label)
+        self.log("accuracy", self.accuracy)
+        self.log("val_loss", nn.functional.cross_entropy(logits, label), sync_dist=True)
+
+    def train_dataloader(self):
+        return loader(self.shuffle)
+
+    def val_dataloader(self):
+        return loader(False)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Notes(L.Callback):
+    """What a user sees: metrics after each epoch, and which weights this process holds while it trains."""
+
+    def __init__(self):
+        self.metrics, self.held = [], None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        names = [name for name, p in module.named_parameters() if p.untyped_storage().nbytes() == p.nbytes > 4]
+        state = [name for name, p in module.named_parameters() if trainer.optimizers[0].state.get(p)]
+        self.held = names, state
+
+    def on_train_epoch_end(self, trainer, module):
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def fit(folder, strategy="auto", epochs=2, resume=None, module=None, **arguments):
+    module = module or TwoTowers()
+    notes = Notes()
+    checkpoint = ModelCheckpoint(folder, monitor="val_loss", save_last=True, save_top_k=1)
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        **{"max_epochs": epochs, "strategy": strategy, "accelerator": "cpu", **QUIET, **arguments},
+        callbacks=[notes, checkpoint],
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, ckpt_path=resume)
+    return module, trainer, notes
+
+
+def in_stages(folder, plain_folder):
+    """Everything that one start of the ranks can show."""
+    settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    strategy = GraphPipelineStrategy(devices=3, micro_batches=4, stages=STAGES)
+    module, trainer, notes = fit(folder / "stages", strategy, **settings)
+    found = {"held": notes.held, "metrics": notes.metrics, "state": weights_of(module)}
+    found["best"] = trainer.checkpoint_callback.best_model_path
+    validated = trainer.validate(module, verbose=False)
+    found["validated"] = validated[0]
+    # from a checkpoint of the plain run, and of the other plan
+    planned = GraphPipelineStrategy(devices=3, micro_batches=4)
+    resumed, _, _ = fit(folder / "resumed", planned, 4, plain_folder / "last.ckpt", **settings)
+    found["resumed"] = weights_of(resumed)
+    for name, stop in (("whole", 3), ("first half", 1)):
+        strategy = GraphPipelineStrategy(devices=3, micro_batches=4, stages=STAGES)
+        dropping = TwoTowers(dropout=0.5)
+        fit(folder / name, strategy, stop, module=dropping)
+        found[name] = weights_of(dropping)
+    strategy = GraphPipelineStrategy(devices=3, micro_batches=4, stages=STAGES, recompute=True)
+    dropping = TwoTowers(dropout=0.5)
+    fit(folder / "second half", strategy, 3, folder / "first half" / "last.ckpt", module=dropping)
+    found["second half"] = weights_of(dropping)
+    found["freezing"] = freeze(folder)
+    return found
+
+
+def freeze(folder):
+    """A tower that freezes runs forward only, in a new plan."""
+
+    class Freezes(TwoTowers):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.text.requires_grad_(False)
+
+    strategy = GraphPipelineStrategy(devices=3, micro_batches=4)
+    module, _, _ = fit(folder / "freezes", strategy, 2, module=Freezes())
+    plain, _, _ = fit(folder / "plain freezes", epochs=2, module=Freezes(), devices=1)
+    return weights_of(module), weights_of(plain)
+
+
+def weights_of(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+class Counts(TwoTowers):
+    def training_step(self, batch, batch_idx):
+        self.steps = batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+class Meters(TwoTowers):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.accuracy(torch.ones(2, 3), torch.ones(2, dtype=torch.int64))
+        return loss
+
+
+class Penalty(TwoTowers):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)["loss"] + self.image[0].weight.square().sum()
+
+
+class Returns(TwoTowers):
+    def training_step(self, batch, batch_idx):
+        return {**super().training_step(batch, batch_idx), "preds": 3}
+
+
+class Gathers(TwoTowers):
+    def training_step(self, batch, batch_idx):
+        return self.all_gather(super().training_step(batch, batch_idx)["loss"]).mean()
+
+
+class Skips(TwoTowers):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx else super().training_step(batch, batch_idx)
+
+
+class LogsAMetric(TwoTowers):
+    def training_step(self, batch, batch_idx):
+        self.log("accuracy", self.accuracy)
+        return super().training_step(batch, batch_idx)
+
+
+class Manual(TwoTowers):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Twice(TwoTowers):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+REFUSED = {
+    "changes an attribute": (Counts, {}, "training_step changes 'steps'"),
+    "updates a metric": (Meters, {}, "training_step changes 'accuracy."),
+    "logs a metric": (LogsAMetric, {}, "self.log('accuracy') in training_step must get one number"),
+    "reads weights": (Penalty, {}, "training_step reads the weights of 'image.0' without calling it"),
+    "returns more": (Returns, {}, "training_step returns ['loss', 'preds'], expected only the loss"),
+    "gathers": (Gathers, {}, "training_step calls all_gather"),
+    "skips": (Skips, {}, "in another order than at first, or one is left out"),
+    "manual": (Manual, {}, "needs automatic optimization"),
+    "LBFGS": (Twice, {}, "LBFGS computes several losses a step"),
+    "precision": (TwoTowers, {"precision": "bf16-mixed"}, "needs precision='32-true'"),
+}
+
+
+def refused(kind, arguments, folder, callbacks=()):
+    """The message of a run in one process."""
+    strategy = GraphPipelineStrategy(devices=1, micro_batches=2)
+    options = {"max_epochs": 1, "accelerator": "cpu", "enable_checkpointing": False, "default_root_dir": folder}
+    trainer = L.Trainer(strategy=strategy, callbacks=list(callbacks), **options, **QUIET, **arguments)
+    with contextlib.suppress(RuntimeError):
+        try:
+            trainer.fit(kind())
+        except EgeriaError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def with_freezing(folder):
+    return refused(TwoTowers, {}, folder, [KnowledgeGuidedFreezing()])

@@ -1,0 +1,20 @@
+"""What a stage computes; what it reads is in `test_executor.py`."""
+
+from pipeline_runs import FOUR, Branches, data
+
+from lightning_egeria.pipelining.costs import measured_graph
+from lightning_egeria.pipelining.plan import plan_of_named
+from lightning_egeria.pipelining.stages import Homes, works
+from lightning_egeria.pipelining.tracing import TracedModel
+
+
+def test_only_stages_without_the_loss_recompute():
+    model = Branches()
+    traced = TracedModel(model, lambda model, batch: model(batch), [path for paths in FOUR.values() for path in paths])
+    graph, groups = measured_graph(traced, model, data())
+    homes = Homes(traced, plan_of_named(graph, groups, FOUR, 2, 1), dict(zip(FOUR, range(4), strict=True)), 3)
+    homes.stage_of.update({path: place for place, paths in enumerate(FOUR.values()) for path in paths})
+    ranks = works(homes, 0, recompute=True)
+    assert [work.recomputes for work in ranks] == [True, True, True, False]
+    assert [len(work.buffers()) for work in ranks] == [0, 3, 0, 0]
+    assert [work.has_loss for work in ranks] == [False, False, False, True]
