@@ -85,8 +85,8 @@ class AdaptedLoader:
             raise TrainingDataError(f"the training data come from a {name}. {_INSTEAD}")
         if type(loader).__iter__ is not DataLoader.__iter__:
             raise TrainingDataError(
-                f"{name} has its own way of going through the data, so the size of its batches cannot change. Let "
-                "other data modules wrap AdaptiveBatchSize, as in FrozenPrefixCache(AdaptiveBatchSize(...))"
+                f"{name} has its own way of going through the data, so the size of its batches cannot change. Use "
+                "a plain DataLoader, or let other data modules wrap: FrozenPrefixCache(AdaptiveBatchSize(...))"
             )
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             raise TrainingDataError(f"the DataLoader of the training data has no batch sampler. {_INSTEAD}")

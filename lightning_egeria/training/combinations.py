@@ -16,7 +16,6 @@ _REASONS = {
     frozenset({"tuning", "goodput"}): "both set the batch size and the learning rate",
     frozenset({"tuning", "partial"}): "trials of settings train with whole steps so far",
     frozenset({"tuning", "selecting"}): "trials of settings train on every sample so far",
-    frozenset({"tuning", "caching"}): "trials of settings read batches ahead, and the cache serves them one at a time",
 }
 
 

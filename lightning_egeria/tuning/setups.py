@@ -23,12 +23,19 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """Refuse a Trainer in which branches cannot train.
 
     Raises:
-        UnsupportedError: with a strategy that is not tested, or a training step that takes an iterator.
+        UnsupportedError: with a strategy that is not tested, averages of weights, or a training step that takes an
+            iterator.
     """
     name = type(trainer.strategy).__name__
     if name not in TRIED:
         why = "FSDP2 divides the state" if name == "ModelParallelStrategy" else "tuning is not tested with it"
         raise UnsupportedError(f"branch tuning does not run with {name}: {why}. Use one device, or strategy='ddp'")
+    averaging = getattr(pl.callbacks, "WeightAveraging", None)  # from Lightning 2.6 on
+    if averaging is not None and any(isinstance(one, averaging) for one in getattr(trainer, "callbacks", ())):
+        raise UnsupportedError(
+            "branch tuning does not run with WeightAveraging: its averages would lack the steps of trials that are "
+            "kept. Average the weights in the model, which trials restore"
+        )
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         raise UnsupportedError(
             "branch tuning reads batches ahead, and a training_step with dataloader_iter reads them itself. Use "

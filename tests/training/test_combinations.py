@@ -11,7 +11,7 @@ from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.training.combinations import METHODS, check_combination, methods_of, reason_against
 
 REFUSED = {("selecting", "goodput"), ("partial", "goodput"), ("tuning", "goodput")} | {
-    (method, "tuning") for method in ("caching", "selecting", "partial")
+    (method, "tuning") for method in ("selecting", "partial")
 }
 
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import lightning as L
 import pytest
 from models import Classifier
 
@@ -63,6 +64,14 @@ def test_strategies_that_are_not_tested_are_refused(strategy):
     with pytest.raises(UnsupportedError, match=f"branch tuning does not run with {strategy}"):
         check_trainer(trainer(strategy=strategy))
     check_trainer(trainer(strategy="DDPStrategy"))
+
+
+@pytest.mark.skipif(not hasattr(L.pytorch.callbacks, "WeightAveraging"), reason="Lightning 2.6 has it")
+def test_averages_of_weights_are_refused():
+    averaged = trainer()
+    averaged.callbacks = [L.pytorch.callbacks.WeightAveraging()]
+    with pytest.raises(UnsupportedError, match="branch tuning does not run with WeightAveraging"):
+        check_trainer(averaged)
 
 
 def test_a_step_that_reads_batches_itself_is_refused():
