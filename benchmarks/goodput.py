@@ -1,27 +1,33 @@
 """What does AdaptiveBatchSize cost while the batch size stays, and does it choose as well as a grid of fixed sizes?
 
-Without ``--data``: ResNet-20 on random images; blocks of steps that are measured alternate with blocks that are not, in
-one run. Printed is the ratio of their mean step times: the median over neighbouring blocks, with its range.
+Without ``--data``: ResNet-20 on random images; runs that measure alternate with plain ones. Printed is the ratio of
+their mean step times: the median over pairs of runs, with its range.
 
 With ``--data``, a folder with CIFAR-10: a run for each fixed batch size with the same rule for the learning rate, and
-one that adapts. Printed are the seconds of training to the accuracy that the initial batch size ends with.
+two that adapt: by the times of this machine, and by those of a device that takes ``--device A,B``, ``A + B m`` seconds
+for a batch of ``m`` samples. Printed are the seconds of training to the accuracy that the initial batch size ends with:
+by the clock, and as the sum of each batch's seconds, fitted to the times of all runs or those of the device. The sums
+do not depend on what else the machine does.
 
     python benchmarks/goodput.py [--batch 32] [--pairs 10] [--block 20]
-    python benchmarks/goodput.py --data FOLDER [--batch 32] [--sizes 32,64,128,256] [--epochs 10] [--seed 0]
+    python benchmarks/goodput.py --data FOLDER [--images 1000] [--sizes 32,128,256] [--epochs 10] [--seeds 0,1,2]
 """
 
 import argparse
 import statistics
 import time
+from unittest import mock
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import AdaptiveBatchSize
+from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.data import Cifar10Data
 from lightning_egeria.demos.resnet import CifarResNet
+from lightning_egeria.goodput.profile import Profile
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -67,39 +73,95 @@ def overhead(options) -> None:
 
 
 class Curve(L.Callback):
-    """Accuracy after each epoch, by seconds of training without validation."""
+    """Accuracy after each epoch, by seconds of training without validation, and the samples of each batch."""
 
     def __init__(self) -> None:
-        self.points, self._spent, self._began = [], 0.0, 0.0
+        self.points, self.batches, self.times, self._spent, self._began = [], [], {}, 0.0, 0.0
 
     def on_train_epoch_start(self, trainer, pl_module):
         self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches.append(len(batch[0]))
 
     def on_validation_start(self, trainer, pl_module):
         self._spent += time.perf_counter() - self._began if self._began else 0.0
 
     def on_validation_end(self, trainer, pl_module):
-        self.points.append((self._spent, float(trainer.callback_metrics["val/acc"])))
+        self.points.append((self._spent, len(self.batches), float(trainer.callback_metrics["val/acc"])))
+
+
+def curve_of(options, seed: int, size: int | None = None, device: tuple[float, float] | None = None) -> Curve:
+    """Train with a fixed batch size, or with one that adapts to this machine or to a device."""
+    L.seed_everything(seed, verbose=False)
+    inner = Cifar10Data(options.data, batch_size=options.batch, train_size=options.images, val_size=options.validation)
+    data = AdaptiveBatchSize(
+        inner,
+        max(options.sizes),
+        batch_sizes={0: size} if size else None,
+        learning_rate="adascale",
+        change_every_n_steps=options.every,
+    )
+    curve = Curve()
+    trainer = L.Trainer(
+        accelerator="auto", max_epochs=options.epochs, num_sanity_val_steps=0, callbacks=[curve], **QUIET
+    )
+    add = Profile.add
+
+    def on_device(profile, where, seconds, *others):
+        add(profile, where, device[0] + device[1] * where.local if device else seconds, *others)
+
+    with mock.patch.object(Profile, "add", on_device):
+        trainer.fit(model(options.lr), data)
+    changes = [(change.step, change.batch_size) for change in data.changes]
+    curve.times = data.control.profile.measured(0)
+    print(f"seed {seed}, {size or device or 'adaptive'}: {curve.points[-1][2]:.4f} after {curve.points[-1][0]:.1f} s")
+    print(f"  {data.control.noise.scale * options.batch:.0f} samples of noise; {changes}", flush=True)
+    return curve
+
+
+def reached(curve: Curve, target: float, seconds_of_batch: ThroughputModel | None = None) -> float:
+    """Return the seconds to an accuracy: by the clock, or by those of each batch; infinite if it was not reached."""
+    for seconds, batches, accuracy in curve.points:
+        if accuracy >= target:
+            if seconds_of_batch is None:
+                return seconds
+            return float(seconds_of_batch.gradient_seconds(curve.batches[:batches]).sum())
+    return float("inf")
 
 
 def grid(options) -> None:
-    sizes = [int(size) for size in options.sizes.split(",")]
-    curves = {}
-    for size in [*sizes, None]:
-        L.seed_everything(options.seed, verbose=False)
-        inner = Cifar10Data(options.data, batch_size=options.batch)
-        data = AdaptiveBatchSize(inner, max(sizes), batch_sizes={0: size} if size else None)
-        curve = Curve()
-        trainer = L.Trainer(
-            accelerator="auto", max_epochs=options.epochs, num_sanity_val_steps=0, callbacks=[curve], **QUIET
-        )
-        trainer.fit(model(0.1), data)
-        curves[size] = curve.points
-        print(f"{size or 'adaptive'}: {curve.points[-1]} {[(c.step, c.batch_size) for c in data.changes]}", flush=True)
-    target = curves[sizes[0]][-1][1]
-    for size, points in curves.items():
-        reached = next((f"{seconds:.1f} s" for seconds, accuracy in points if accuracy >= target), "not reached")
-        print(f"{size or 'adaptive'}: {reached} to {target:.4f}")
+    free = 1e-8  # one device exchanges nothing
+    device = ThroughputModel(options.device, (free, free), (free, free), 1.0)
+    rows = {}
+    for seed in options.seeds:
+        curves = {size: curve_of(options, seed, size) for size in options.sizes}
+        curves["adaptive"] = curve_of(options, seed)
+        pooled = Profile()
+        for curve in curves.values():
+            for where, (seconds, _) in curve.times.items():
+                pooled.add(where, seconds, False)
+        here = pooled.fit(0)
+        print(f"  seconds of a batch: {here.compute[0]:.4f} + {here.compute[1]:.5f} m")
+        curves["adaptive, on the device"] = curve_of(options, seed, device=options.device)
+        target = curves[options.sizes[0]].points[-1][2]
+        for name, curve in curves.items():
+            found = [curve.points[-1][2]] + [reached(curve, target, model) for model in (None, here, device)]
+            rows.setdefault(name, []).append(found)
+        print_table(rows)
+
+
+def print_table(rows) -> None:
+    print("\n| batch size | accuracy | s by the clock | s by the fit | s on the device |\n|---|---|---|---|---|")
+    for name, found in rows.items():
+        accuracies, *seconds = zip(*found, strict=True)
+        cells = [" ".join(f"{value:.3f}" for value in accuracies)]
+        cells += [" ".join(f"{value:.1f}" for value in values) for values in seconds]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def numbers(kind):
+    return lambda text: tuple(kind(part) for part in text.split(","))
 
 
 if __name__ == "__main__":
@@ -108,8 +170,13 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--block", type=int, default=20)
-    parser.add_argument("--sizes", default="32,64,128,256")
+    parser.add_argument("--images", type=int, help="training images; all without it")
+    parser.add_argument("--validation", type=int, default=1000, help="validation images")
+    parser.add_argument("--sizes", type=numbers(int), default=(32, 64, 128, 256), help="the first is the initial one")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=20, help="steps between two decisions")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--seeds", type=numbers(int), default=(0,))
+    parser.add_argument("--device", type=numbers(float), default=(0.02, 0.00005), help="seconds, seconds a sample")
     chosen = parser.parse_args()
     grid(chosen) if chosen.data else overhead(chosen)

@@ -23,7 +23,7 @@ class MutableBatchSampler:
         source: yields ids, or lists of ids of ``batch_size`` each (a batch sampler, which may sort by length). It has a
             length.
         batch_size: samples in a batch, at first.
-        drop_last: drop what remains at the end if it is smaller than a batch. It needs ids.
+        drop_last: drop what remains at the end if it is smaller than a batch at first. It needs ids.
         yields_batches: whether ``source`` yields lists of ids.
         started: called when an epoch begins, before ``source`` is asked for its first id.
 
@@ -149,8 +149,7 @@ class MutableBatchSampler:
         size = self._planned[1] if self._planned is not None else self._size
         if self._yields_batches and size == self._initial and self.most_samples is None:
             return len(self.sampler)
-        samples = self._limited(len(self.sampler) * (self._initial if self._yields_batches else 1))
-        return samples // size if self.drop_last else -(-samples // size)
+        return self._cuts(self._limited(len(self.sampler) * (self._initial if self._yields_batches else 1)), size)
 
     def __len__(self) -> int:
         """Return the number of batches in this epoch, the ones drawn so far included."""
@@ -198,7 +197,7 @@ class MutableBatchSampler:
         while self._rest:
             self._take_plan()
             batch = list(itertools.islice(ids, min(self._size, self._rest)))
-            if not batch or (self.drop_last and len(batch) < self._size):
+            if not batch or (self.drop_last and len(batch) < min(self._size, self._initial)):
                 return
             self._drew(batch)
             yield batch
@@ -207,20 +206,24 @@ class MutableBatchSampler:
         """Yield the batches of the source as they are until the size changes; then join and cut what remains."""
         self._rest = self._limited(len(self.sampler) * self._initial)
         while self._plain and self._rest:
-            batch = list(next(batches, ()))[: self._rest]
+            batch = self._checked(next(batches, ()))[: self._rest]
             if not batch:
                 return
-            if len(batch) > self._initial:
-                raise TrainingDataError(
-                    f"{type(self.sampler).__name__} yields a batch of {len(batch)} samples, expected its batch_size of "
-                    f"{self._initial} at most. The size of such batches cannot be changed"
-                )
             self._drew(batch)
             self._rest -= self._initial - len(batch)  # any batch may be short; the number of batches is known
             yield batch
-        rest = list(itertools.chain.from_iterable(batches))  # to know how many there are
+        rest = list(itertools.chain.from_iterable(map(self._checked, batches)))  # to know how many there are
         self._rest = min(len(rest), self._rest)
         yield from self._cut(iter(rest))
+
+    def _checked(self, batch: Iterable[Any]) -> list[Any]:
+        found = list(batch)
+        if len(found) > self._initial:
+            raise TrainingDataError(
+                f"{type(self.sampler).__name__} yields a batch of {len(found)} samples, expected its batch_size of "
+                f"{self._initial} at most. The size of such batches cannot be changed"
+            )
+        return found
 
     def _drew(self, batch: list[Any]) -> None:
         assert self._rest is not None  # of an epoch that has begun
@@ -245,7 +248,12 @@ class MutableBatchSampler:
                 samples, size = samples - count * size, later
             else:
                 samples -= count * size
-        return count + (samples // size if self.drop_last else -(-samples // size))
+        return count + self._cuts(samples, size)
+
+    def _cuts(self, samples: int, size: int) -> int:
+        """Return the number of batches of one size in so many samples."""
+        whole, rest = divmod(samples, size)
+        return whole + (rest >= min(size, self._initial) if self.drop_last else rest > 0)
 
 
 def _check_size(name: str, value: int) -> None:

@@ -19,6 +19,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel carries conf/ inside the package; a checkout has it beside the package.
 CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 CONFIG_NAME = "train"
+# Groups that wrap the data module, from the innermost to the outermost.
+WRAPPERS = ("goodput", "cache")
 _OWN = {"seed": int, "ckpt_path": str | None, "optimized_metric": str | None, "run_dir": str}
 _EXTRAS = {"hydra/sweeper/optuna": "optuna", "hydra/launcher/submitit": "submitit"}
 
@@ -44,6 +46,10 @@ def check(config: DictConfig) -> None:
         if not isinstance(callback, dict) or "_target_" not in callback:
             near = near_match(name, [other for other in content["callbacks"] if other != name], "callbacks.")
             raise ArgumentError(f"callbacks.{name}: expected a _target_, got none.{near}")
+    for group in WRAPPERS:
+        if content.get(group) and "_target_" not in content[group]:
+            options = sorted(path.stem for path in (CONFIG_DIR / group).iterdir() if path.stem != "none")
+            raise ArgumentError(f"{group}: expected a _target_, got none. Set {group}={' or '.join(options)} as well")
     for key, node in _targets(content, ""):
         _check_arguments(key, node)
 

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, check, explain
+from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, WRAPPERS, check, explain
 from lightning_egeria.errors import ArgumentError, UnsupportedError, near_match
 from lightning_egeria.report.record import FILE_NAME
 
@@ -35,8 +35,9 @@ def train(config: DictConfig) -> dict[str, Any]:
 
     Returns:
         The content of `savings.json`: `savings` (`Savings.to_dict()`; None without freezing), `cache` (the fields of
-        `CacheStats`; None without the cache), `metrics` (the last value of each logged metric) and `fit_time_s`
-        (seconds of wall time, validation included).
+        `CacheStats`; None without the cache), `batch_sizes` (each change, by the fields of `BatchSizeChange`; None if
+        they are fixed), `metrics` (the last value of each logged metric) and `fit_time_s` (seconds of wall time,
+        validation included).
 
     Raises:
         ArgumentError: if `ckpt_path` does not exist.
@@ -46,13 +47,11 @@ def train(config: DictConfig) -> dict[str, Any]:
 
     # Hydra's log already has Lightning's lines; its own handlers would print them twice.
     logging.getLogger("lightning").handlers.clear()
-    from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, RunRecorder
+    from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache, KnowledgeGuidedFreezing, RunRecorder
 
     _check_checkpoint(config.ckpt_path)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    datamodule = hydra.utils.instantiate(config.data)
-    if config.get("cache"):
-        datamodule = hydra.utils.instantiate(config.cache, datamodule=datamodule)
+    datamodule = data_of(config)
     model = hydra.utils.instantiate(config.model)
     callbacks = [hydra.utils.instantiate(callback) for callback in config.get("callbacks", {}).values()]
     given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
@@ -70,16 +69,26 @@ def train(config: DictConfig) -> dict[str, Any]:
 
     # Without a step there are no savings: a checkpoint may be of the last one, and nothing freezes in fast_dev_run.
     freezing = [c for c in callbacks if isinstance(c, KnowledgeGuidedFreezing) and c.layer_modules]
-    cache = FrozenPrefixCache.find(datamodule)
+    cache, sizes = FrozenPrefixCache.find(datamodule), AdaptiveBatchSize.find(datamodule)
     results = {
         "savings": freezing[0].savings().to_dict() if freezing else None,
         "cache": dataclasses.asdict(cache.stats) if cache is not None else None,
+        "batch_sizes": [dataclasses.asdict(change) for change in sizes.changes] if sizes is not None else None,
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "fit_time_s": fit_time_s,
     }
     if trainer.is_global_zero:
         _write(Path(config.run_dir) / "savings.json", results)
     return results
+
+
+def data_of(config: DictConfig) -> Any:
+    """Return the configured data module, within the configured wrappers."""
+    datamodule = hydra.utils.instantiate(config.data)
+    for group in WRAPPERS:
+        if config.get(group):
+            datamodule = hydra.utils.instantiate(config[group], datamodule=datamodule)
+    return datamodule
 
 
 def _check_checkpoint(path: str | None) -> None:

@@ -7,14 +7,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.goodput.changing import BatchSizeChanges, planned_of
+from lightning_egeria.goodput.changing import BatchSizeChanges, PlannedChange
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.goodput.decision import Division
 from lightning_egeria.goodput.exchange import measure_exchange
@@ -25,11 +25,19 @@ from lightning_egeria.goodput.profile import Configuration
 from lightning_egeria.profiling.phases import PhaseTimer, exposed_communication
 from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.callback import freezing_of
+from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.epoch_length import set_epoch_length
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
 
 FIRST_HINTS_S, HINTS_EVERY_S = 1.0, 30.0  # a young job knows more every second
+
+
+class _Timed(NamedTuple):
+    """What a time of a batch is for: its samples, and whether the optimizer stepped with it."""
+
+    samples: int
+    stepped: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +66,8 @@ class Start:
         adapted: the training data.
         now: batch size.
         settings: how steps are measured and counted.
+        planned: the change on its way; None without one.
+        done: number of batches that training is done with in an epoch that goes on.
         state: that of a resumed run; None without one.
     """
 
@@ -65,6 +75,8 @@ class Start:
     adapted: AdaptedLoader
     now: Division
     settings: Settings
+    planned: PlannedChange | None
+    done: int
     state: Mapping[str, Any] | None
 
 
@@ -117,13 +129,14 @@ class BatchSizeSteps(pl.Callback):
         self._steps, self._timer = ScaledSteps(optimizer), PhaseTimer(trainer.strategy.root_device)
         self._bar = BarEntry(trainer, "batch", lambda: str(self.changes.now.total))
         self.started = True
+        self._done = start.done
         if start.state is not None:
-            self._done = int(start.state["done"])
-            planned = planned_of(start.state["planned"])
-            if planned is not None and planned.division.replicas == start.now.replicas:
-                self.changes.plan(planned, start.adapted)
-                if not self._done:
-                    self._report(self.changes.epoch_ended(trainer.global_step))
+            with checkpoint_read("goodput"):
+                self._meter.load(start.state["meter"])
+        if start.planned is not None:
+            self.changes.plan(start.planned, start.adapted)
+            if not self._done:
+                self._report(self.changes.epoch_ended(trainer.global_step))
         place = start.state["place"] if start.state is not None else None
         if place is not None and place["over"]:
             # The checkpoint is of the last batch of an epoch, which ends now.
@@ -158,6 +171,7 @@ class BatchSizeSteps(pl.Callback):
         if batch_idx % self.changes.now.batches == 0:
             self._window.clear()
             self._begin_step(trainer.global_step, batch_idx)
+        self._scale_rate()
         self._timer.batch_start(depth)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -188,8 +202,9 @@ class BatchSizeSteps(pl.Callback):
         self._done += 1
         self._window.append(samples)
         waited = exposed_communication(trainer.strategy.model) if self.changes.now.replicas > 1 else 0.0
-        self._timer.batch_end(trainer.global_step, waited)
-        self._note_times(samples, stepped)
+        whole = samples == self.changes.now.local
+        self._timer.batch_end(trainer.global_step, waited, _Timed(samples, stepped) if whole else None)
+        self._note_times()
         if stepped:
             self._steps.end()
             self._step_over(trainer)
@@ -209,14 +224,21 @@ class BatchSizeSteps(pl.Callback):
         self._done = 0
         self._report(self.changes.epoch_ended(trainer.global_step))
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Let a run without `AdaptiveBatchSize` go on from the checkpoint."""
+        # Lightning saves the state of our loader, which is empty, and would ask for that loader again.
+        checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+
     def state(self) -> dict[str, Any]:
         """Return all that a checkpoint needs, in plain types and tensors."""
-        self._meter.read()
-        self._meter.drop_pair()
+        meter = self._meter.state()  # first: it adds to the noise
         place = self.adapted.state(self._done)
         return {
             **self.control.state(),
             **self.changes.state(),
+            "meter": meter,
             "done": self._done if place else 0,
             "place": place,
             "generator": self.adapted.generator_state(),
@@ -237,8 +259,12 @@ class BatchSizeSteps(pl.Callback):
         # The last batch of an epoch may be smaller, which is known once it is drawn.
         within = batch_idx + now.batches < len(batches)
         whole = within or (now.batches == 1 and batches.size_of(batch_idx) == now.local)
-        scale = self.control.scale(now.total)
         self._meter.begin(step, now.batches if whole else 0, now.total / self.control.initial)
+
+    def _scale_rate(self) -> None:
+        """Scale the learning rate for a step that ends with this batch: the last of an epoch may be short."""
+        samples = sum(self._window) + self.adapted.batches.size_of(self._done)
+        scale = self.control.scale(samples * self.changes.now.replicas)
         epochs = self.control.progress.iterations / max(1, self.adapted.samples // self.control.initial)
         self._steps.factors = self._settings.rule.factors(scale, self.control.noise, epochs) if scale > 1 else 1.0
 
@@ -249,13 +275,13 @@ class BatchSizeSteps(pl.Callback):
         counted = self.control.progress.step(samples, gain, self._settings.schedule_by)
         step_schedulers(trainer, counted - 1)
 
-    def _note_times(self, samples: int, stepped: bool) -> None:
-        now = self.changes.now
-        for phases in self._timer.finished():
-            if samples == now.local:
-                where = Configuration(self.control.nodes, now.replicas, samples, phases.depth)
-                seconds = phases.data + phases.forward + phases.backward + phases.communication + phases.rest
-                self.control.profile.add(where, seconds, stepped)
+    def _note_times(self) -> None:
+        """Add to the profile the batches that the device has completed; a GPU may be some behind."""
+        for batch in self._timer.timed():
+            if batch.label is not None:
+                samples, stepped = batch.label
+                where = Configuration(self.control.nodes, self.changes.now.replicas, samples, batch.phases.depth)
+                self.control.profile.add(where, batch.seconds, stepped, batch.phases.communication)
 
     def _report(self, change: BatchSizeChange | None) -> None:
         if change is not None:

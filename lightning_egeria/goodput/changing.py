@@ -134,7 +134,14 @@ class BatchSizeChanges:
             )
             return True
         fits = fits_in_memory(self._trainer, larger, batch_idx)
-        if all(value == 1.0 for value in self._ranks.mean([float(fits)])):
+        if isinstance(fits, Exception):
+            # Its samples came more than once, which the training step may not take.
+            self._notices.warn(
+                f"step {step}: a batch of {division.local} samples could not be tried in memory: "
+                f"{type(fits).__name__}: {fits}. It is used all the same",
+                once="not tried",
+            )
+        if all(value == 1.0 for value in self._ranks.mean([float(fits is not False)])):
             self._largest_tried = division.local
             return True
         self._control.out_of_memory = division.local

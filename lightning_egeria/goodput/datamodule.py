@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -16,12 +15,12 @@ from torch.utils.data import DataLoader
 
 from lightning_egeria.errors import ArgumentError, CheckpointError, EgeriaError, UnsupportedError
 from lightning_egeria.goodput.callback import BatchSizeSteps, Settings, Start
-from lightning_egeria.goodput.changing import planned_of
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
-from lightning_egeria.goodput.decision import Division, LargestGoodput, ScriptedBatchSizes, limits_of
+from lightning_egeria.goodput.decision import LargestGoodput, ScriptedBatchSizes
 from lightning_egeria.goodput.learning_rate import LearningRateRule, rule_of
 from lightning_egeria.goodput.memory import is_out_of_memory
 from lightning_egeria.goodput.progress import COUNTS
+from lightning_egeria.goodput.sizes import Sizes, are_limits, first_sizes
 from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
@@ -89,13 +88,15 @@ class AdaptiveBatchSize(WrappingDataModule):
                 raise ArgumentError(f"{name} must be an integer of at least 1, got {value!r}")
         if schedule_by is not None and schedule_by not in COUNTS:
             raise ArgumentError(f"schedule_by must be one of {', '.join(COUNTS)}, or None, got {schedule_by!r}")
-        if local_batch_sizes is not None:
-            smallest, largest = local_batch_sizes
-            if smallest < 1 or (largest is not None and largest < smallest):
-                raise ArgumentError(
-                    f"local_batch_sizes must be two sizes, the smaller first, got {local_batch_sizes!r}"
-                )
+        if hints is not None and not Path(hints).name:
+            raise ArgumentError(f"hints must be the path of a file, got {str(hints)!r}")
+        if local_batch_sizes is not None and not are_limits(local_batch_sizes):
+            raise ArgumentError(
+                "local_batch_sizes must be the smallest and the largest batch of one process, or None for the largest; "
+                f"got {local_batch_sizes!r}"
+            )
         rule_of(learning_rate, adaptive=False)
+        self._rule = LargestGoodput() if batch_sizes is None else ScriptedBatchSizes(batch_sizes, max_batch_size)
         self.max_batch_size = max_batch_size
         self.learning_rate = learning_rate
         self.schedule_by = schedule_by
@@ -104,10 +105,9 @@ class AdaptiveBatchSize(WrappingDataModule):
         self.local_batch_sizes = local_batch_sizes
         self.batch_sizes = dict(batch_sizes) if batch_sizes is not None else None
         self.hints = Path(hints) if hints is not None else None
-        self._rule = LargestGoodput() if batch_sizes is None else ScriptedBatchSizes(batch_sizes)
         self._notices = Notices("goodput")
         self._adapted: AdaptedLoader | None = None
-        self._sizes: _Sizes | None = None
+        self._sizes: Sizes | None = None
         self._steps: BatchSizeSteps | None = None
         self._refusal: EgeriaError | None = None  # raised when training starts
         self._control: BatchSizeControl | None = None  # of the last fit
@@ -125,8 +125,8 @@ class AdaptiveBatchSize(WrappingDataModule):
         return self._control
 
     @property
-    def batch_size(self) -> int | None:
-        """The batch size now; None outside of training."""
+    def total_batch_size(self) -> int | None:
+        """The batch size now, of all processes and accumulated batches; None outside of training."""
         steps = self._steps
         return steps.changes.now.total if steps is not None and steps.started else None
 
@@ -153,7 +153,10 @@ class AdaptiveBatchSize(WrappingDataModule):
         try:
             self._adapted = AdaptedLoader(loader, trainer, self._notices.warn)
             if not steps.started:
-                self._sizes = self._first_sizes(trainer, self._adapted)
+                local, notices = self.local_batch_sizes, self._notices
+                self._sizes = first_sizes(trainer, self._adapted, self._state, self.max_batch_size, local, notices)
+                if isinstance(self._rule, ScriptedBatchSizes):
+                    self._rule.check(self._sizes.initial)
         except EgeriaError as error:
             # Not here: Lightning would leave DataLoader as it has changed it while it asks for loaders.
             self._refusal = error
@@ -203,35 +206,6 @@ class AdaptiveBatchSize(WrappingDataModule):
             )
         self._state = dict(state)
 
-    def _first_sizes(self, trainer: pl.Trainer, adapted: AdaptedLoader) -> _Sizes:
-        """Return the limits and the first batch size, and let the loader begin with it."""
-        batches, replicas, state = adapted.batches, trainer.world_size, self._state
-        local = batches.initial_batch_size
-        now = Division(local, trainer.accumulate_grad_batches, replicas)
-        initial = now.total
-        if state is not None:
-            with checkpoint_read("goodput"):
-                initial = int(state["initial"])
-                now = Division(*(int(state["now"][name]) for name in ("local", "batches", "replicas")))
-        smallest, largest = self.local_batch_sizes or (None, None)
-        if smallest is None:
-            smallest = max(1, min(-(-local // 2), self.max_batch_size // replicas))
-        limits = limits_of(initial, self.max_batch_size, smallest, largest, replicas)
-        if state is not None:
-            if now.replicas != replicas:
-                divided, accumulation = limits.split(max(now.total, initial), replicas)
-                now = Division(divided, accumulation + 1, replicas)
-            # Who asks before training starts is told what the loader would have at the initial batch size.
-            batches.announced = -(-adapted.samples // initial) * trainer.accumulate_grad_batches
-            batches.change(now.local)
-            with checkpoint_read("goodput"):
-                adapted.resume(state["place"], state["generator"])
-                planned = planned_of(state["planned"])
-            if planned is not None and planned.division.replicas == replicas:
-                within = state["place"] is not None and not state["place"]["over"]
-                batches.change(planned.division.local, planned.at if within else 0)
-        return _Sizes(initial, smallest, largest, now)
-
     def _begin(self, trainer: pl.Trainer) -> Start:
         if self._refusal is not None:
             raise self._refusal
@@ -241,9 +215,9 @@ class AdaptiveBatchSize(WrappingDataModule):
         optimizer = trainer.optimizers[0]
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError("LBFGS runs the training step more than once in a step. Use SGD, Adam or AdamW")
-        local, groups = (sizes.smallest, sizes.largest), len(optimizer.param_groups)
+        groups = len(optimizer.param_groups)
         control = BatchSizeControl(
-            sizes.initial, self.max_batch_size, local, self._rule, self.change_every_n_steps, groups
+            sizes.initial, sizes.largest, sizes.local, self._rule, self.change_every_n_steps, groups
         )
         with checkpoint_read("goodput"):
             if state is not None:
@@ -254,7 +228,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         adapted.batches.announced = None
         self._control, self._state = control, None
         settings = Settings(rule, counts, self.measure_every_n_steps, self.hints)
-        return Start(control, adapted, sizes.now, settings, state)
+        return Start(control, adapted, sizes.now, settings, sizes.planned, sizes.done, state)
 
     def _close(self) -> None:
         steps, self._steps = self._steps, None
@@ -267,16 +241,6 @@ class AdaptiveBatchSize(WrappingDataModule):
         if steps in callbacks:
             # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
             self.trainer.callbacks = [one for one in callbacks if one is not steps]  # type: ignore[union-attr]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """The initial batch size of the first run, the smallest and largest of one process, and the first of this run."""
-
-    initial: int
-    smallest: int
-    largest: int | None
-    now: Division
 
 
 def _check(trainer: Any) -> None:

@@ -81,23 +81,38 @@ class ScriptedBatchSizes:
 
     Args:
         schedule: batch size of all processes by the number of optimizer steps from which on it holds.
+        largest: the largest batch size.
 
     Raises:
         ArgumentError: if a step or size is out of range.
     """
 
-    def __init__(self, schedule: Mapping[int, int]) -> None:
+    def __init__(self, schedule: Mapping[int, int], largest: int) -> None:
+        if not isinstance(schedule, Mapping):
+            raise ArgumentError(f"batch_sizes must map steps to batch sizes, as in {{100: 64}}, got {schedule!r}")
         for step, size in schedule.items():
-            if type(step) is not int or type(size) is not int or step < 0 or size < 1:
-                raise ArgumentError(f"batch_sizes must map steps to batch sizes of at least 1, got {step!r}: {size!r}")
+            if type(step) is not int or type(size) is not int or step < 0 or not 1 <= size <= largest:
+                raise ArgumentError(
+                    f"batch_sizes must map steps to batch sizes up to max_batch_size, {largest}; got {step!r}: {size!r}"
+                )
         self.schedule = dict(sorted(schedule.items()))
+
+    def check(self, initial: int) -> None:
+        """Check that no batch size is below the initial one.
+
+        Raises:
+            ArgumentError: if one is.
+        """
+        for step, size in self.schedule.items():
+            if size < initial:
+                raise ArgumentError(f"batch_sizes must be at least {initial}, the initial one; got {step}: {size}")
 
     def next(self, step: int, now: Division, nodes: int, limits: BatchLimits) -> Division | None:
         """Return another division; None to stay. As `LargestGoodput.next`, from the limits alone."""
         sizes = [size for start, size in self.schedule.items() if start <= step]
         if not sizes:
             return None
-        local = math.ceil(sizes[-1] / now.replicas)
+        local = math.ceil(min(sizes[-1], limits.largest) / now.replicas)
         batches = math.ceil(local / limits.largest_local)
         found = Division(math.ceil(local / batches), batches, now.replicas)
         return found if found != now else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,8 +72,7 @@ class GradientMeter:
     ) -> None:
         self.noise = noise
         self._optimizer, self._every, self._replicas, self._loss_scale = optimizer, every, replicas, loss_scale
-        self._groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._count = len(optimizer.param_groups)
+        self._find_parameters()
         self._step: _Step | None = None  # measured now
         self._unread: _Step | None = None
         self._kept: dict[nn.Parameter, Tensor] = {}  # gradients before this batch, or of the step before
@@ -91,6 +90,9 @@ class GradientMeter:
             scale: samples of the step in all processes, in initial batches.
         """
         self.read()
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._groups):
+            self._find_parameters()  # a callback for fine-tuning has added some
+            self.forget()
         self._batch, self._step = 0, None
         self._roots.clear()
         if not batches:
@@ -159,12 +161,36 @@ class GradientMeter:
         self._step = self._unread = None
         self._divides = self._divided = False
         self.drop_pair()
-        self.noise.reset()
+        self.noise.reset(self._count)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a run that goes on needs, in plain types and tensors: maybe the gradients of half a pair."""
+        self.read()
+        pair = self._previous
+        return {
+            "divided": self._divided,
+            "pair": None if pair is None else dataclasses.asdict(pair),
+            "kept": [self._kept.get(p) for p in self._groups] if pair is not None else [],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state`."""
+        self._divided = bool(state["divided"])
+        if state["pair"] is not None:
+            self._previous = _Step(**state["pair"])
+            self._previous.local = self._previous.local.to(next(iter(self._groups)).device)
+            kept = zip(self._groups, state["kept"], strict=True)
+            self._kept = {p: gradient.to(p.device, copy=True) for p, gradient in kept if gradient is not None}
 
     def drop_pair(self) -> None:
-        """Drop the first of two steps. A checkpoint does not hold it, so a run that goes on must not use it either."""
+        """Drop the first of two steps."""
         self._previous = None
         self._kept.clear()
+
+    def _find_parameters(self) -> None:
+        groups = self._optimizer.param_groups
+        self._groups = {p: number for number, group in enumerate(groups) for p in group["params"]}
+        self._count = len(groups)
 
     def _pair(self, step: _Step, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
         """One gradient a step: keep the first of two, and compare the second with it."""

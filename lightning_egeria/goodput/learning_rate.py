@@ -103,11 +103,11 @@ def rule_of(learning_rate: str | LearningRateRule, adaptive: bool) -> LearningRa
     >>> type(rule_of("auto", adaptive=True)).__name__, type(rule_of("auto", adaptive=False)).__name__
     ('SquareRoot', 'AdaScale')
     """
-    if not isinstance(learning_rate, str):
-        return learning_rate
     if learning_rate == "auto":
         return SquareRoot() if adaptive else AdaScale()
-    if learning_rate not in RULES:
+    if callable(getattr(learning_rate, "factors", None)) and not isinstance(learning_rate, type):
+        return learning_rate  # type: ignore[return-value]
+    if not isinstance(learning_rate, str) or learning_rate not in RULES:
         raise ArgumentError(
             f"learning_rate must be 'auto', one of {', '.join(RULES)}, or a rule, got {learning_rate!r}"
         )

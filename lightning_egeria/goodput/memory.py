@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.tree import change_leaves, tensor_leaves
 from lightning_egeria.training.rehearsal import rehearsal
@@ -31,6 +33,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def enlarged(batch: Any, samples: int, wanted: int) -> Any:
     """Return a batch of ``wanted`` samples, those of ``batch`` over and over; None if no tensor has one row a sample.
 
+    Lists of one text a sample are as long again.
+
     Args:
         batch: a batch.
         samples: number of its samples.
@@ -50,11 +54,25 @@ def enlarged(batch: Any, samples: int, wanted: int) -> Any:
             return leaf
         return leaf.index_select(0, torch.arange(wanted, device=leaf.device) % samples)
 
-    return change_leaves(batch, Tensor, more)
+    return _with_longer_lists(change_leaves(batch, Tensor, more), samples, wanted)
 
 
-def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool:
-    """Run forward and backward of a batch without a trace, and return whether memory sufficed.
+def _with_longer_lists(batch: Any, samples: int, wanted: int) -> Any:
+    def of_samples(node: Any) -> bool:
+        return (
+            type(node) in (list, tuple)
+            and len(node) == samples
+            and all(isinstance(item, (str, bytes)) for item in node)
+        )
+
+    def more(node: Any) -> Any:
+        return type(node)(itertools.islice(itertools.cycle(node), wanted)) if of_samples(node) else node
+
+    return pytree.tree_map(more, batch, is_leaf=of_samples)
+
+
+def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool | Exception:
+    """Run forward and backward of a batch without a trace, and return whether memory sufficed, or another error.
 
     Processes do not exchange gradients meanwhile. Every rank must call it, and agree on the result.
 
@@ -68,6 +86,7 @@ def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     # The progress bar stays: its own thread looks for it here.
     trainer.callbacks = [one for one in callbacks if isinstance(one, pl.callbacks.ProgressBar)]  # type: ignore[attr-defined]
+    fits: bool | Exception = True
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -78,15 +97,11 @@ def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool:
             if loss is not None:
                 trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        fits = False
-    else:
-        fits = True
+        fits = False if is_out_of_memory(error) else error
     finally:
         trainer.callbacks = callbacks  # type: ignore[attr-defined]
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    if not fits and torch.cuda.is_available():
+    if fits is False and torch.cuda.is_available():
         torch.cuda.empty_cache()
     return fits

@@ -96,9 +96,9 @@ class GradientNoise:
         self._weight = keep * self._weight + (1 - keep)
         self.biased, self.estimates = biased, self.estimates + 1
 
-    def reset(self) -> None:
-        """Forget all estimates: other parameters learn from now on."""
-        self.__init__(len(self._norms))  # type: ignore[misc]
+    def reset(self, groups: int | None = None) -> None:
+        """Forget all estimates: other parameters learn from now on, maybe in another number of groups."""
+        self.__init__(groups or len(self._norms))  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """Return the averages, in plain types."""

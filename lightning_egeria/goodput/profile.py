@@ -30,15 +30,27 @@ class Configuration(NamedTuple):
     depth: int
 
 
+def _kept() -> deque[float]:
+    return deque(maxlen=KEPT)
+
+
 @dataclasses.dataclass
 class _Times:
-    accumulated: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=KEPT))  # without optimizer step
-    stepped: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=KEPT))
+    accumulated: deque[float] = dataclasses.field(default_factory=_kept)  # without optimizer step
+    stepped: deque[float] = dataclasses.field(default_factory=_kept)
+    exchange: deque[float] = dataclasses.field(default_factory=_kept)  # in those with optimizer step
 
     def medians(self) -> tuple[float, float]:
-        """Seconds of a batch without an optimizer step, and with one; each stands for the other if there is none."""
-        either = [float(np.median(times)) if times else 0.0 for times in (self.accumulated, self.stepped)]
-        return either[0] or either[1], either[1] or either[0]
+        """Seconds of a batch without an optimizer step, and with one.
+
+        Without a batch of the one kind, the difference is the exchange of gradients.
+        """
+        if not self.stepped:
+            return float(np.median(self.accumulated)), float(np.median(self.accumulated))
+        stepped = float(np.median(self.stepped))
+        if self.accumulated:
+            return float(np.median(self.accumulated)), stepped
+        return stepped - min(float(np.median(self.exchange)), 0.99 * stepped), stepped
 
 
 class Profile:
@@ -59,16 +71,21 @@ class Profile:
         """Most processes that were measured."""
         return max((configuration.replicas for configuration in self._times), default=0)
 
-    def add(self, configuration: Configuration, seconds: float, stepped: bool) -> None:
+    def add(self, configuration: Configuration, seconds: float, stepped: bool, exchange: float = 0.0) -> None:
         """Add the time of a batch.
 
         Args:
             configuration: where it ran.
             seconds: from the end of the batch before to its end, waiting for data included.
             stepped: whether the optimizer stepped with it, and processes exchanged gradients.
+            exchange: seconds of it that were spent waiting for gradients of other processes.
         """
         times = self._times.setdefault(configuration, _Times())
-        (times.stepped if stepped else times.accumulated).append(seconds)
+        if stepped:
+            times.stepped.append(seconds)
+            times.exchange.append(exchange)
+        else:
+            times.accumulated.append(seconds)
 
     def measured(self, depth: int) -> dict[Configuration, tuple[float, float]]:
         """Return median seconds of a batch without an optimizer step and with one, at a frozen depth.
@@ -97,7 +114,7 @@ class Profile:
     def state(self) -> list[dict[str, Any]]:
         """Return the times, in plain types."""
         return [
-            {"where": list(where), "accumulated": list(times.accumulated), "stepped": list(times.stepped)}
+            {"where": list(where), **{name: list(kept) for name, kept in vars(times).items()}}
             for where, times in self._times.items()
         ]
 
@@ -107,7 +124,7 @@ class Profile:
         profile = cls()
         for entry in state:
             where = Configuration(*map(int, entry["where"]))
-            for stepped, name in enumerate(("accumulated", "stepped")):
-                for seconds in entry[name]:
-                    profile.add(where, float(seconds), bool(stepped))
+            times = profile._times[where] = _Times()
+            for name, kept in vars(times).items():
+                kept.extend(float(seconds) for seconds in entry[name])
         return profile

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,28 +40,46 @@ class BatchPhases:
     rest: float
 
 
+@dataclasses.dataclass(frozen=True)
+class TimedBatch:
+    """A batch that the device has completed.
+
+    Attributes:
+        phases: seconds by phase.
+        seconds: from the moment training was ready for the batch to its end, on the clock of the device. Where a GPU
+            works while the host waits for data, it is less than the sum of the phases.
+        label: what the caller of `PhaseTimer.batch_end` gave.
+    """
+
+    phases: BatchPhases
+    seconds: float
+    label: Any
+
+
 @dataclasses.dataclass
 class _Batch:
     depth: int
     waited: float
+    ready: Mark
     began: Mark
     forward_ended: Mark | None = None
     backward_ended: Mark | None = None
     ended: Mark | None = None
     step: int = 0
     communication: float = 0.0
+    label: Any = None
 
     def completed(self, wait: bool) -> bool:
         if wait and isinstance(self.ended, torch.cuda.Event):
             self.ended.synchronize()
         return self.ended is not None and reached(self.ended)
 
-    def phases(self) -> BatchPhases | None:
+    def timed(self) -> TimedBatch | None:
         if self.forward_ended is None or self.backward_ended is None or self.ended is None:
             return None
         behind = seconds_between(self.forward_ended, self.backward_ended)
         communication = min(self.communication, behind)
-        return BatchPhases(
+        phases = BatchPhases(
             self.step,
             self.depth,
             data=self.waited,
@@ -69,6 +88,7 @@ class _Batch:
             communication=communication,
             rest=seconds_between(self.backward_ended, self.ended),
         )
+        return TimedBatch(phases, seconds_between(self.ready, self.ended), self.label)
 
 
 class PhaseTimer:
@@ -89,11 +109,11 @@ class PhaseTimer:
         self._device = device
         self._batch: _Batch | None = None
         self._unread: deque[_Batch] = deque()
-        self._ready = time.perf_counter()
+        self.ready()
 
     def batch_start(self, depth: int) -> None:
         """A batch has arrived; ``depth`` layer modules are frozen."""
-        self._batch = _Batch(depth, time.perf_counter() - self._ready, mark(self._device))
+        self._batch = _Batch(depth, time.perf_counter() - self._ready, self._ready_mark, mark(self._device))
 
     def forward_end(self) -> None:
         """The loss is computed."""
@@ -105,20 +125,23 @@ class PhaseTimer:
         if self._batch is not None:
             self._batch.backward_ended = mark(self._device)
 
-    def batch_end(self, step: int, communication: float = 0.0) -> None:
+    def batch_end(self, step: int, communication: float = 0.0, label: Any = None) -> None:
         """The batch is over.
 
         Args:
             step: number of optimizer steps so far.
             communication: seconds that the backward waited for other processes.
+            label: comes back with the times, which a GPU has later.
         """
         batch, self._batch = self._batch, None
         if batch is not None:
+            batch.label = label
             batch.step, batch.communication, batch.ended = step, communication, mark(self._device)
             self._unread.append(batch)
 
     def ready(self) -> None:
         """Training is ready for the next batch and starts waiting for data."""
+        self._ready_mark = mark(self._device)
         self._ready = time.perf_counter()
 
     def finished(self, wait: bool = False) -> Iterator[BatchPhases]:
@@ -127,10 +150,14 @@ class PhaseTimer:
         Args:
             wait: wait for the device to complete all of them.
         """
+        return (batch.phases for batch in self.timed(wait))
+
+    def timed(self, wait: bool = False) -> Iterator[TimedBatch]:
+        """As `finished`, with the whole time and the label of each batch."""
         while self._unread and self._unread[0].completed(wait):
-            phases = self._unread.popleft().phases()
-            if phases is not None:
-                yield phases
+            batch = self._unread.popleft().timed()
+            if batch is not None:
+                yield batch
 
 
 def exposed_communication(model: nn.Module | None) -> float:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 _KEPT = ("_parameters", "_modules")  # other code owns them
 # Not the user's own: their objects are restored by reference.
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_egeria", "torchmetrics", "timm", "transformers"}
-_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.deque, collections.defaultdict)
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_CONTAINERS = (*_MAPPINGS, list, set, collections.deque)
 
 
 class ModuleAttributes:

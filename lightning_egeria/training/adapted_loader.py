@@ -139,17 +139,23 @@ class AdaptedLoader:
                 f"the order of {type(self._sampler).__name__} cannot be repeated, so the epoch of the checkpoint "
                 "begins again. A sampler repeats it if it draws from torch's random numbers, or from its generator"
             )
-            place = _Place(EpochOrder.now(self.loader, self._sampler), 0, batches + len(sizes), self._replicas)
-            again: Any = iter(self.batches.sampler)
-            place.share = list(itertools.chain.from_iterable(again) if self._joined else again)
-            sizes = []
-        elif replicas != self._replicas:
+            self.begin_again(batches + len(sizes))
+            return
+        if replicas != self._replicas:
             used = skipped + sum(sizes) * replicas
             place = _Place(place.order, used, batches + len(sizes), self._replicas)
             sizes = []
         if place.share is None:
             place.share = self._share(place, self._rank)
         self.batches.resume(place.share, [0] * place.batches + sizes)
+        self._resumed = place
+
+    def begin_again(self, batches: int) -> None:
+        """Let the next epoch be a whole one, although it goes on from batch ``batches`` of one that was left."""
+        place = _Place(EpochOrder.now(self.loader, self._sampler), 0, batches, self._replicas)
+        again: Any = iter(self.batches.sampler)
+        place.share = list(itertools.chain.from_iterable(again) if self._joined else again)
+        self.batches.resume(place.share, [0] * batches)
         self._resumed = place
 
     def restart(self, sizes: Sequence[int]) -> None:

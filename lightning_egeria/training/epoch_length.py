@@ -12,7 +12,7 @@ def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
     """Let the epoch in progress, and those after it, have this many batches.
 
     Lightning asks the loader once and then counts. Validation in shares of an epoch (``val_check_interval`` as a float)
-    follows; an interval in batches stays.
+    follows. An interval in batches stays; an epoch with fewer validates at its end.
 
     Args:
         trainer: the Trainer, in `fit`.
@@ -29,5 +29,7 @@ def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
         return
     loop.max_batches = batches
     interval, interval_in_batches = trainer.val_check_interval, getattr(trainer, "val_check_batch", None)
-    if isinstance(interval, float) and interval_in_batches not in (None, math.inf):
-        trainer.val_check_batch = max(1, int(batches * interval))
+    if interval_in_batches in (None, math.inf) or trainer.check_val_every_n_epoch is None:
+        return
+    share = int(batches * interval) if isinstance(interval, float) else min(interval, batches)
+    trainer.val_check_batch = max(1, share)

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, CheckpointError
 
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
@@ -147,8 +147,19 @@ class WrappingDataModule(pl.LightningDataModule):
         return {"datamodule": self.datamodule.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """That of the user's own."""
-        self.datamodule.load_state_dict(dict(state_dict["datamodule"]))
+        """That of the user's own.
+
+        Raises:
+            CheckpointError: if it is not the state of a wrapper.
+        """
+        given: Any = state_dict
+        inner = given.get("datamodule") if isinstance(given, Mapping) else None
+        if not isinstance(inner, Mapping):
+            raise CheckpointError(
+                f"the {type(self).__name__} state in the checkpoint is damaged: it holds none of the user's data "
+                "module. Take another checkpoint, or leave out ckpt_path"
+            )
+        self.datamodule.load_state_dict(dict(inner))
 
     @classmethod
     def find(cls, datamodule: Any) -> Self | None:

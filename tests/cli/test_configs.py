@@ -14,13 +14,15 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_egeria.cli.configuration import CONFIG_DIR, check
+from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache
+from lightning_egeria.cli.configuration import CONFIG_DIR, WRAPPERS, check
+from lightning_egeria.cli.train import data_of
 from lightning_egeria.demos.data import Cifar10Data, DigitsData
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.demos.schedules import ScheduledModule
 
 GROUPS = (
-    *("model", "optimizer", "scheduler", "data", "callbacks", "cache", "trainer", "logger"),
+    *("model", "optimizer", "scheduler", "data", "callbacks", "goodput", "cache", "trainer", "logger"),
     *("experiment", "hparams_search", "debug"),
 )
 PACKAGES = {
@@ -52,9 +54,7 @@ def test_instantiates(configure, group, option):
     check(config)  # it finds no mistake
 
     model = hydra.utils.instantiate(config.model)
-    datamodule = hydra.utils.instantiate(config.data)
-    if config.get("cache"):
-        datamodule = hydra.utils.instantiate(config.cache, datamodule=datamodule)
+    datamodule = data_of(config)
     callbacks = [hydra.utils.instantiate(callback) for callback in config.get("callbacks", {}).values()]
     logger = hydra.utils.instantiate(config.logger) if config.get("logger") else False
     trainer = hydra.utils.instantiate(config.trainer, callbacks=callbacks, logger=logger)
@@ -84,6 +84,17 @@ def test_nothing_freezes_without_the_callback(configure):
     assert not configure("callbacks=none").get("callbacks")
 
 
+def test_wrappers_of_the_data_stand_in_their_order(configure):
+    config = configure("goodput=adaptive", "cache=disk", "goodput.max_batch_size=200")
+    check(config)
+    assert WRAPPERS == ("goodput", "cache")
+    outer = data_of(config)
+    assert isinstance(outer, FrozenPrefixCache)
+    assert isinstance(outer.datamodule, AdaptiveBatchSize)
+    assert isinstance(outer.datamodule.datamodule, DigitsData)
+    assert outer.datamodule.max_batch_size == 200
+
+
 def test_any_timm_name(configure):
     config = configure("model=timm", "model.net.model_name=mobilenetv3_small_050", "model.num_classes=7")
     net = hydra.utils.instantiate(config.model).net
@@ -100,6 +111,7 @@ def test_any_timm_name(configure):
         (["data=cifar10"], "data"),
         (["cache=disk"], "cache"),
         (["callbacks=tuning"], "callbacks.tuning"),
+        (["goodput=adaptive"], "goodput"),
     ],
 )
 def test_defaults_written_in_a_config_are_those_of_the_code(configure, overrides, keys):

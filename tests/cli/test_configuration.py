@@ -49,6 +49,13 @@ MISTAKES = [
     ("data.batch_size=many", ["data.batch_size: lightning_egeria.demos.data.DigitsData expects int, got 'many'"]),
     ("model.optimizer.lr=fast", ["model.optimizer.lr: torch.optim.SGD expects", "float", "got 'fast'"]),
     ("cache=disk cache.max_bytes=lots", ["cache.max_bytes: lightning_egeria.FrozenPrefixCache expects", "got 'lots'"]),
+    (
+        "goodput=adaptive goodput.max_batch_size=1.5",
+        ["goodput.max_batch_size: lightning_egeria.AdaptiveBatchSize", "1.5"],
+    ),
+    ("goodput=adaptive goodput.max_batch_sise=8", ["goodput.max_batch_sise: no such key", "'goodput.max_batch_size'?"]),
+    ("goodput=adaptve", ["goodput=adaptve: no such option. Did you mean 'adaptive'?"]),
+    ("goodput=adaptive goodput.schedule_by=week", ["goodput: schedule_by must be one of", "'week'"]),
     ("model=3", ["must be a string", "model=3"]),
     # Not an override.
     ("foo", ["cannot read foo as an override. Write key=value"]),
@@ -66,6 +73,8 @@ EXPERIMENTS = [
     ("callbacks: {freezing: {polcy: {}}}", ["callbacks.freezing.polcy: ", "'callbacks.freezing.policy'?"]),
     ("callbacks: {frezing: {timeout_s: 0}}", ["callbacks.frezing: ", "'callbacks.freezing'?"]),
     ("traner: {max_epochs: 5}", ["traner: no such setting. Did you mean 'trainer'?"]),
+    ("cache: {cache_dir: here}", ["cache: expected a _target_, got none. Set cache=disk as well"]),
+    ("goodput: {max_batch_size: 8}", ["goodput: expected a _target_, got none. Set goodput=adaptive as well"]),
     ("data: {batch_size: '${data.chanels}'}", ["'data.chanels'", "Did you mean 'data.channels'?"]),
     ("defaults: [override /model: resnet57]", ["model=resnet57: ", "Did you mean 'resnet56'?"]),
     ("defaults: [override /modle: timm]", ["experiment/a", "'modle'"]),

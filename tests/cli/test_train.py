@@ -21,7 +21,7 @@ def test_trains_and_leaves_its_figures(egeria_train, capsys):
     run_dir = egeria_train()
 
     found = results(run_dir)
-    assert set(found) == {"savings", "cache", "metrics", "fit_time_s"}
+    assert set(found) == {"savings", "cache", "batch_sizes", "metrics", "fit_time_s"}
     assert found["savings"]
     assert {"train/loss", "val/loss", "val/acc"} <= set(found["metrics"])
     assert 0 <= found["metrics"]["val/acc"] <= 1
@@ -37,6 +37,14 @@ def test_trains_from_the_cache(egeria_train, tmp_path):
     assert found["off"] is None
     assert found["written"] > 40
     assert found["hits"] > 0
+
+
+def test_trains_with_changing_batch_sizes(egeria_train, tmp_path):
+    cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
+    sizes = ["goodput=adaptive", "goodput.batch_sizes={2: 16}"]
+    found = results(egeria_train(*SCRIPTED, *cache, *sizes, "trainer.max_epochs=2"))
+    assert [(change["step"], change["batch_size"]) for change in found["batch_sizes"]] == [(2, 16)]
+    assert found["cache"]["off"] is None
 
 
 def test_trains_without_the_callback(egeria_train):

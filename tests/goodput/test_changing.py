@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from adaptive import Seeing, adaptive, trained
 from models import trainer_of
 
 from lightning_egeria.batches.batch_sampler import MutableBatchSampler
@@ -19,7 +20,7 @@ def trainer():
 
 
 def changes_of(trainer, schedule, local=(1, 4)):
-    control = BatchSizeControl(8, 64, local, ScriptedBatchSizes(schedule), 1, 1)
+    control = BatchSizeControl(8, 64, local, ScriptedBatchSizes(schedule, 64), 1, 1)
     return BatchSizeChanges(trainer, control, Ranks(), Division(4, 2, 1), Notices("goodput"))
 
 
@@ -61,3 +62,17 @@ def test_what_cannot_be_tried_is_told_of(trainer):
     with pytest.warns(UserWarning, match="larger batches are not tried in memory"):
         changes.decide(1, adapted, {"text": "no tensor"}, 4, 1)
     assert changes.planned.division == Division(32, 1, 1)
+
+
+def test_a_batch_that_cannot_be_repeated_is_used_all_the_same():
+    class Unique(Seeing):
+        def training_step(self, batch, batch_idx):
+            if len(set(batch[2].tolist())) < len(batch[2]):
+                raise ValueError("a sample came twice")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(
+        UserWarning, match="a batch of 32 samples could not be tried in memory: ValueError: a sample came"
+    ):
+        module, _ = trained(adaptive(batch_sizes={2: 32}), module=Unique())
+    assert module.sizes == [8, 8, 32, 32, 32, 32, 16]

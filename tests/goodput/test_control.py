@@ -42,7 +42,7 @@ def test_it_decides_each_so_many_steps(informed):
     assert not informed.decides(19)
     assert informed.decides(20)
     assert not control(largest=16).decides(100)
-    scripted = control(rule=ScriptedBatchSizes({3: 64}))
+    scripted = control(rule=ScriptedBatchSizes({3: 64}, 64))
     assert scripted.decides(1)
     assert scripted.decides_alike
     assert scripted.next(3, Division(16, 1, 2)) == Division(32, 1, 2)

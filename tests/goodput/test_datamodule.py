@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 
 import pytest
 import torch
@@ -160,22 +161,23 @@ def test_with_a_limit_on_steps_schedules_count_steps():
     assert module.scheduler.last_epoch == 6
 
 
-@pytest.mark.parametrize(("rule", "factor"), [("sqrt", 2.0), ("linear", 4.0), ("none", 1.0)])
-def test_the_learning_rate_of_a_step_follows(rule, factor):
+@pytest.mark.parametrize(("rule", "power"), [("sqrt", 0.5), ("linear", 1.0), ("none", 0.0)])
+def test_the_learning_rate_of_a_step_follows(rule, power):
     module, trainer = trained(adaptive(batch_sizes={3: 32}, learning_rate=rule))
-    expected = [0.05 * (factor if size == 32 or number > 2 else 1) for number, size in enumerate(module.sizes)]
-    assert module.rates == pytest.approx(expected)
+    assert module.sizes == [8, 8, 8, 32, 24, 32, 32, 16]  # the last step of an epoch is short
+    assert module.rates == pytest.approx([0.05 * (size / 8) ** power for size in module.sizes])
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05
 
 
+class Validating(Seeing):
+    at = ()
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.at = (*self.at, len(self.seen))
+
+
 def test_validation_stays_at_its_share_of_an_epoch():
-    class Validating(Seeing):
-        at = ()
-
-        def validation_step(self, batch, batch_idx):
-            if batch_idx == 0:
-                self.at = (*self.at, len(self.seen))
-
     data = AdaptiveBatchSize(numbered(), 32, batch_sizes={2: 32}, val_dataloaders=numbered(8))
     module, _ = trained(data, module=Validating(), val_check_interval=0.5)
     assert module.sizes == [8, 8, 32, 32, 32, 32, 16]
@@ -183,6 +185,93 @@ def test_validation_stays_at_its_share_of_an_epoch():
     whole = AdaptiveBatchSize(numbered(), 32, batch_sizes={2: 32}, val_dataloaders=numbered(8))
     module, _ = trained(whole, module=Validating())
     assert module.at == (4, 7)
+    # An epoch with fewer batches than the interval validates at its end.
+    counted = AdaptiveBatchSize(numbered(), 32, batch_sizes={4: 32}, val_dataloaders=numbered(8))
+    module, _ = trained(counted, module=Validating(), val_check_interval=4)
+    assert module.sizes == [8, 8, 8, 8, 32, 16, 32, 32, 16]
+    assert module.at == (4, 9)
+
+
+def test_larger_batches_than_an_epoch_has_samples_are_not_tried():
+    data = adaptive(numbered(40), 10**9, batch_sizes={2: 10**9})
+    module, _ = trained(data, epochs=3)
+    assert module.sizes == [8, 8, 24, 40, 40]
+    assert data.control.limits(1).largest == 40
+
+
+def test_dropping_the_last_batch_drops_no_more_than_at_first():
+    data = adaptive(numbered(83, drop_last=True), batch_sizes={3: 32})
+    module, _ = trained(data, epochs=3)
+    assert module.sizes == [8, 8, 8, 32, 27, 32, 32, 19, 32, 32, 19]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_saving_changes_nothing_and_half_a_pair_goes_on(optimizer, tmp_path):
+    def data():
+        # The last sizes follow from the noise, and so do the learning rates.
+        return adaptive(numbered(**own_generator()), batch_sizes={14: 32}, learning_rate="adascale")
+
+    saving = [SavesAfter(tmp_path / str(batches), batches) for batches in range(1, 17)]
+    first, second = data(), data()
+    whole, _ = trained(first, module=Seeing(optimizer), epochs=3)
+    saved, _ = trained(second, *saving, module=Seeing(optimizer), epochs=3)
+    assert equal(saved, whole)
+    assert second.control.noise.state() == first.control.noise.state()
+    assert whole.sizes[-3:] == [32, 32, 16]
+    for batches in (9, 16):  # within and between pairs; Adam's moments count from step 5 on
+        third = data()
+        resumed, _ = trained(third, module=Seeing(optimizer), epochs=3, ckpt_path=tmp_path / str(batches))
+        assert equal(resumed, whole)
+        assert third.control.noise.state() == first.control.noise.state()
+
+
+@pytest.mark.parametrize("batches", [2, 5, 7])
+def test_a_run_goes_on_without_it_and_with_it(batches, tmp_path):
+    own = own_generator()
+    trained(adaptive(numbered(40, **own), 8), SavesAfter(tmp_path / "adaptive", batches))
+    trained(numbered(40, **own), SavesAfter(tmp_path / "plain", batches))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*your dataloader is not resumable")  # Lightning's, which goes on as it does
+        module, trainer = trained(numbered(40, **own_generator()), epochs=3, ckpt_path=tmp_path / "adaptive")
+    assert trainer.global_step == 15
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        data = adaptive(numbered(40, **own_generator()), batch_sizes={9: 16})
+        module, _ = trained(data, epochs=3, ckpt_path=tmp_path / "plain")
+    begun_again = any("It begins again" in str(one.message) for one in told)
+    assert begun_again == (batches != 5)
+    seen = flat(module.seen)
+    assert len(seen) == 40 * (3 - batches // 6 - (batches == 5))
+    assert all(sorted(seen[start : start + 40]) == list(range(40)) for start in range(0, len(seen), 40))
+
+
+def test_a_resumed_run_keeps_to_new_limits(tmp_path):
+    first = adaptive(batch_sizes={2: 32})
+    trained(first, SavesAfter(tmp_path / "one", 4))
+    for arguments, sizes, steps in (
+        ({"largest": 16}, [8] * 10, 5),
+        ({"local_batch_sizes": (4, 16)}, [16] * 5, 3),
+        ({"largest": 64}, [32, 32, 16], 3),
+    ):
+        data = adaptive(**arguments, batch_sizes={})
+        module, trainer = trained(data, epochs=2, ckpt_path=tmp_path / "one")
+        assert (module.sizes, trainer.global_step - 4) == (sizes, steps)
+        assert data.control.initial == 8
+
+
+def test_what_did_not_fit_is_remembered_by_a_resumed_run(tmp_path):
+    class Small(Seeing):
+        def training_step(self, batch, batch_idx):
+            if len(batch[2]) > 16:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().training_step(batch, batch_idx)
+
+    trained(adaptive(batch_sizes={2: 32}), SavesAfter(tmp_path / "one", 3), module=Small())
+    data = adaptive(batch_sizes={2: 32})
+    module, _ = trained(data, module=Small(), ckpt_path=tmp_path / "one")
+    assert data.control.out_of_memory == 32
+    assert max(module.sizes) == 16
+    assert data.changes[-1].batches == 2
 
 
 def test_loaders_that_are_reloaded_and_batches_that_are_bucketed():
@@ -274,11 +363,12 @@ def test_hints_are_there_for_a_scheduler(tmp_path):
 
 
 def test_the_state_is_of_plain_types(tmp_path):
-    trained(adaptive(batch_sizes={2: 16}), SavesAfter(tmp_path / "one", 3))
+    trained(adaptive(batch_sizes={2: 16}), SavesAfter(tmp_path / "one", 4))
     read = torch.load(tmp_path / "one", weights_only=True)["AdaptiveBatchSize"]["goodput"]
-    order = read["place"].pop("order")
+    order, meter = read["place"].pop("order"), read.pop("meter")
     assert json.loads(json.dumps(read)) == read
     assert order["torch_random"].dtype == torch.uint8
+    assert meter == {"divided": False, "pair": None, "kept": []}
     read["version"] = 0
     data = adaptive()
     data.trainer = trainer_of()
@@ -295,13 +385,22 @@ def test_the_state_is_of_plain_types(tmp_path):
 
 
 def test_wrong_arguments_are_refused():
+    for wrong in (0.1, type("Class", (), {"factors": print})):
+        with pytest.raises(ArgumentError, match="learning_rate must be 'auto', one of"):
+            adaptive(learning_rate=wrong)
+    with pytest.raises(ArgumentError, match="hints must be the path of a file, got ''"):
+        adaptive(hints="")
+    with pytest.raises(ArgumentError, match=r"8 samples, expected a size within local_batch_sizes, \(1, 4\)"):
+        trained(adaptive(local_batch_sizes=(1, 4)))
+    with pytest.raises(ArgumentError, match="at least 8, the initial one; got 2: 7"):
+        trained(adaptive(batch_sizes={2: 7}))
     for name in ("max_batch_size", "change_every_n_steps", "measure_every_n_steps"):
         with pytest.raises(ArgumentError, match=f"{name} must be an integer of at least 1, got 0"):
             AdaptiveBatchSize(loader(), **{"max_batch_size": 8, name: 0})
     with pytest.raises(ArgumentError, match="schedule_by must be one of epoch, step, progress, or None, got 'batch'"):
         adaptive(schedule_by="batch")
-    for sizes in ((0, 4), (8, 4)):
-        with pytest.raises(ArgumentError, match="local_batch_sizes must be two sizes"):
+    for sizes in ((0, 4), (8, 4), 8, (8,), ("8", None)):
+        with pytest.raises(ArgumentError, match="local_batch_sizes must be the smallest and the largest"):
             adaptive(local_batch_sizes=sizes)
     with pytest.raises(ArgumentError, match="learning_rate must be"):
         adaptive(learning_rate="cubic")
@@ -357,7 +456,7 @@ def test_a_fast_run_is_the_users():
     data = adaptive(batch_sizes={1: 32})
     module, _ = trained(data, fast_dev_run=3)
     assert module.sizes == [8, 8, 8]
-    assert data.batch_size is None
+    assert data.total_batch_size is None
 
 
 def test_it_finds_a_larger_batch_by_itself(monkeypatch):
@@ -365,14 +464,14 @@ def test_it_finds_a_larger_batch_by_itself(monkeypatch):
     from lightning_egeria.goodput.profile import Profile
 
     add = Profile.add
-    monkeypatch.setattr(Profile, "add", lambda self, where, seconds, stepped: add(self, where, 1.0, stepped))
+    monkeypatch.setattr(Profile, "add", lambda self, where, seconds, *others: add(self, where, 1.0, *others))
     data = adaptive(numbered(400), change_every_n_steps=12)
     module, trainer = trained(data, epochs=4, module=Seeing(lr=0.0))
     assert data.changes
     assert data.changes[0].step == 12
     assert data.changes[-1].batch_size > 32
     assert "goodput" in data.changes[0].reason
-    assert data.batch_size is None
+    assert data.total_batch_size is None
     seen = flat(module.seen)
     assert all(sorted(seen[start : start + 400]) == list(range(400)) for start in range(0, 1600, 400))
     assert data.control.progress.iterations > trainer.global_step

@@ -52,7 +52,7 @@ def test_efficiency_at_the_initial_batch_size_is_one():
 
 
 def test_a_script_is_followed():
-    rule = ScriptedBatchSizes({10: 64, 5: 512, 20: 1024})
+    rule = ScriptedBatchSizes({10: 64, 5: 512, 20: 1024}, 1024)
     now = Division(32, 1, 2)
     assert rule.next(4, now, 1, LIMITS) is None
     assert rule.next(5, now, 1, LIMITS) == Division(256, 1, 2)
@@ -60,7 +60,10 @@ def test_a_script_is_followed():
     assert rule.next(25, now, 1, LIMITS) == Division(256, 2, 2)
     for wrong in ({-1: 8}, {0: 0}, {0.5: 8}, {1: 8.0}):
         with pytest.raises(ArgumentError, match="batch_sizes must map steps"):
-            ScriptedBatchSizes(wrong)
+            ScriptedBatchSizes(wrong, 64)
+    for wrong in ({0: 65}, [8, 16]):
+        with pytest.raises(ArgumentError, match="batch_sizes must map steps"):
+            ScriptedBatchSizes(wrong, 64)
 
 
 def test_limits_leave_room_for_each_process():

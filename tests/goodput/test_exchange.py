@@ -40,7 +40,7 @@ def agreeing(rank):
     """Each rank measures other times; rank 0's decide."""
     add = Profile.add
     own = [1.0, 5.0][rank]
-    Profile.add = lambda self, where, seconds, stepped: add(self, where, own, stepped)
+    Profile.add = lambda self, where, seconds, *others: add(self, where, own, *others)
     freezing = KnowledgeGuidedFreezing(
         ScriptedPolicy({9: 1}), evaluate_every_n_steps=1, background=False, deterministic=True
     )

@@ -165,3 +165,41 @@ def test_sparse_gradients_are_refused():
     net(torch.tensor([0])).sum().backward()
     with pytest.raises(UnsupportedError, match="a parameter has a sparse gradient"):
         meter.batch_end()
+
+
+def test_parameters_that_are_added_start_it_again():
+    net, noise = Dot(), GradientNoise(1)
+    optimizer = torch.optim.SGD([net.front], lr=0.01)
+    meter = GradientMeter(optimizer, noise)
+    for step in range(8):
+        if step == 5:  # as a callback for fine-tuning does
+            optimizer.add_param_group({"params": [net.back]})
+        meter.begin(step, 1, 1.0)
+        optimizer.zero_grad()
+        net(batch()).backward()
+        meter.batch_end()
+        optimizer.step()
+    meter.read()
+    assert noise.estimates == 1  # of steps 6 and 7
+    assert noise.gains(2.0).shape == (2,)
+
+
+def test_half_a_pair_is_part_of_the_state():
+    nets = Dot(), Dot()
+    first, second = (GradientMeter(torch.optim.SGD(net.parameters(), lr=0.01), GradientNoise(1)) for net in nets)
+
+    def step(meter, net, number, value):
+        meter.begin(number, 1, 1.0)
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        meter.batch_end()
+
+    step(first, nets[0], 0, 1.0)
+    state = first.state()
+    assert [tuple(one.shape) for one in state["kept"]] == [(100,), (200,)]
+    second.load(state)
+    for meter, net in ((first, nets[0]), (second, nets[1])):
+        step(meter, net, 1, 3.0)
+        assert meter.state()["pair"] is None
+    assert first.noise.state() == second.noise.state()
+    assert first.noise.estimates == 1

@@ -52,6 +52,18 @@ def test_without_accumulation_the_step_is_all_there_is():
     assert list(profile.measured(0).values()) == [(2.0, 2.0), (3.0, 3.0)]
 
 
+def test_the_exchange_is_what_a_batch_with_a_step_takes_longer():
+    profile = Profile()
+    for seconds, exchange in ((2.0, 0.5), (2.0, 0.7), (9.0, 0.6)):
+        profile.add(Configuration(1, 2, 8, 0), seconds, stepped=True, exchange=exchange)
+    assert profile.measured(0) == {Configuration(1, 2, 8, 0): (1.4, 2.0)}
+    found = profile.fit(0)
+    assert float(found.gradient_seconds(8)) == pytest.approx(1.4, rel=0.01)
+    assert float(found.step_seconds(1, 2, 8)) == pytest.approx(2.0, rel=0.01)
+    profile.add(Configuration(1, 2, 8, 0), 1.5, stepped=False)
+    assert profile.measured(0) == {Configuration(1, 2, 8, 0): (1.5, 2.0)}
+
+
 def test_a_freeze_takes_its_share_of_sizes_not_measured_since():
     profile = profiled([(1, 1)])
     assert profile.fit(2) is None

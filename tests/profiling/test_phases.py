@@ -28,6 +28,18 @@ def test_phases_of_a_batch(timer):
     assert list(timer.finished()) == []
 
 
+def test_the_whole_time_begins_when_training_is_ready(timer):
+    for label in ("first", None):
+        timer.ready()
+        timer.batch_start(depth=3)
+        timer.forward_end()
+        timer.backward_end()
+        timer.batch_end(step=7, label=label)
+    batches = list(timer.timed())
+    assert [(batch.label, batch.seconds) for batch in batches] == [("first", 6.0), (None, 6.0)]
+    assert batches[0].phases == BatchPhases(7, 3, 1.0, 1.0, 1.0, 0.0, 1.0)
+
+
 def test_several_backwards_count_as_one(timer):
     timer.batch_start(depth=0)
     for _ in range(2):
