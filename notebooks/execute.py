@@ -46,6 +46,13 @@ assert data.stats.hits > 0, data.stats
     "5_several_processes": """
 assert exchanged == [sum(sizes[depth:]) for depth in depths]
 """,
+    "6_selective_backprop": """
+assert selection.trained < 0.65 * selection.seen, selection
+assert selection.scored == selection.seen * 5 / 6, selection
+assert all(accuracy > 0.9 for runs in found.values() for *_, accuracy in runs), found
+kept = [fmean(accuracy for *_, accuracy in found[name]) for name in ("plain", "selective", "plain, shorter")]
+assert max(kept) - min(kept) < 0.03, kept  # no gain, and no great loss
+""",
     "7_branch_tuning": """
 assert tuned > plain + 0.05, (tuned, plain)
 assert tuned >= grid[best] - 0.02, (tuned, grid)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
+
+T = TypeVar("T")
 
 
 class Rereading(Protocol):
@@ -102,6 +105,28 @@ class BatchSource:
             self.close()
             self._inner = (settings, inner)
         return inner
+
+
+def numbered(batches: Iterator[T], total: int | None) -> Iterator[tuple[int, T, bool]]:
+    """Number batches, and tell which is the last.
+
+    Args:
+        batches: of one epoch.
+        total: how many of them to take; None takes all, and reads one ahead to know the last.
+
+    >>> list(numbered(iter("abc"), None))
+    [(0, 'a', False), (1, 'b', False), (2, 'c', True)]
+    """
+    if total is not None:
+        for number, batch in zip(range(total), batches):  # noqa: B905  # there may be more
+            yield number, batch, number + 1 == total
+        return
+    waiting: deque[T] = deque(itertools.islice(batches, 1))
+    number = 0
+    while waiting:
+        waiting.extend(itertools.islice(batches, 1))
+        yield number, waiting.popleft(), not waiting
+        number += 1
 
 
 class _Followed:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_egeria.batches.reading import BatchSource
 from lightning_egeria.errors import ArgumentError, UnsupportedError
+from lightning_egeria.selecting.figures import figures_of
 from lightning_egeria.selecting.follower import Follower
 from lightning_egeria.selecting.loader import Moved, SelectedBatches, Settings
 from lightning_egeria.selecting.losses import LossTable
@@ -25,6 +26,7 @@ from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.loops import is_asked_by_loop
 from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.panels import Panel
 from lightning_egeria.training.wrapping import WrappingDataModule
 
 MODES = ("queue", "in_batch")
@@ -181,6 +183,10 @@ class SelectiveBackprop(WrappingDataModule):
         """That of the user's own; selection goes on from there when training begins."""
         super().load_state_dict(state_dict)
         self._resumed = state_dict.get("selection")
+
+    def panels(self) -> list[Panel]:
+        """Return the figures of the report."""
+        return figures_of(self.selection)
 
     def attach_hooks(self, trainer: pl.Trainer) -> None:
         """Have all batches come here; those that went through the hooks already do not again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class Follower(pl.Callback):
         self._current: Emitted | None = None
         self._wrapped: tuple[pl.LightningModule, Any] | None = None
         self._epoch = 0
+        self._began = self._validation_began = 0.0
+        self._goes_on = False  # the epoch began before a checkpoint
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take over schedulers, validation and the training step, as far as they are needed."""
@@ -59,6 +62,7 @@ class Follower(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The epoch begins."""
+        self._began = time.perf_counter()
         if self._pace is not None:
             self._pace.begin_epoch(0)
 
@@ -73,9 +77,11 @@ class Follower(pl.Callback):
         self._epoch = trainer.current_epoch
         if self._current.last:
             trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
-        if self._pace is not None:
-            if loader is not None and (resumed := loader.take_resumed()):
+        if loader is not None and (resumed := loader.take_resumed()):
+            self._goes_on = True
+            if self._pace is not None:
                 self._pace.begin_epoch(resumed)
+        if self._pace is not None:
             self._pace.batch_start(batch_idx, self._current.seen)
 
     def on_train_batch_end(
@@ -86,9 +92,20 @@ class Follower(pl.Callback):
             self._pace.batch_end(self._current.seen, self._current.last)
         self._current = None  # what runs the training step from now on scores
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock."""
+        self._validation_began = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on with the clock."""
+        self._began += time.perf_counter() - self._validation_began
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the share that was trained."""
         if self._stats.epochs and self._loader() is not None:
+            if not self._goes_on:
+                self._stats.seconds.append((trainer.current_epoch, time.perf_counter() - self._began))
+            self._goes_on = False
             _, seen, scored, trained = self._stats.epochs[-1]
             values = {"egeria/trained_share": trained / seen, "egeria/scored_share": scored / seen}
             for logger in trainer.loggers:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_egeria.batches.reading import BatchSource
+from lightning_egeria.batches.reading import BatchSource, numbered
 from lightning_egeria.batches.rows import Rows, samples_of
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.selecting.collating import InOrder
@@ -181,7 +181,7 @@ class SelectedBatches:
             self._begun.restore()
             arriving = iter(self._source)
         assert arriving is not None
-        for number, batch, ids, is_end in self._numbered(arriving):
+        for number, (batch, ids), is_end in numbered(arriving, self._side.batches):
             if number < skipped:
                 self._refill(number, batch, ids)
                 if number + 1 < skipped:
@@ -199,19 +199,6 @@ class SelectedBatches:
                 yield one
                 if emitted.last:
                     return
-
-    def _numbered(self, arriving: Iterator[tuple[Any, _Ids]]) -> Iterator[tuple[int, Any, _Ids, bool]]:
-        """Number the forward batches, and tell which is the last; without a length, by reading one ahead."""
-        total = self._side.batches
-        if total is not None:
-            for number, (batch, ids) in zip(range(total), arriving):  # noqa: B905  # it may be limited
-                yield number, batch, ids, number + 1 == total
-            return
-        number, ahead = 0, next(arriving, None)
-        while ahead is not None:
-            (batch, ids), ahead = ahead, next(arriving, None)
-            yield number, batch, ids, ahead is None
-            number += 1
 
     def _trained(self, number: int, batch: Any, ids: _Ids, is_end: bool) -> Iterator[_Out]:
         """Yield the training batches that a forward batch leads to."""

@@ -23,6 +23,7 @@ class SelectionStats:
         whole: of these, samples of batches that were trained whole.
         dropped: samples that were selected, but not trained: with several processes, at the end of an epoch.
         epochs: for each epoch, its number and the samples seen, scored and trained in it.
+        seconds: for each epoch that is over, its number and its seconds without validation.
         kept_losses: number of samples that were kept by their loss, for each of `bin_edges` and beyond.
         left_losses: the same, of samples that were left out.
         off: why nothing is selected; None while samples are.
@@ -34,6 +35,7 @@ class SelectionStats:
     whole: int = 0
     dropped: int = 0
     epochs: list[tuple[int, int, int, int]] = dataclasses.field(default_factory=list)
+    seconds: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     kept_losses: list[int] = dataclasses.field(default_factory=lambda: [0] * BINS)
     left_losses: list[int] = dataclasses.field(default_factory=lambda: [0] * BINS)
     off: str | None = "fit has not begun"
@@ -58,13 +60,18 @@ class SelectionStats:
         """Return the counts, in plain types."""
         counts = dataclasses.asdict(self)
         del counts["off"]
-        return {**counts, "epochs": [list(epoch) for epoch in self.epochs]}
+        return {
+            **counts,
+            "epochs": [list(epoch) for epoch in self.epochs],
+            "seconds": [list(epoch) for epoch in self.seconds],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from these counts."""
         for name in ("seen", "scored", "trained", "whole", "dropped"):
             setattr(self, name, int(state[name]))
         self.epochs = [(int(a), int(b), int(c), int(d)) for a, b, c, d in state["epochs"]]
+        self.seconds = [(int(epoch), float(seconds)) for epoch, seconds in state["seconds"]]
         self.kept_losses, self.left_losses = list(state["kept_losses"]), list(state["left_losses"])
 
     def count(self, epoch: int, seen: int = 0, scored: int = 0, trained: int = 0) -> None:
