@@ -63,6 +63,10 @@ def not_trained(trainer):
     return [(f"epoch {epoch}", seen - trained) for epoch, seen, _, trained in epochs if trained < seen]
 
 
+def full_batches_of_kept_samples(plain, active):
+    return SelectiveBackprop(plain, beta=0.5 if active else 0, staleness=1)
+
+
 def half_of_each_batch(plain, active):
     return SelectiveBackprop(plain, beta=1 if active else 0, mode="in_batch")
 
@@ -88,7 +92,7 @@ class Method:
         changes: returns what a method did to the training of a Trainer, each with a number above 0 in second place.
         several_processes: whether the method runs in several; it refuses them otherwise.
         adapted: makes the data module around the loader, for methods that are one; gets whether it changes something.
-        steps: optimizer steps of 3 epochs, and of 2 more.
+        steps: optimizer steps of 3 epochs, and of 2 more; None if they follow from the losses.
     """
 
     active: Callable[[], list[Any]]
@@ -97,7 +101,7 @@ class Method:
     changes: Callable[[Any], list[Any]] = freezes
     several_processes: bool = True
     adapted: Callable[[Any, bool], Any] | None = None
-    steps: tuple[int, int] = (15, 25)
+    steps: tuple[int, int] | None = (15, 25)
 
     def data(self, folder, dataset=None, idle=False):
         """What to give to `fit`, from a loader with a fixed order."""
@@ -153,6 +157,14 @@ METHODS = {
         changes=not_trained,
         several_processes=False,  # its own tests have several
         adapted=half_of_each_batch,
+    ),
+    "SelectiveBackprop in a queue": Method(
+        list,
+        list,
+        changes=not_trained,
+        several_processes=False,
+        adapted=full_batches_of_kept_samples,
+        steps=None,
     ),
     "AdaptiveBatchSize": Method(list, list, changes=other_batch_sizes, adapted=four_times_as_large, steps=(11, 15)),
     "BranchTuner": Method(

@@ -86,7 +86,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, epoch, tmp_path):
     resumed, trainer = train(
         method, method.active(), tmp_path / "second", classifier(0), ckpt_path=tmp_path / "checkpoint"
     )
-    assert trainer.global_step == uninterrupted.global_step == method.steps[0]
+    assert trainer.global_step == uninterrupted.global_step
+    assert method.steps is None or trainer.global_step == method.steps[0]
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
     assert 0 < len(resumed.losses) <= 5 * (2 - epoch)
     assert equal(resumed, whole)
@@ -212,8 +213,8 @@ def test_a_second_fit_of_one_trainer_goes_on(name, tmp_path):
     _, trainer = train(method, method.active(), tmp_path, module)
     trainer.fit_loop.max_epochs = 5
     trainer.fit(module, method.data(tmp_path / "second"))
-    assert trainer.global_step == method.steps[1]
-    assert len(module.losses) == method.steps[1]
+    assert method.steps is None or trainer.global_step == method.steps[1]
+    assert len(module.losses) == trainer.global_step > 15
     assert left_behind(module) == []
 
 

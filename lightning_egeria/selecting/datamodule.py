@@ -259,6 +259,11 @@ class SelectiveBackprop(WrappingDataModule):
             raise UnsupportedError(
                 f"selective backprop with mode={self.mode!r} is not tested with {strategy}. Use {alternatives}{other}"
             )
+        if strategy == "ModelParallelStrategy" and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:
+            raise UnsupportedError(
+                "with tensor parallelism several ranks train one batch, and each would select its own samples of it. "
+                "Use tensor_parallel_size=1"
+            )
         if strategy == "ModelParallelStrategy" and self.staleness:
             raise UnsupportedError(
                 "with FSDP2 all ranks score together, and with staleness they do not. Use staleness=0"

@@ -225,3 +225,36 @@ def test_a_rank_that_does_not_come_is_told(what):
     assert isinstance(first.error, ExchangeError), first.text
     assert "A rank has failed, or has fewer batches" in str(first.error)
     assert isinstance(second, Failure) == (what == "raises")
+
+
+class Checkpoints(L.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}")
+
+
+def resume(folder, depths, exchange):
+    def run(*callbacks, **arguments):
+        partial = StructuredPartialBackprop(depths, exchange=exchange)
+        arguments = {"epochs": 5, "max_steps": -1, **arguments}
+        digests, _, _ = train(2, partial, *callbacks, module=Wide("adamw"), **arguments)
+        return digests, partial.contributions
+
+    whole, contributions = run(Checkpoints(folder))
+    for epoch in (0, 2):  # in the middle of a rotation, and of a cycle
+        resumed, again = run(ckpt_path=folder / f"{epoch}")
+        assert resumed == whole[-len(resumed) :]
+        assert len(resumed) == 5 * (4 - epoch)
+        assert again == contributions
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("depths", "exchange"), [("uniform", "contributors"), ("temporal", "contributors"), ("uniform", "all")]
+)
+def test_ranks_that_resume_go_on_bit_for_bit(tmp_path, depths, exchange):
+    first, second = all_well(in_ranks(2, resume, tmp_path, depths, exchange))
+    assert first == second

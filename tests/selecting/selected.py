@@ -1,5 +1,6 @@
 """A classifier that notes which samples it trains on, and what selects them."""
 
+import lightning as L
 import numpy as np
 import torch
 from models import Classifier as Plain
@@ -37,6 +38,16 @@ class Noting(Plain):
         loss = nn.functional.cross_entropy(self.net(x), labels)
         self.losses.append(loss.item())
         return loss
+
+
+class Checkpoints(L.Callback):
+    """Writes one behind each step."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}")
 
 
 def trained(data=None, *callbacks, module=None, batches=None, ckpt_path=None, **options):

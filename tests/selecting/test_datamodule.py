@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from models import After, Classifier, equal, fit, images, loader
-from selected import Indexed, Noting, trained
+from selected import Checkpoints, Indexed, Noting, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -119,14 +119,6 @@ def test_resumed_in_an_epoch_it_selects_the_same(tmp_path, step, options, shuffl
     assert equal(resumed, whole)
     torch.load(path, weights_only=True)
     assert data.selection.seen == 240
-
-
-class Checkpoints(L.Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, *_):
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}")
 
 
 def test_resumed_at_any_step_it_goes_on(tmp_path):
