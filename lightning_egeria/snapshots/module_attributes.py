@@ -106,7 +106,7 @@ class _Kept:
             outside: whether it belongs to a module that is no part of the captured one, so its parameters count.
         """
         is_tensor = isinstance(value, Tensor)
-        is_object = not is_tensor and type(value) not in (*_CONTAINERS, tuple)
+        is_object = not is_tensor and type(value) not in _CONTAINERS and not isinstance(value, tuple)
         if is_object and not known.has_attributes(value):
             return cls(value)
         if id(value) in known.kept:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_egeria.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.batches.order import EpochOrder, digest_of, share_of
 from lightning_egeria.errors import TrainingDataError
+from lightning_egeria.snapshots.random_state import preserved_random_state
 
 _INSTEAD = "A batch size that changes needs one torch DataLoader with batches of a map-style dataset"
 
@@ -91,14 +93,15 @@ class AdaptedLoader:
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             raise TrainingDataError(f"the DataLoader of the training data has no batch sampler. {_INSTEAD}")
 
-    def state(self, batches: int) -> dict[str, Any] | None:
+    def state(self, batches: int, begun: bool = False) -> dict[str, Any] | None:
         """Return the place in the epoch, in plain types and tensors; None before its first batch and without a batch.
 
         Args:
             batches: number of batches in this epoch that training is done with.
+            begun: whether batches that were read ahead of training count: an epoch has begun with them.
         """
         place = self._place
-        if place is None or batches <= 0:
+        if place is None or (batches <= 0 and not (begun and self.batches.drawn)):
             return None
         sizes = [self.batches.size_of(number) for number in range(place.batches, batches)]
         used = sum(sizes)
@@ -171,6 +174,16 @@ class AdaptedLoader:
         assert place is not None  # an epoch has begun
         self.batches.resume(self.order(), [0] * place.batches + list(sizes[place.batches :]))
         self._resumed = place
+
+    @contextlib.contextmanager
+    def preserved_generators(self) -> Iterator[None]:
+        """Let generators of loader and sampler, and the random state, be what they are when the body ends."""
+        made = {id(one): one for owner in (self._sampler, self.loader) if (one := getattr(owner, "generator", None))}
+        states = [(one, one.get_state()) for one in made.values() if isinstance(one, torch.Generator)]
+        with preserved_random_state():
+            yield
+        for generator, state in states:
+            generator.set_state(state)
 
     def order(self) -> list[Any]:
         """Return the ids of this process in the epoch in progress, the ones so far included.

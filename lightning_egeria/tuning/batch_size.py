@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 from torch.utils.data import BatchSampler
 
 from lightning_egeria.errors import EgeriaError, UnsupportedError
-from lightning_egeria.snapshots.random_state import preserved_random_state
 from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.epoch_length import set_epoch_length
@@ -150,7 +149,7 @@ class BatchSize:
         loader = copy.copy(self._loaded.loader)
         # One of its own, with workers of its own.
         vars(loader).update(batch_sampler=ids, persistent_workers=False, _iterator=None)
-        with preserved_random_state():  # it draws a seed for workers
+        with self._loaded.preserved_generators():  # it draws a seed for workers
             loaded = iter(loader)
         return ((batch, number, 0) for number, batch in enumerate(loaded))
 
@@ -168,7 +167,7 @@ class BatchSize:
         self._rest = []
         adapted.batches.change(size)
         adapted.restart([*before, *[size] * batches])
-        with preserved_random_state():
+        with adapted.preserved_generators():
             restart()
         trainer.fit_loop.max_batches = self._length  # as validation knows it
         set_epoch_length(trainer, len(adapted.batches))
@@ -200,7 +199,7 @@ class BatchSize:
         done = progress.current.processed
         return {
             "size": self._adapted.batches.batch_size,
-            "place": self._adapted.state(done),
+            "place": self._adapted.state(done, begun=True),
             "generator": self._adapted.generator_state(),
         }
 

@@ -1,6 +1,7 @@
 """The attributes of modules, as they were."""
 
 import collections
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +10,11 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
+
+
+class Pair(NamedTuple):
+    first: list[int]
+    second: int
 
 
 class Averages:
@@ -64,6 +70,7 @@ def test_hidden_modules_and_own_objects_return():
         ({1, 2}, lambda value: value.add(3)),
         (collections.deque([1], maxlen=2), lambda value: value.extend([2, 3])),
         (([],), lambda value: value[0].append(1)),
+        (Pair([1], 2), lambda value: value.first.append(1)),
         (torch.zeros(2), lambda value: value.add_(1)),
         ([torch.zeros(2)], lambda value: value[0].add_(1)),
     ],

@@ -57,7 +57,9 @@ def samples(count=128):
     return TensorDataset(noise / 4 + labels.view(-1, 1, 1, 1), labels)
 
 
-def data(count=128, **options):
+def data(count=128, seed=None, **options):
+    if seed is not None:
+        options["generator"] = torch.Generator().manual_seed(seed)
     return DataLoader(samples(count), **{"batch_size": 8, **options})
 
 
@@ -78,6 +80,7 @@ class ByHand(L.Callback):
     ("size", "options"),
     [
         (16, {"shuffle": True}),
+        (16, {"shuffle": True, "seed": 7}),
         (4, {"shuffle": True, "drop_last": True}),
         pytest.param(16, {"shuffle": True, "num_workers": 2, "persistent_workers": True}, marks=pytest.mark.slow),
     ],
@@ -87,6 +90,8 @@ def test_training_goes_on_as_a_run_with_that_size(size, options):
     plain, tuned = Slow(), Slow()
     sampler = MutableBatchSampler.like(data(**options).batch_sampler)
     workers = {name: value for name, value in options.items() if "workers" in name}
+    if "seed" in options:
+        workers["generator"] = sampler.sampler.generator
     by_hand = fit(plain, ByHand(sampler, size), data=DataLoader(samples(), batch_sampler=sampler, **workers))
     callback = tuner((1e-12, 32), (RATE, size))
     trainer = fit(tuned, callback, data=data(**options))
@@ -132,7 +137,7 @@ def test_a_size_without_memory_and_one_too_large_fail():
 def test_a_resumed_run_has_the_size_and_the_order(tmp_path):
     def run(*callbacks, **arguments):
         module, callback = Slow(dropout=0), tuner((RATE, 16))
-        shuffled = data(shuffle=True, generator=torch.Generator().manual_seed(7))
+        shuffled = data(shuffle=True, seed=7)
         return module, callback, fit(module, callback, *callbacks, data=shuffled, **arguments)
 
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -145,6 +150,44 @@ def test_a_resumed_run_has_the_size_and_the_order(tmp_path):
         assert module.seen == expected.seen[-len(module.seen) :], step
         assert resumed.global_step == trainer.global_step
         assert equal(module, expected), step
+
+
+class Broken(Slow):
+    count = breaks = 0
+
+    def training_step(self, batch, batch_idx):
+        Broken.count += 1  # of the class: a trial sets those of the module back
+        if Broken.count == self.breaks:
+            raise RuntimeError("injected")
+        return super().training_step(batch, batch_idx)
+
+
+class SavesOnError(L.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, pl_module, exception):
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_search_that_was_left_goes_on_in_the_same_order(tmp_path):
+    """The order of its epoch was drawn, and training has had none of it."""
+
+    def run(breaks, *callbacks, **arguments):
+        Broken.count, module, callback = 0, Broken(dropout=0), tuner((1e-12, 4), (RATE, 16))
+        module.breaks = breaks
+        shuffled = data(shuffle=True, seed=7)
+        fit(module, callback, *callbacks, data=shuffled, **arguments)
+        return module, callback.setting
+
+    expected, setting = run(0)
+    assert setting == {"lr": RATE, "batch_size": 16}
+    with pytest.raises(RuntimeError, match="injected"):
+        run(55, SavesOnError(tmp_path / "left.ckpt"))
+    module, again = run(0, ckpt_path=tmp_path / "left.ckpt")
+    assert again == setting
+    assert module.seen == expected.seen[-len(module.seen) :]
+    assert equal(module, expected)
 
 
 def stepwise(optimizer):
