@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 CONFIG_NAME = "train"
 # Groups that wrap the data module, from the innermost to the outermost.
-WRAPPERS = ("goodput", "cache")
+WRAPPERS = ("goodput", "cache", "selecting")
 _OWN = {"seed": int, "ckpt_path": str | None, "optimized_metric": str | None, "run_dir": str}
 _EXTRAS = {"hydra/sweeper/optuna": "optuna", "hydra/launcher/submitit": "submitit"}
 

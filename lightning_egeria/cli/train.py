@@ -36,7 +36,8 @@ def train(config: DictConfig) -> dict[str, Any]:
     Returns:
         The content of `savings.json`: `savings` (`Savings.to_dict()`; None without freezing), `cache` (the fields of
         `CacheStats`; None without the cache), `batch_sizes` (each change, by the fields of `BatchSizeChange`; None if
-        they are fixed), `metrics` (the last value of each logged metric) and `fit_time_s` (seconds of wall time,
+        they are fixed), `selection` (samples seen, scored and trained, their share and cost; None without
+        `SelectiveBackprop`), `metrics` (the last value of each logged metric) and `fit_time_s` (seconds of wall time,
         validation included).
 
     Raises:
@@ -47,7 +48,13 @@ def train(config: DictConfig) -> dict[str, Any]:
 
     # Hydra's log already has Lightning's lines; its own handlers would print them twice.
     logging.getLogger("lightning").handlers.clear()
-    from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache, KnowledgeGuidedFreezing, RunRecorder
+    from lightning_egeria import (
+        AdaptiveBatchSize,
+        FrozenPrefixCache,
+        KnowledgeGuidedFreezing,
+        RunRecorder,
+        SelectiveBackprop,
+    )
 
     _check_checkpoint(config.ckpt_path)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -74,6 +81,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         "savings": freezing[0].savings().to_dict() if freezing else None,
         "cache": dataclasses.asdict(cache.stats) if cache is not None else None,
         "batch_sizes": [dataclasses.asdict(change) for change in sizes.changes] if sizes is not None else None,
+        "selection": _counts(SelectiveBackprop.find(datamodule)),
         "metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "fit_time_s": fit_time_s,
     }
@@ -89,6 +97,14 @@ def data_of(config: DictConfig) -> Any:
         if config.get(group):
             datamodule = hydra.utils.instantiate(config[group], datamodule=datamodule)
     return datamodule
+
+
+def _counts(selecting: Any) -> dict[str, float] | None:
+    if selecting is None:
+        return None
+    found = selecting.selection
+    counts = {name: getattr(found, name) for name in ("seen", "scored", "trained", "share")}
+    return {**counts, "cost": found.cost()}
 
 
 def _check_checkpoint(path: str | None) -> None:

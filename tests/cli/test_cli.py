@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -15,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing
+from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, SelectiveBackprop
 from lightning_egeria.training.wrapping import WrappingDataModule
 
 
@@ -135,6 +136,27 @@ def test_from_the_command_line():
     assert freezing_of(cli).freeze_until == "net.2"
     assert cli.datamodule.augmentation_views == 2
     assert cli.datamodule.datamodule.batch_size == 8
+
+
+def squares(module: L.LightningModule, batch: Any) -> torch.Tensor:
+    return module.net(batch[0]).square().mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*the cache of the frozen layers is off", "ignore:.*does not have many workers")
+def test_wrappers_in_one_another_from_the_command_line(tmp_path):
+    cli = run(
+        *["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.max_epochs", "2"],
+        *["--trainer.enable_progress_bar", "false", "--trainer.default_root_dir", tmp_path],
+        *["--data", "SelectiveBackprop", "--data.beta", "2", "--data.mode", "in_batch"],
+        *["--data.per_sample_loss", f"{__name__}.squares"],
+        *["--data.datamodule", "FrozenPrefixCache", "--data.datamodule.datamodule", f"{__name__}.Data"],
+        *["--data.datamodule.datamodule.batch_size", "8"],
+    )
+    assert isinstance(cli.datamodule, SelectiveBackprop)
+    assert isinstance(cli.datamodule.datamodule, FrozenPrefixCache)
+    assert cli.datamodule.datamodule.datamodule.batch_size == 8
+    assert cli.datamodule.share == 1 / 3
+    assert 0 < cli.datamodule.selection.trained < cli.datamodule.selection.seen
 
 
 def said(capsys, monkeypatch, *arguments):

@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from torch import nn
 
-from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache
+from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache, SelectiveBackprop
 from lightning_egeria.cli.configuration import CONFIG_DIR, WRAPPERS, check
 from lightning_egeria.cli.train import data_of
 from lightning_egeria.demos.data import Cifar10Data, DigitsData
@@ -22,7 +22,8 @@ from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.demos.schedules import ScheduledModule
 
 GROUPS = (
-    *("model", "optimizer", "scheduler", "data", "callbacks", "goodput", "cache", "trainer", "logger"),
+    *("model", "optimizer", "scheduler", "data", "callbacks", "goodput", "cache", "selecting"),
+    *("trainer", "logger"),
     *("experiment", "hparams_search", "debug"),
 )
 PACKAGES = {
@@ -85,10 +86,12 @@ def test_nothing_freezes_without_the_callback(configure):
 
 
 def test_wrappers_of_the_data_stand_in_their_order(configure):
-    config = configure("goodput=adaptive", "cache=disk", "goodput.max_batch_size=200")
+    config = configure("goodput=adaptive", "cache=disk", "selecting=queue", "goodput.max_batch_size=200")
     check(config)
-    assert WRAPPERS == ("goodput", "cache")
-    outer = data_of(config)
+    assert WRAPPERS == ("goodput", "cache", "selecting")
+    outermost = data_of(config)  # all at once: which may train together is known in `fit`
+    assert isinstance(outermost, SelectiveBackprop)
+    outer = outermost.datamodule
     assert isinstance(outer, FrozenPrefixCache)
     assert isinstance(outer.datamodule, AdaptiveBatchSize)
     assert isinstance(outer.datamodule.datamodule, DigitsData)
@@ -112,6 +115,7 @@ def test_any_timm_name(configure):
         (["cache=disk"], "cache"),
         (["callbacks=tuning"], "callbacks.tuning"),
         (["goodput=adaptive"], "goodput"),
+        (["selecting=queue"], "selecting"),
     ],
 )
 def test_defaults_written_in_a_config_are_those_of_the_code(configure, overrides, keys):

@@ -47,6 +47,16 @@ def test_trains_with_changing_batch_sizes(egeria_train, tmp_path):
     assert found["cache"]["off"] is None
 
 
+def test_trains_on_selected_samples(egeria_train, tmp_path):
+    cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
+    found = results(egeria_train(*SCRIPTED, *cache, "selecting=queue", "selecting.beta=2", "trainer.max_epochs=4"))
+    selection = found["selection"]
+    assert selection["scored"] == selection["seen"] * 3 / 4
+    assert 0.3 < selection["share"] < 0.8
+    assert selection["cost"] == pytest.approx(selection["share"] + 1 / 4)
+    assert found["cache"]["off"] is None
+
+
 def test_trains_without_the_callback(egeria_train):
     assert results(egeria_train("callbacks=none", "logger=none"))["savings"] is None
 
