@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +14,13 @@ from pathlib import Path
 from lightning_egeria.errors import QueueError, WorkflowError
 from lightning_egeria.workflow.backends import NAMES, backend
 from lightning_egeria.workflow.compiler import Compiled, explanation
+from lightning_egeria.workflow.eviction import evict
 from lightning_egeria.workflow.history import History
 from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.listing import table
 from lightning_egeria.workflow.local_queue import queue_runs
 from lightning_egeria.workflow.rules import read_description
+from lightning_egeria.workflow.schema import PERIOD, quantity
 from lightning_egeria.workflow.submission import cancel, refresh, resume, submit
 
 _POLL_S = 0.2
@@ -76,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command(name, run, help).add_argument("ids", type=int, nargs="+", metavar="ID")
     logs.add_argument("id", type=int, metavar="ID")
+    evicting = command("evict", _evict, "remove environments and run directories that nobody has used for some time")
+    evicting.add_argument("--older-than", type=_period, default="30d", metavar="PERIOD", help="default: 30d")
     command("queue", _queue, "be the local queue until no job is left, as `submit` starts it in the background")
     serving = command("serve", _serve, "show jobs on a page, on this machine only")
     serving.add_argument("--port", type=int, default=8642, help="default: 8642")
@@ -166,6 +171,21 @@ def _resume(options: argparse.Namespace) -> int:
         for id in options.ids:
             resume(home, history, backend(history.get(id).backend, home), id)
             print(f"job {id} goes on")
+    return 0
+
+
+def _period(text: str) -> int:
+    if not re.fullmatch(PERIOD, text):
+        raise argparse.ArgumentTypeError(f"expected a period such as 30d or 12h, got {text!r}")
+    return quantity(text)
+
+
+def _evict(options: argparse.Namespace) -> int:
+    home = Home(options.home)
+    with home.history() as history:
+        evicted = evict(home, history, options.older_than)
+    for kind, names in (("environments", evicted.environments), ("run directories", evicted.runs)):
+        print(f"removed {len(names)} {kind}" + (f": {', '.join(names)}" if names else ""))
     return 0
 
 

@@ -11,12 +11,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lightning_egeria.errors import CompilationError, ExecutionError
 
-KEPT_DAYS = 30.0
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]+\])?\s*([<>=!~][^;@]*)?(;.*)?")
 _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*==\s*[^\s*;,]+\s*(;.*)?")
 _READY = "ready"
@@ -126,15 +125,23 @@ def python_of(lock: str, folder: Path, tell: Callable[[str], None]) -> Path:
     return python
 
 
-def evict(folder: Path, older_than_days: float = KEPT_DAYS) -> list[str]:
-    """Remove the environments that no job has started with for some days, and return their names."""
+def evict(folder: Path, older_than_s: float, keep: Collection[str] = ()) -> list[str]:
+    """Remove environments that no job has started with for some time, and return their names.
+
+    Args:
+        folder: of all environments.
+        older_than_s: seconds.
+        keep: names of environments that jobs need.
+    """
     removed = []
     for place in sorted(folder.glob("*/")):
-        ready = place / _READY
-        age = time.time() - (ready.stat().st_mtime if ready.is_file() else place.stat().st_mtime)
-        if age > older_than_days * 86400:
-            with (folder / f"{place.name}.lock").open("w") as guard:
-                fcntl.flock(guard, fcntl.LOCK_EX)
+        if place.name in keep:
+            continue
+        with (folder / f"{place.name}.lock").open("w") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            ready = place / _READY
+            used = (ready if ready.is_file() else place).stat().st_mtime
+            if time.time() - used > older_than_s:
                 shutil.rmtree(place, ignore_errors=True)
                 removed.append(place.name)
     return removed

@@ -156,6 +156,14 @@ class History:
         """Return the latest jobs that have ended, the latest first."""
         return self._rows(f"WHERE state NOT IN {_OPEN} ORDER BY id DESC LIMIT ?", most)
 
+    def runs_since(self, since: float) -> set[str]:
+        """Return the run directories of the jobs that have not ended, or ended after a moment."""
+        with self._errors():
+            rows = self._database.execute(
+                f"SELECT DISTINCT run FROM jobs WHERE state IN {_OPEN} OR COALESCE(ended, submitted) > ?", (since,)
+            )
+            return {run for (run,) in rows}
+
     def usage(self, since: float) -> dict[str, float]:
         """Return the device-seconds of each share, of attempts that started after a moment."""
         now = time.time()

@@ -52,6 +52,7 @@ def write_run_directory(folder: Path, contents: Mapping[str, bytes]) -> Path:
     manifest = (json.dumps(digests, indent=2) + "\n").encode()
     place = folder / hashlib.sha256(manifest).hexdigest()[:16]
     if (place / MANIFEST).is_file():
+        os.utime(place)  # nobody shall evict it now
         return place
     # Beside its place first, so that nobody sees a part of it.
     beside = folder / f".{place.name}.{os.getpid()}"

@@ -10,7 +10,7 @@ from lightning_egeria.programs.descriptions import key
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"
-_PERIOD = r"[1-9][0-9]*[smhd]"
+PERIOD = r"[1-9][0-9]*[smhd]"
 _SIZE = r"[1-9][0-9]*(MB|GB|TB)"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 METHODS = ("freezing", "cache", "selective", "partial", "tuning", "goodput")
@@ -73,7 +73,7 @@ class Resources:
         default=None, metadata=key("of each node, as in 16GB; Slurm holds the job to it", pattern=_SIZE)
     )
     time: str | None = dataclasses.field(
-        default=None, metadata=key("longest time of one attempt, as in 90m or 2h", pattern=_PERIOD)
+        default=None, metadata=key("longest time of one attempt, as in 90m or 2h", pattern=PERIOD)
     )
     link_gbit: float | None = dataclasses.field(
         default=None, metadata=key("gigabits per second between the ranks, if you know it", least=0)
@@ -99,7 +99,7 @@ class Checkpoints:
         default=None, metadata=key("optimizer steps between two checkpoints; at each epoch's end if left out", least=1)
     )
     grace: str = dataclasses.field(
-        default="60s", metadata=key("time between the signal to stop and the end", pattern=_PERIOD)
+        default="60s", metadata=key("time between the signal to stop and the end", pattern=PERIOD)
     )
 
 

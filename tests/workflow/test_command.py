@@ -97,6 +97,14 @@ def test_a_back_end_that_does_not_answer_hides_no_job(jobs, tmp_path, monkeypatc
     assert shown.splitlines()[-1].startswith("no local queue runs")
 
 
+def test_evict_takes_a_period(jobs):
+    jobs("compile", "job.yaml")
+    assert jobs("evict")[1] == "removed 0 environments\nremoved 0 run directories\n"
+    assert jobs("evict", "--older-than", "1s")[0] == 0
+    with pytest.raises(SystemExit):
+        jobs("evict", "--older-than", "soon")
+
+
 def test_schema_and_digest(jobs, tmp_path):
     assert json.loads(jobs("schema")[1])["title"] == "egeria-jobs"
     assert jobs("digest", "job.yaml")[1].startswith("sha256:")

@@ -51,9 +51,10 @@ def test_an_environment_is_made_once_and_evicted_by_age(tmp_path):
     assert len(told) == 2
     python_of("", tmp_path, told.append)
     assert len(told) == 2
-    assert evict(tmp_path) == []
+    assert evict(tmp_path, 3600) == []
     os.utime(python.parent.parent / "ready", (1, 1))
-    assert evict(tmp_path) == [environment_name("")]
+    assert evict(tmp_path, 3600, keep=[environment_name("")]) == []
+    assert evict(tmp_path, 3600) == [environment_name("")]
     assert not python.exists()
 
 

@@ -1,8 +1,10 @@
 import dataclasses
+import re
 
 import pytest
+from leftovers import REPOSITORY
 
-from lightning_egeria.workflow.optimisations import Facts, Measured, choose
+from lightning_egeria.workflow.optimisations import MIN_EPOCHS_FROM_SCRATCH, TOOK, Facts, Measured, choose
 from lightning_egeria.workflow.schema import METHODS
 
 SCRATCH = Facts(trains=True, pretrained=False, epochs=40, schedule="steps", augmented=True)
@@ -39,6 +41,48 @@ def on(facts, wanted="auto", **more):
 def test_auto_follows_the_evidence_and_says_so(facts, expected, because):
     assert on(facts) == expected
     assert because in chosen(facts)["freezing"].reason
+
+
+RESULTS = REPOSITORY / "benchmarks" / "proof" / "results"
+ROWS = {"freezing": "freezing", "cache": "freezing and cache"}
+WORKLOADS = {
+    "tuned": [f"finetune_imagenette_resnet{layers}/{size}" for layers in (20, 56) for size in ("small", "tight")],
+    "steps": ["cifar10_resnet20/small", "cifar10_resnet56/small", "imagenette_resnet50/small"],
+    "smooth": [
+        "cifar10_resnet20_cosine/small",
+        "cifar10_mobilenetv2/small",
+        "multi30k_transformer/small",
+        "camvid_deeplabv3/small",
+        "squad_bert/small",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", TOOK, ids="-".join)
+def test_the_figures_are_those_of_the_proof(kind):
+    """A result that changes must change what `auto` says, or chooses."""
+    found = []
+    for workload in WORKLOADS[kind[0]]:
+        lines = [line.split("|") for line in (RESULTS / workload / "table.md").read_text().splitlines() if "|" in line]
+        column = [cell.strip() for cell in lines[0]].index("training time")
+        found += [float(line[column]) for line in lines if line[1].strip() == ROWS[kind[1]]]
+    assert len(found) >= 3
+    assert (min(found), max(found)) == TOOK[kind]
+
+
+def test_the_fewest_epochs_are_those_of_a_run_that_froze():
+    experiments = REPOSITORY / "conf" / "experiment"
+    small = [
+        re.search(r"small: \{max_epochs: (\d+)", (experiments / f"{workload.split('/')[0]}.yaml").read_text())
+        for workload in WORKLOADS["steps"]
+    ]
+    assert min(int(found[1]) for found in small) == MIN_EPOCHS_FROM_SCRATCH
+
+
+def test_the_cache_is_left_out_where_it_gains_nothing():
+    assert (
+        "runs from scratch took 0.83 to 0.96" in chosen(dataclasses.replace(SCRATCH, augmented=False))["cache"].reason
+    )
 
 
 def test_a_longer_run_of_short_epochs_is_not_short():
