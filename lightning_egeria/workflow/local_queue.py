@@ -130,7 +130,7 @@ class LocalQueue:
         for id in row.after:
             state = self.history.get(id).state
             if state in (State.FAILED, State.CANCELLED):
-                self._refuse(row, State.CANCELLED, f"schedule: job {id}, which it comes after, has {state}")
+                self._refuse(row, State.CANCELLED, f"schedule: job {id}, which it comes after, is {state}")
             if state is not State.DONE:
                 return False
         if row.devices > self.devices:

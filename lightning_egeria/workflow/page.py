@@ -10,14 +10,18 @@ from pathlib import Path
 
 from lightning_egeria.programs.files import read_at_most
 from lightning_egeria.workflow.history import Row
+from lightning_egeria.workflow.jobfolders import State
 from lightning_egeria.workflow.listing import period
 
 LARGEST_RECORD = 2**24
 _WIDTH, _HEIGHT = 640, 180
+_TOKEN = '<input name="token" placeholder="token" type="password" autocomplete="off">'
+_HEAD = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2330; }
 table { border-collapse: collapse; width: 100%; } th { text-align: left; font-weight: 600; color: #5a6475; }
-td, th { padding: .35rem .8rem .35rem 0; border-bottom: 1px solid #e4e8ee; vertical-align: top; }
+td, th { padding: .35rem .8rem .35rem 0; border-bottom: 1px solid #e4e8ee; vertical-align: top; white-space: nowrap; }
+td:last-child { white-space: normal; min-width: 12rem; } main { overflow-x: auto; }
 pre { background: #f5f7fa; padding: 1rem; overflow-x: auto; font-size: 13px; } a { color: #1a5fb4; }
 .state { padding: .05rem .5rem; border-radius: .6rem; background: #e4e8ee; }
 .done { background: #d6f0dd; } .running { background: #d5e5fb; } .failed { background: #fbdcd9; }
@@ -53,9 +57,8 @@ def job_page(
     """
     drawn = "".join(f"<h3>{html.escape(name)}</h3>{_curve(points)}" for name, points in curves.items())
     buttons = "".join(
-        f'<form method="post" action="/jobs/{row.id}/{verb}"><input name="token" placeholder="token" type="password">'
-        f"<button>{verb}</button></form>"
-        for verb in (("resume",) if row.state.final else ("cancel",))
+        f'<form method="post" action="/jobs/{row.id}/{verb}">{_TOKEN}<button>{verb}</button></form>'
+        for verb in _verbs(row)
     )
     body = (
         f'<p><a href="/">Jobs</a></p><h1>{row.id} {html.escape(row.name)} {_state(row)}</h1>'
@@ -65,6 +68,17 @@ def job_page(
         f'<h2>Log</h2><p><a href="/jobs/{row.id}/log">whole log</a></p><pre>{html.escape(log)}</pre>'
     )
     return _page(f"{row.id} {row.name}", body)
+
+
+def error_page(message: str) -> str:
+    """Return the page that says why something was not done."""
+    return _page("Jobs", f'<p><a href="/">Jobs</a></p><h1>Not done</h1><p>{html.escape(message)}</p>')
+
+
+def _verbs(row: Row) -> tuple[str, ...]:
+    if not row.state.final:
+        return ("cancel",)
+    return () if row.state is State.DONE else ("resume",)
 
 
 def curves_in(results: Path) -> dict[str, list[tuple[float, float]]]:
@@ -106,6 +120,6 @@ def _duration(row: Row, now: float) -> str:
 def _page(title: str, body: str, refresh: int | None = None) -> str:
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}<title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>{body}</body></html>"
+        f'<!doctype html><html lang="en"><head>{_HEAD}{again}<title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body><main>{body}</main></body></html>"
     )

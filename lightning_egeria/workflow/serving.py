@@ -20,7 +20,8 @@ from starlette.routing import Route
 from lightning_egeria.errors import QueueError
 from lightning_egeria.workflow.backends import backend
 from lightning_egeria.workflow.home import Home
-from lightning_egeria.workflow.page import curves_in, job_page, jobs_page
+from lightning_egeria.workflow.page import curves_in, error_page, job_page, jobs_page
+from lightning_egeria.workflow.refreshing import keep_state
 from lightning_egeria.workflow.rundirs import EXPLANATION
 from lightning_egeria.workflow.submission import cancel, resume
 
@@ -42,6 +43,9 @@ def application(home: Home, token: str | None = None) -> Starlette:
 
     def index(request: Request) -> Response:
         with home.history() as history:
+            for row in history.unfinished():
+                if row.backend != "local":  # whose queue keeps the history
+                    keep_state(history, row, home.folder(row.id))
             rows = history.unfinished() + history.finished(_LATEST)
         return HTMLResponse(jobs_page(rows, time.time()), headers=_HEADERS)
 
@@ -65,10 +69,10 @@ def application(home: Home, token: str | None = None) -> Starlette:
         async for part in request.stream():
             body += part
             if len(body) > _FORM_BYTES:
-                return PlainTextResponse("too large", 413, _HEADERS)
+                return HTMLResponse(error_page("too large"), 413, _HEADERS)
         given = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
         if token is None or not hmac.compare_digest(given.encode(), token.encode()):
-            return PlainTextResponse("the token is missing or wrong", 403, _HEADERS)
+            return HTMLResponse(error_page("The token is missing or wrong."), 403, _HEADERS)
         id = request.path_params["id"]
         with home.history() as history:
             chosen = backend(history.get(id).backend, home)
@@ -79,7 +83,7 @@ def application(home: Home, token: str | None = None) -> Starlette:
         return RedirectResponse(f"/jobs/{id}", 303, _HEADERS)
 
     def refuse(request: Request, error: Exception) -> Response:
-        return PlainTextResponse(str(error), 404, _HEADERS)
+        return HTMLResponse(error_page(str(error)), 404, _HEADERS)
 
     routes = [
         Route("/", index),

@@ -153,7 +153,7 @@ def _handles(history: History, backend: Backend, waits: Sequence[int]) -> list[s
         if not backend.waits or row.backend != backend.name:
             raise QueueError(f"a job on {backend.name} cannot wait for job {row.id} on {row.backend}. Submit it later")
         if row.state in (State.FAILED, State.CANCELLED):
-            raise QueueError(f"job {row.id}, which must be done first, has {row.state}. Resume it, or leave it out")
+            raise QueueError(f"job {row.id}, which must be done first, is {row.state}. Resume it, or leave it out")
     return [row.handle for row in rows if row.state is not State.DONE]
 
 

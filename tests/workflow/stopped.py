@@ -2,7 +2,10 @@
 
 import os
 import signal
+import sys
+import time
 import warnings
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -43,7 +46,17 @@ class Stop(L.Callback):
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def fit(folder, stop=None, resume=False, every_n_steps=None, workers=0, accumulate=1):
+class Slow(L.Callback):
+    """Makes each step last, so that it can be stopped from outside."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        time.sleep(self.seconds)
+
+
+def fit(folder, stop=None, resume=False, every_n_steps=None, workers=0, accumulate=1, seconds=0.0):
     """Train; return the weights at the end, None if it was stopped."""
     L.seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
@@ -52,6 +65,7 @@ def fit(folder, stop=None, resume=False, every_n_steps=None, workers=0, accumula
     loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
     saving = ResumableCheckpoints(every_n_steps, folder)
     callbacks = [saving] if stop is None else [saving, Stop(stop)]
+    callbacks.append(Slow(seconds))
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,
@@ -70,3 +84,16 @@ def fit(folder, stop=None, resume=False, every_n_steps=None, workers=0, accumula
         except SystemExit as end:
             return int(end.code)
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def main():
+    """Be a job of `egeria-jobs`: go on from its checkpoint, and leave the weights in its results."""
+    folder, results = (Path(os.environ[f"EGERIA_{name}"]) for name in ("CHECKPOINTS", "RESULTS"))
+    weights = fit(folder, resume=(folder / "last.ckpt").exists(), every_n_steps=1, seconds=float(sys.argv[1]))
+    if isinstance(weights, int):
+        sys.exit(weights)
+    torch.save(weights, results / "weights.pt")
+
+
+if __name__ == "__main__":
+    main()

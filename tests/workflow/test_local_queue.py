@@ -58,7 +58,7 @@ def test_jobs_wait_for_others(home, history, monkeypatch):
     large = add(home, history, "true", **{"resources.devices": 9})
     LocalQueue(home, history, 2).run()
     assert states(history, first, second, third, fourth, large) == ["done", "done", "failed", "cancelled", "failed"]
-    assert history.get(fourth).message == f"schedule: job {third}, which it comes after, has failed"
+    assert history.get(fourth).message == f"schedule: job {third}, which it comes after, is failed"
     assert "needs 9 devices, and this machine has 2" in history.get(large).message
 
 

@@ -5,9 +5,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
+import stopped
+import torch
 from described import described, until
 
 from lightning_egeria.errors import QueueError
@@ -20,11 +24,32 @@ pytest.importorskip("submitit", reason="submitit is an extra")
 from lightning_egeria.workflow import slurm
 
 
+def listed(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
 def answers():
     return bool(shutil.which("sinfo")) and subprocess.run(["sinfo"], capture_output=True, check=False).returncode == 0
 
 
 real = [pytest.mark.slow, pytest.mark.skipif(not answers(), reason="no Slurm answers `sinfo` on this machine")]
+
+
+VARIABLES = "{OMP_NUM_THREADS: 1, CUDA_VISIBLE_DEVICES: ''}"
+
+
+def pids(pattern, how="-f"):
+    found = subprocess.run(["pgrep", how, pattern], capture_output=True, text=True, check=False).stdout.split()
+    return [pid for pid in map(int, found) if pid != os.getpid()]
+
+
+def kill(pattern, how="-f"):
+    """Kill what a test has started; returns when it is gone."""
+    found = pids(pattern, how)
+    assert found
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not pids(pattern, how), 20)
 
 
 @pytest.fixture
@@ -75,10 +100,13 @@ class TestReal:
 
     def test_cancel(self, home, history):
         running = add(home, history, "touch up; exec sleep 100")
+        waiting = add(home, history, "true", after=[running])
         until(lambda: (home.folder(running).work / "up").exists(), 60)
         refresh(home, history, {"slurm": slurm.Slurm()})
+        cancel(home, history, slurm.Slurm(), waiting)
         cancel(home, history, slurm.Slurm(), running)
-        assert wait(home, history, running) == ["cancelled"]
+        assert wait(home, history, running, waiting) == ["cancelled", "cancelled"]
+        until(lambda: history.get(running).handle not in listed("squeue"), 60)
 
     def test_a_signal_and_a_kill_put_it_into_the_queue_again(self, home, history):
         script = (
@@ -98,3 +126,30 @@ class TestReal:
         assert history.get(id).attempt == 3
         assert "saved" in home.folder(id).log.read_text()
         assert history.get(id).state is State.DONE
+
+    @pytest.mark.parametrize("way", ["signal", "kill of the job", "kill of slurmd", "crash of the node"])
+    def test_a_job_ends_bit_for_bit_as_an_uninterrupted_one(self, way, home, history, tmp_path):
+        id = add(home, history, [sys.executable, stopped.__file__, "0.5"], **{"environment.variables": VARIABLES})
+        folder = home.folder(id)
+        until((folder.checkpoints / "last.ckpt").exists, 90)
+        handle = history.get(id).handle
+        if way == "signal":
+            subprocess.run(["scancel", "--signal=USR2", handle], check=True)
+        elif way == "kill of the job":
+            kill(f"{stopped.__file__} 0.5")
+        else:
+            command = Path(f"/proc/{pids('slurmd', '-x')[0]}/cmdline").read_text().split("\0")[:-1]
+            kill("slurmd", "-x")
+            if way == "crash of the node":
+                kill(rf"slurmstepd: \[{handle}")
+                kill(str(folder.path))
+            time.sleep(2)
+            assert history.get(id).state.value in ("queued", "running")
+            subprocess.run(command, check=True)  # it goes into the background
+        assert wait(home, history, id, seconds=400) == ["done"], folder.log.read_text()
+        assert history.get(id).attempt == (1 if way == "kill of slurmd" else 2)
+        whole = stopped.fit(tmp_path / "whole", every_n_steps=1)
+        found = torch.load(folder.results / "weights.pt", weights_only=True)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        until(lambda: handle not in listed("squeue"), 60)

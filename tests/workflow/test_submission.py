@@ -64,7 +64,7 @@ def test_jobs_to_wait_for_must_be_there(home, history, tmp_path):
     with pytest.raises(QueueError, match=f"a job on slurm cannot wait for job {id} on local"):
         handed(home, history, Elsewhere(home), tmp_path, [id])
     history.update(id, state="failed")
-    with pytest.raises(QueueError, match=f"job {id}, which must be done first, has failed"):
+    with pytest.raises(QueueError, match=f"job {id}, which must be done first, is failed"):
         submitted(home, described(tmp_path), history, after=[id])
 
 
