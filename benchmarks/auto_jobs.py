@@ -28,7 +28,7 @@ from lightning_egeria.workflow.optimisations import Choice
 from lightning_egeria.workflow.rules import read_description
 from lightning_egeria.workflow.submission import submit
 
-DIGITS = ["data=digits", "trainer=cpu", "logger=none"]
+DIGITS = ["data=digits", "data.val_fraction=0.8", "model.net.depth=8", "logger=none"]
 PRETRAINED = "pretrained.safetensors"
 
 
@@ -48,10 +48,10 @@ class Outcome:
 
 def on_digits(folder: Path) -> dict[str, dict]:
     """The four jobs on handwritten digits."""
-    steps = [*DIGITS, "scheduler=stepdecay", "trainer.max_epochs=12"]
-    tuned = [*DIGITS, "scheduler=cosine", "trainer.max_epochs=4", f"model.weights={folder / PRETRAINED}"]
-    ranks = ["data=digits", "logger=none", "trainer=ddp", "scheduler=stepdecay", "trainer.max_epochs=12"]
-    tiny = [*DIGITS, "trainer.max_epochs=1"]
+    steps = [*DIGITS, "trainer=cpu", "scheduler=stepdecay", "trainer.max_epochs=12"]
+    tuned = [*DIGITS, "trainer=cpu", "scheduler=cosine", "trainer.max_epochs=4", f"model.weights={folder / PRETRAINED}"]
+    ranks = [*DIGITS, "trainer=ddp", "scheduler=stepdecay", "trainer.max_epochs=12"]
+    tiny = [*DIGITS, "trainer=cpu", "trainer.max_epochs=1"]
     return _named("default", steps, tuned, ranks, tiny)
 
 
@@ -61,7 +61,7 @@ def on_images(data: Path) -> dict[str, dict]:
     weights = data / "checkpoints" / "resnet20_cifar10.safetensors"
     tuned = [f"data.root={data}/imagenette", "size=tight", "trainer=cpu", f"model.weights={weights}"]
     ranks = [f"data.root={data}/cifar10", "size=small", "trainer=ddp"]
-    tiny = [*DIGITS, "trainer.max_epochs=2"]
+    tiny = [*DIGITS, "trainer=cpu", "trainer.max_epochs=2"]
     jobs = _named("cifar10_resnet20", steps, tuned, ranks, tiny)
     jobs["tuned"]["entry"]["experiment"] = "finetune_imagenette_resnet20"
     jobs["tiny"]["entry"]["experiment"] = "default"

@@ -63,32 +63,7 @@ class IterationCost:
         )
 
     @classmethod
-    def read(cls, path: Path, memory: tuple[float, float] = (0.25, 0.5)) -> IterationCost:
-        """Read the costs that the proof has measured of a workload.
-
-        A step with a frozen prefix costs as much as one that goes back through the other layer modules.
-
-        Args:
-            path: ``costs.json``: ``full``, the seconds of a whole step, and ``shares``, of it by frozen depth.
-            memory: share of a device at depth 0 and at the largest, with a straight line between. It was not measured.
-
-        Raises:
-            TraceError: the file has no such costs.
-        """
-        try:
-            costs = json.loads(path.read_text())
-            shares = {int(kind): float(share) for kind, share in costs["shares"].items() if kind.isdigit()}
-            modules = max(shares) + 1
-            known = sorted({0: 1.0, **shares}.items())
-            frozen = np.interp(np.arange(modules), [depth for depth, _ in known], [share for _, share in known])
-            seconds = np.maximum.accumulate(float(costs["full"]) * frozen[::-1])
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise TraceError(f"{path} has no measured costs of a step by frozen depth: {error}") from error
-        used = np.linspace(*memory, modules + 1)[1:]
-        return cls(tuple(seconds.tolist()), tuple(used.tolist()))
-
-    @classmethod
-    def read_depths(cls, path: Path, device_bytes: float) -> IterationCost:
+    def read(cls, path: Path, device_bytes: float) -> IterationCost:
         """Read costs that `lightning_egeria.profiling.depths` has measured and written.
 
         A depth that was measured to cost less than a smaller one counts as much.

@@ -133,8 +133,9 @@ class ResumableCheckpoints(pl.Callback):
             return
         self._at_epoch_start.restore()
         batches = iter_of_epoch(trainer)
-        for _ in range(self._batches):
-            next(batches)
+        if not _goes_on_by_itself(trainer):
+            for _ in range(self._batches):
+                next(batches)
         state["now"].restore()
 
     def _save(self, trainer: pl.Trainer) -> None:
@@ -179,6 +180,12 @@ def iter_of_epoch(trainer: pl.Trainer) -> Any:
     if trainer.current_epoch > 0:
         iter(fetcher)
     return fetcher.iterator
+
+
+def _goes_on_by_itself(trainer: pl.Trainer) -> bool:
+    """Whether the loader has state, and so begins behind the batches that the epoch has had."""
+    combined = trainer.fit_loop._combined_loader
+    return combined is not None and any(hasattr(loader, "load_state_dict") for loader in combined.flattened)
 
 
 def _plain(state: RandomState) -> dict[str, Any]:

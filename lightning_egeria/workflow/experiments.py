@@ -12,14 +12,15 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-import lightning_egeria
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, check, explain
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.workflow.optimisations import Choice, Facts, Measured
 
 DEFAULT = "default"  # egeria-train without an experiment
 _STEPS = ("MultiStepLR", "StepLR", "step_decay")
-_CALLBACKS = {"partial": "StructuredPartialBackprop", "selective": "SelectiveBackprop", "tuning": "BranchTuner"}
+# Methods that wrap the data, with their group in conf/ and its option; the others are callbacks.
+_WRAPPERS = {"cache": "cache", "selective": "selecting", "goodput": "goodput"}
+_OPTIONS = {"cache": "disk", "selective": "queue", "goodput": "adaptive"}
 
 
 def arguments_of(experiment: str, overrides: Sequence[str]) -> list[str]:
@@ -82,25 +83,33 @@ def cost_key(config: DictConfig, code: str) -> str:
 
 
 def why_not_here(method: str) -> str | None:
-    """Return why a method cannot run in this version of the package; None if it can."""
-    if method == "goodput":
-        return "egeria-train cannot switch on goodput yet. Wrap the data in AdaptiveBatchSize in your own program"
-    name = _CALLBACKS.get(method)
-    return None if name is None or name in lightning_egeria.__all__ else f"this version has no {name}"
+    """Return why a method cannot run in this version of `egeria-train`; None if it can."""
+    group = _WRAPPERS.get(method)
+    if group is None or (CONFIG_DIR / group).is_dir():
+        return None
+    return f"egeria-train cannot switch on {method} yet. Wrap the data in your own program, and name it as command"
 
 
 def overrides_for(choices: Sequence[Choice], pretrained: bool | None) -> list[str]:
     """Return the overrides of `egeria-train` that switch methods on and off."""
-    by_method = {choice.method: choice for choice in choices}
-    freezing, cache = by_method["freezing"], by_method["cache"]
-    group = ("finetuning" if pretrained else "freezing") if freezing.on else "none"
-    overrides = [f"callbacks={group}", f"cache={'disk' if cache.on else 'none'}"]
-    overrides += _options("callbacks.freezing", freezing, "") + _options("cache", cache, "")
-    for method, name in _CALLBACKS.items():
-        if by_method[method].on:
-            overrides.append(f"+callbacks.{method}._target_=lightning_egeria.{name}")
-            overrides += _options(f"callbacks.{method}", by_method[method], "+")
-    return overrides
+    callbacks, wrappers, options = [], [], []
+    for choice in choices:
+        rest = dict(choice.options)
+        if choice.method in _WRAPPERS:
+            group, option = _WRAPPERS[choice.method], "none"
+            if choice.on:
+                option = str(rest.pop("mode", _OPTIONS[choice.method]))
+            if (CONFIG_DIR / group).is_dir():
+                wrappers.append(f"{group}={option}")
+            prefix = group
+        else:
+            prefix = f"callbacks.{choice.method}"
+            if choice.on:
+                callbacks.append("finetuning" if choice.method == "freezing" and pretrained else choice.method)
+        if choice.on:
+            options += [f"{prefix}.{name}={_literal(value)}" for name, value in _flat(rest)]
+    chosen = callbacks[0] if len(callbacks) == 1 else f"[{','.join(callbacks)}]"
+    return [f"callbacks={chosen if callbacks else 'none'}", *wrappers, *options]
 
 
 def checkpoint_overrides(every_steps: int | None) -> list[str]:
@@ -108,10 +117,6 @@ def checkpoint_overrides(every_steps: int | None) -> list[str]:
     prefix = "+callbacks.resuming"
     overrides = [f"{prefix}._target_=lightning_egeria.workflow.checkpoints.ResumableCheckpoints"]
     return overrides if every_steps is None else [*overrides, f"{prefix}.every_n_steps={every_steps}"]
-
-
-def _options(prefix: str, choice: Choice, plus: str) -> list[str]:
-    return [f"{plus}{prefix}.{name}={_literal(value)}" for name, value in _flat(choice.options) if choice.on]
 
 
 def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

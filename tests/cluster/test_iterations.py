@@ -66,13 +66,22 @@ def test_impossible_arguments_are_refused(make):
         make()
 
 
+MEASURED = {"version": 1, "forward_s": [1.0, 1.1], "backward_s": [0.5, 0.3], "bytes": [30, 40]}
+
+
 def test_measured_costs_are_read(tmp_path):
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"full": 0.5, "shares": {"1": 0.8, "3": 0.4, "3 hit": 0.1}}))
-    cost = IterationCost.read(path, memory=(0.2, 0.6))
-    # Depth 1 is what trains behind three frozen layer modules; 2 was not measured.
-    assert cost.seconds == pytest.approx((0.2, 0.3, 0.4, 0.5))
-    assert cost.memory == pytest.approx((0.3, 0.4, 0.5, 0.6))
-    path.write_text("{}")
+    path.write_text(json.dumps(MEASURED))
+    cost = IterationCost.read(path, device_bytes=80)
+    # The deeper iteration was measured to be the faster one, by chance.
+    assert (cost.seconds, cost.memory) == ((1.5, 1.5), (0.375, 0.5))
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": 2}, {"bytes": [30, 90]}, {"bytes": [1]}, {"forward_s": [1, "x"]}, {"forward_s": None}]
+)
+def test_what_is_no_measured_costs_is_refused(change, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(MEASURED | change))
     with pytest.raises(TraceError, match="no measured costs"):
-        IterationCost.read(path)
+        IterationCost.read(path, device_bytes=80)

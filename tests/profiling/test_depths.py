@@ -49,7 +49,7 @@ def test_the_cluster_reads_what_is_written(tmp_path):
     seconds = iter([float(tick) ** 2 for tick in range(1000)])
     costs = measure_depths(net, chain, loss, rounds=2, now=lambda device: next(seconds))
     costs.write(tmp_path / "costs.json")
-    read = IterationCost.read_depths(tmp_path / "costs.json", device_bytes=2 * costs.bytes[-1])
+    read = IterationCost.read(tmp_path / "costs.json", device_bytes=2 * costs.bytes[-1])
     assert read.depths == 4
     assert read.memory[-1] == 0.5
     assert read.full_s == costs.forward_s[-1] + costs.backward_s[-1]

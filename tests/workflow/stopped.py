@@ -56,7 +56,7 @@ class Slow(L.Callback):
         time.sleep(self.seconds)
 
 
-def fit(folder, stop=None, resume=False, every_n_steps=None, workers=0, accumulate=1, seconds=0.0):
+def fit(folder, stop=None, resume=False, every_n_steps=None, workers=0, accumulate=1, seconds=0.0, wrap=None):
     """Train; return the weights at the end, None if it was stopped."""
     L.seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
@@ -80,7 +80,11 @@ def fit(folder, stop=None, resume=False, every_n_steps=None, workers=0, accumula
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         try:
-            trainer.fit(model, loader, DataLoader(data, batch_size=8), ckpt_path=saving.path if resume else None)
+            ckpt_path = saving.path if resume else None
+            if wrap is None:
+                trainer.fit(model, loader, DataLoader(data, batch_size=8), ckpt_path=ckpt_path)
+            else:
+                trainer.fit(model, datamodule=wrap(loader, DataLoader(data, batch_size=8)), ckpt_path=ckpt_path)
         except SystemExit as end:
             return int(end.code)
     return {name: value.clone() for name, value in model.state_dict().items()}

@@ -5,6 +5,7 @@ import pytest
 import torch
 from stopped import BATCHES, EPOCHS, Net, fit
 
+from lightning_egeria import AdaptiveBatchSize, SelectiveBackprop
 from lightning_egeria.errors import ArgumentError, CheckpointError
 from lightning_egeria.workflow.checkpoints import ResumableCheckpoints
 
@@ -50,6 +51,24 @@ def test_workers_draw_the_same_order(tmp_path):
     expected = fit(tmp_path / "whole", workers=1)
     assert fit(tmp_path, stop=6, workers=1) == 75
     assert same(fit(tmp_path, resume=True, workers=1), expected)
+
+
+def adapting(loader, val):
+    return AdaptiveBatchSize(loader, 16, batch_sizes={2: 12, 5: 16}, val_dataloaders=val)
+
+
+def selecting(loader, val):
+    return SelectiveBackprop(loader, mode="in_batch", share=0.5, val_dataloaders=val)
+
+
+@pytest.mark.parametrize("wrap", [adapting, selecting])
+def test_data_that_know_their_own_place(wrap, tmp_path):
+    # A checkpoint ends the pair of gradients that a noise estimate is made of, so both runs save at the same steps.
+    options = {"every_n_steps": 1, "wrap": wrap}
+    expected = fit(tmp_path / "whole", **options)
+    for step in (1, 3, 6):
+        assert fit(tmp_path / str(step), stop=step, **options) == 75
+        assert same(fit(tmp_path / str(step), resume=True, **options), expected)
 
 
 def test_it_changes_nothing_in_a_run_that_is_not_stopped(whole, tmp_path, monkeypatch):

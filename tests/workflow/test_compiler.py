@@ -88,7 +88,7 @@ def test_a_sweep_is_one_run_for_each_combination(tmp_path):
 
 def test_auto_chooses_and_writes_what_egeria_train_gets(tmp_path):
     (one,) = compiled(tmp_path, experiment(tmp_path))
-    assert [choice.method for choice in one.choices if choice.on] == ["freezing", "cache"]
+    assert [choice.method for choice in one.choices if choice.on] == ["freezing"]
     assert "callbacks=freezing" in one.job["entry"]["overrides"]
     assert "freezing: on: from scratch, the learning rate falls in steps" in (one.path / "explanation.txt").read_text()
     (off,) = compiled(tmp_path, experiment(tmp_path), lambda key: Measured(5.0, 30))

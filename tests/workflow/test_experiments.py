@@ -54,29 +54,36 @@ def test_costs_belong_to_code_data_and_network_not_to_settings():
 def test_overrides_switch_methods():
     options = {"cache": {"host_bytes": "5"}, "partial": {"min_share": "0.5", "layer_modules": ["a", "b"]}}
     choices = [Choice(name, name in options, "", options.get(name, {})) for name in METHODS]
-    assert overrides_for(choices, False) == [
-        "callbacks=none",
+    found = overrides_for(choices, False)
+    assert [one for one in found if not one.endswith("=none")] == [
+        "callbacks=partial",
         "cache=disk",
         "cache.host_bytes=5",
-        "+callbacks.partial._target_=lightning_egeria.StructuredPartialBackprop",
-        "+callbacks.partial.min_share=0.5",
-        "+callbacks.partial.layer_modules=[a,b]",
+        "callbacks.partial.min_share=0.5",
+        "callbacks.partial.layer_modules=[a,b]",
     ]
-    composed(
-        ["trainer=cpu", *overrides_for(choices, False), *checkpoint_overrides(5)],
+    config = composed(
+        ["trainer=cpu", *found, *checkpoint_overrides(5)],
         {**os.environ, "EGERIA_CHECKPOINTS": "/x"},
     )
+    assert list(config.callbacks) == ["partial", "resuming"]
     on = [Choice(name, name == "freezing", "", {"policy": {"patience": "2"}}) for name in METHODS]
-    assert overrides_for(on, True)[:3] == ["callbacks=finetuning", "cache=none", "callbacks.freezing.policy.patience=2"]
+    assert {"callbacks=finetuning", "cache=none", "callbacks.freezing.policy.patience=2"} <= set(
+        overrides_for(on, True)
+    )
+    both = [Choice(name, name in ("freezing", "tuning"), "") for name in METHODS]
+    assert list(composed(overrides_for(both, True)).callbacks) == ["freezing", "tuning"]
+    assert composed(overrides_for([Choice(name, False, "") for name in METHODS], True)).callbacks == {}
 
 
-def test_every_method_that_this_version_has_can_be_asked_for():
-    for method in METHODS:
-        if why_not_here(method) is None:
-            (choice,) = (one for one in choose({method: True}, facts("default")) if one.method == method)
-            assert choice.on
-    assert why_not_here("freezing") is None
-
-
-def test_goodput_is_refused_with_the_way_around():
-    assert "AdaptiveBatchSize in your own program" in why_not_here("goodput")
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_can_be_asked_for_or_is_refused(method):
+    choices = choose({method: True}, facts("default"))
+    assert [choice.method for choice in choices if choice.on] == [method]
+    against = why_not_here(method)
+    if against is None:
+        composed(overrides_for(choices, False))
+    else:
+        assert method in ("selective", "goodput")
+        assert f"egeria-train cannot switch on {method} yet" in against
+    assert {"freezing", "cache", "partial", "tuning"}.isdisjoint([method] if against else [])
