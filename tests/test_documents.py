@@ -82,6 +82,7 @@ def test_nearly_all_blocks_run():
 
 @pytest.mark.filterwarnings("ignore:.*SWA")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")  # the snippet resumes in one process
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint")  # at the first start
 @pytest.mark.filterwarnings("ignore:freezing. nothing froze")  # two epochs are too short for what they schedule
 @pytest.mark.parametrize("block", RUN)
 def test_block_runs(block, monkeypatch, tmp_path):

@@ -10,12 +10,15 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import ray
 
 from lightning_egeria.errors import JobError
 
-CONNECT_S = 5.0
+CONNECT_S, STARTS = 5.0, 3
+_QUIETLY: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 @contextlib.contextmanager
@@ -26,19 +29,46 @@ def started(address: str | None) -> Iterator[None]:
         return
     # Ray's sockets need a short path.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
-        local = {"include_dashboard": False, "_temp_dir": temporary} if address is None else {}
-        if address is not None:
-            _check_reachable(address)
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
-        except ConnectionError as error:
-            raise JobError(f"no Ray cluster answers at {address}: {error}") from error
+        if address is None:
+            _start_here(temporary)
+        else:
+            _connect(address)
         try:
             with _sigterm_as_interrupt():
                 yield
         finally:
             with _uninterrupted():
                 ray.shutdown()
+
+
+def _start_here(temporary: str) -> None:
+    """Start Ray. On a busy machine it may take longer than Ray waits for itself, so it is tried again."""
+    for attempt in range(STARTS):
+        before = _children()
+        try:
+            ray.init(_temp_dir=temporary, include_dashboard=False, **_QUIETLY)
+            return
+        except Exception as error:  # a bare one if it takes too long
+            for process in _children() - before:  # Ray forgets them
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
+            if attempt == STARTS - 1:
+                raise JobError(f"Ray does not start on this machine: {error}") from error
+
+
+def _children() -> set[int]:
+    """Process ids of the children of this process; none where the system does not tell."""
+    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {int(child) for task in tasks for child in task.read_text().split()}
+
+
+def _connect(address: str) -> None:
+    _check_reachable(address)
+    try:
+        ray.init(address=address, **_QUIETLY)
+    except ConnectionError as error:
+        raise JobError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 def _check_reachable(address: str) -> None:

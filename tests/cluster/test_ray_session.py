@@ -2,12 +2,14 @@
 
 import logging
 import os
+import subprocess
 
 import pytest
 
 pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
 
-from lightning_egeria.cluster.ray_session import quiet, started
+from lightning_egeria.cluster import ray_session
+from lightning_egeria.cluster.ray_session import STARTS, quiet, started
 from lightning_egeria.errors import JobError
 
 
@@ -24,3 +26,17 @@ def test_quiet_restores_what_it_changes():
 def test_an_address_where_nobody_listens_is_refused_at_once(address):
     with pytest.raises(JobError, match=f"no Ray cluster answers at {address}"), started(address):
         pass
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing(monkeypatch):
+    left = []
+
+    def init(**options):
+        left.append(subprocess.Popen(["sleep", "60"]))
+        raise Exception("timed out during startup")
+
+    monkeypatch.setattr(ray_session.ray, "init", init)
+    with pytest.raises(JobError, match="Ray does not start on this machine: timed out"), started(None):
+        pass
+    assert len(left) == STARTS
+    assert all(process.wait() is not None for process in left)
