@@ -28,7 +28,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once(address):
         pass
 
 
-def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing(monkeypatch):
+def test_a_ray_that_does_not_start_leaves_nothing(monkeypatch):
     left = []
 
     def init(**options):
