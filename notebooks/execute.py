@@ -58,6 +58,11 @@ assert tuned > plain + 0.05, (tuned, plain)
 assert tuned >= grid[best] - 0.02, (tuned, grid)
 assert cost < 2.5 < len(grid), cost
 """,
+    "8_adaptive_batch_size": """
+assert adaptive.changes and adaptive.changes[-1].batch_size > 2 * INITIAL, adaptive.changes
+assert accuracies["adaptive"] > accuracies["fixed at 16"] - 0.02, accuracies
+assert steps < small_steps / 2, (steps, small_steps)
+""",
     "9_cluster": """
 assert all(len(record.completion_times) == len(workload) for record in records.values())
 assert averages["pollux"] < averages["tiresias"] < averages["fcfs"], averages

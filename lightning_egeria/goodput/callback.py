@@ -211,6 +211,7 @@ class BatchSizeSteps(pl.Callback):
             if batch is not None:
                 self.changes.decide(trainer.global_step, self.adapted, batch, samples, batch_idx)
         self._report(self.changes.reach(self._done, trainer.global_step))
+        self.control.note(trainer.global_step, self.changes.now)
         self._write_hints(trainer)
         self._timer.ready()
 

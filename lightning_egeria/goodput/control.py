@@ -16,6 +16,7 @@ from lightning_egeria.goodput.decision import (
     estimate,
     limits_of,
 )
+from lightning_egeria.goodput.history import History
 from lightning_egeria.goodput.noise import GradientNoise
 from lightning_egeria.goodput.profile import Profile
 from lightning_egeria.goodput.progress import Progress
@@ -56,6 +57,7 @@ class BatchSizeControl:
         profile: times of batches.
         progress: scale-invariant iterations.
         changes: every change so far.
+        history: batch size and noise over the run.
         depth: frozen layer modules.
         nodes: number of nodes.
         out_of_memory: smallest batch of one process that did not fit in memory; None if all did.
@@ -74,6 +76,7 @@ class BatchSizeControl:
         self.profile = Profile()
         self.progress = Progress(initial)
         self.changes: list[BatchSizeChange] = []
+        self.history = History(max(1, every // 10))
         self.depth, self.nodes = 0, 1
         self.out_of_memory: int | None = None
         self._initial, self._largest, self._local = initial, largest, local_batch_sizes
@@ -138,6 +141,10 @@ class BatchSizeControl:
         self.changes.append(change)
         return change
 
+    def note(self, step: int, now: Division) -> None:
+        """Keep the batch size and the noise after a step for the history."""
+        self.history.note(step, now, self.noise, self.depth)
+
     def divided(self, samples: int, replicas: int) -> Division:
         """Return how a batch size is divided between a new number of processes."""
         local, accumulation = self.limits(replicas).split(samples, replicas)
@@ -164,6 +171,7 @@ class BatchSizeControl:
             "profile": self.profile.state(),
             "progress": self.progress.state(),
             "changes": [dataclasses.asdict(change) for change in self.changes],
+            "history": self.history.state(),
             "depth": self.depth,
             "out_of_memory": self.out_of_memory,
             "waits_until": self._waits_until,
@@ -181,6 +189,7 @@ class BatchSizeControl:
         self.noise, self.profile = noise, Profile.from_state(state["profile"])
         self.progress = Progress.from_state(state["progress"])
         self.changes = [BatchSizeChange(**change) for change in state["changes"]]
+        self.history = History.from_state(state["history"])
         self._initial, self.depth = int(state["initial"]), int(state["depth"])
         self.out_of_memory = None if state["out_of_memory"] is None else int(state["out_of_memory"])
         self._waits_until = int(state["waits_until"])

@@ -17,6 +17,7 @@ from lightning_egeria.errors import ArgumentError, CheckpointError, EgeriaError,
 from lightning_egeria.goodput.callback import BatchSizeSteps, Settings, Start
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.goodput.decision import LargestGoodput, ScriptedBatchSizes
+from lightning_egeria.goodput.display import panels_of
 from lightning_egeria.goodput.learning_rate import LearningRateRule, rule_of
 from lightning_egeria.goodput.memory import is_out_of_memory
 from lightning_egeria.goodput.progress import COUNTS
@@ -25,6 +26,7 @@ from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.panels import Panel
 from lightning_egeria.training.wrapping import WrappingDataModule
 
 STATE_VERSION = 1
@@ -129,6 +131,11 @@ class AdaptiveBatchSize(WrappingDataModule):
         """The batch size now, of all processes and accumulated batches; None outside of training."""
         steps = self._steps
         return steps.changes.now.total if steps is not None and steps.started else None
+
+    def panels(self) -> list[Panel]:
+        """Return the figures of the run for a report; none before training starts."""
+        trainer = self.trainer
+        return panels_of(self._control, trainer.world_size) if self._control is not None and trainer is not None else []
 
     def setup(self, stage: str) -> None:
         """Set up the user's data module, and refuse a Trainer that is not supported."""

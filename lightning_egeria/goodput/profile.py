@@ -65,6 +65,7 @@ class Profile:
 
     def __init__(self) -> None:
         self._times: dict[Configuration, _Times] = {}
+        self._fitted: tuple[Any, ThroughputModel | None] = (None, None)  # to which times, and the model
 
     @property
     def replicas(self) -> int:
@@ -107,9 +108,11 @@ class Profile:
         if not any(configuration.depth == depth for configuration in self._times):
             return None
         measured = self.measured(depth)
-        where = np.array([configuration[:3] for configuration in measured])
-        seconds = np.array(list(measured.values()))
-        return fit(where[:, 0], where[:, 1], where[:, 2], seconds[:, 0], seconds[:, 1])
+        if self._fitted[0] != measured:
+            where = np.array([configuration[:3] for configuration in measured])
+            seconds = np.array(list(measured.values()))
+            self._fitted = measured, fit(where[:, 0], where[:, 1], where[:, 2], seconds[:, 0], seconds[:, 1])
+        return self._fitted[1]
 
     def state(self) -> list[dict[str, Any]]:
         """Return the times, in plain types."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_egeria.cluster.throughput import ThroughputModel
+from lightning_egeria.goodput import profile as module
 from lightning_egeria.goodput.profile import KEPT, Configuration, Profile
 
 PLANTED = ThroughputModel((0.05, 0.003), (0.12, 0.004), (0.03, 0.002), 2.0)
@@ -35,6 +36,15 @@ def test_held_out_configurations_are_predicted():
     for nodes, replicas, local in ((1, 3, 24), (1, 8, 96), (2, 4, 200), (4, 16, 48)):
         expected = float(PLANTED.step_seconds(nodes, replicas, local))
         assert float(found.step_seconds(nodes, replicas, local)) == pytest.approx(expected, rel=0.1)
+
+
+def test_the_same_times_are_fitted_once(monkeypatch):
+    fits = []
+    monkeypatch.setattr(module, "fit", lambda *arrays: fits.append(arrays) or len(fits))
+    profile = profiled([(1, 1)])
+    assert [profile.fit(0) for _ in range(3)] == [1, 1, 1]
+    profile.add(Configuration(1, 1, 16, 0), 9.0, stepped=False)
+    assert profile.fit(0) == 2
 
 
 def test_pauses_do_not_count():
