@@ -43,7 +43,7 @@ def test_the_same_times_are_fitted_once(monkeypatch):
     monkeypatch.setattr(module, "fit", lambda *arrays: fits.append(arrays) or len(fits))
     profile = profiled([(1, 1)])
     assert [profile.fit(0) for _ in range(3)] == [1, 1, 1]
-    profile.add(Configuration(1, 1, 16, 0), 9.0, stepped=False)
+    profile.add(Configuration(1, 1, 256, 0), 9.0, stepped=False)
     assert profile.fit(0) == 2
 
 
