@@ -53,11 +53,18 @@ def _over_steps(control: BatchSizeControl) -> list[Panel]:
         Panel(
             "goodput_batch_size",
             "Batch size",
-            "The batch size, and the gradient noise scale: at that batch size a sample teaches half of what it can.",
+            "Samples of an optimizer step.",
             steps,
             "samples",
-            {"batch size": sizes, "noise scale": scales},
-            log=True,
+            {"batch size": sizes},
+        ),
+        Panel(
+            "goodput_noise",
+            "Gradient noise scale",
+            "At that batch size a sample teaches half of what it can.",
+            steps,
+            "samples",
+            {"noise scale": scales},
         ),
         Panel(
             "goodput_rate",

@@ -20,8 +20,9 @@ def test_figures_are_those_of_the_formulas():
     control.noise.add([5.0], [3.0], 2, 2.0)  # |G|^2 = 1, tr(S) / M0 = 4
     control.note(11, Division(8, 1, 1))
     control.note(12, Division(16, 2, 1))
-    size, goodput, efficiency, throughput = (panel.series for panel in panels_of(control, 1))
-    assert size == {"batch size": [(1, 8), (11, 8), (12, 8), (12, 32)], "noise scale": [(11, 32.0), (12, 32.0)]}
+    size, noise, goodput, efficiency, throughput = (panel.series for panel in panels_of(control, 1))
+    assert size == {"batch size": [(1, 8), (11, 8), (12, 8), (12, 32)]}
+    assert noise == {"noise scale": [(11, 32.0), (12, 32.0)]}
     expected = 5 / (4 / 4 + 1) / 4
     assert efficiency["efficiency"] == [(11, 1.0), (12, pytest.approx(expected))]
     assert goodput["throughput"] == [(11, pytest.approx(8 / 0.18, rel=0.01)), (12, pytest.approx(32 / 0.52, rel=0.01))]
@@ -36,6 +37,6 @@ def test_a_record_has_the_figures(tmp_path):
     assert data.panels() == []
     trained(data, RunRecorder(tmp_path / "run.json"))
     panels = {panel.name: panel.series for panel in RunRecord.read(tmp_path / "run.json").panels}
-    assert list(panels) == [f"goodput_{name}" for name in ("batch_size", "rate", "efficiency", "throughput")]
+    assert list(panels) == [f"goodput_{name}" for name in ("batch_size", "noise", "rate", "efficiency", "throughput")]
     assert {height for _, height in panels["goodput_batch_size"]["batch size"]} == {8, 32}
     assert [place for place, _ in panels["goodput_throughput"]["measured"]] == [8, 32]
