@@ -9,7 +9,7 @@ from ranks import LOCAL
 from lightning_egeria.training.freezer import FreezingEvent
 from notebooks.execute import NOTEBOOKS, PROMISES, digest, execute
 
-OUTPUTS_BYTES = 300_000
+OUTPUTS_BYTES = 350_000
 
 
 def test_each_notebook_promises_something():
