@@ -19,6 +19,7 @@ from conftest import REPOSITORY
         ["branch_tuning.py", "--seeds", "1", "--epochs", "1"],
         ["goodput.py", "--batch", "4", "--pairs", "2", "--block", "2"],
         ["graph_pipeline.py", "--milliseconds", "2", "--steps", "1", "--micro-batches", "4"],
+        ["graph_pipeline.py", "--chain", "--milliseconds", "2", "--steps", "1"],
         ["partial_backprop.py", "--rounds", "1"],
         ["partial_backprop.py", "--straggler", "1", "--rounds", "1", "--steps", "4"],
         ["overhead.py", "--threads", "1", "--every", "20", "--pairs", "1"],

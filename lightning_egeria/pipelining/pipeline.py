@@ -164,7 +164,10 @@ class GraphPipeline:
     def _plan_of_rank_0(self, plan: Plan) -> Plan:
         shared = Plan.from_json(self._processes.text(plan.to_json()))
         if shared.devices != self._processes.size:
-            raise PlanError(f"the plan has stages for {shared.devices} processes, and there are {self._processes.size}")
+            raise PlanError(
+                f"the plan has stages for {shared.devices} processes, and there are {self._processes.size}. Start as "
+                "many, name as many stages, or plan them with more micro_batches"
+            )
         return shared
 
     def _use(self, plan: Plan) -> None:
@@ -311,7 +314,7 @@ class GraphPipeline:
         """Keep the stages, with backwards for those that learn now, and expect random numbers everywhere."""
         self._traced.expect_random_anywhere()
         whole, before = self._weights.are_whole, self._weights
-        self._use(dataclasses.replace(self.plan, graph=self._graph_now()))
+        self._use(self._plan_of_rank_0(dataclasses.replace(self.plan, graph=self._graph_now())))
         if not whole:
             self._weights.take_over(before)
 

@@ -71,7 +71,7 @@ class StageStep:
     ) -> None:
         self.result = StepResult()
         self._work, self._plan, self._parts, self._loss, self._number = work, plan, parts, loss, number
-        self._stage, self._forms = work.stage, forms
+        self._stage, self._forms, self._is_checked = work.stage, forms, False
         self._received: dict[tuple[str, int], list[tuple[int, list[Tensor], list[Any]]]] = {}
         self._flying: dict[int, _Flying] = {}
         self._back: dict[int, dict[fx.Node, list[Tensor]]] = {}
@@ -197,8 +197,9 @@ class StageStep:
             loss = self._loss(values[self._work.traced.output], batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:  # type: ignore[redundant-expr]  # as the user gave it
             raise UnsupportedError(f"loss_fn must return a tensor with one number, got {type(loss).__name__}")
-        if self._work.learns:
+        if self._work.learns and not self._is_checked:
             _check_reads(loss, self._work.parameters)
+            self._is_checked = True
         self.result.loss += float(loss.detach()) * weight
         return loss
 

@@ -31,6 +31,12 @@ def check_support(trainer: pl.Trainer, module: pl.LightningModule, optimizers: S
         raise UnsupportedError(
             f"graph pipelines run on the CPU in this version, got {strategy.root_device}. Pass accelerator='cpu'"
         )
+    asked = trainer._accelerator_connector._devices_flag  # 1 where the Trainer was not asked
+    if isinstance(asked, int) and asked not in (1, trainer.num_devices):
+        raise UnsupportedError(
+            f"a graph pipeline needs one number of processes, got Trainer(devices={asked}) and "
+            f"{trainer.num_devices} of the strategy. Leave one out"
+        )
     if not module.automatic_optimization:
         raise UnsupportedError(
             "a graph pipeline needs automatic optimization. With manual optimization, use GraphPipeline itself"

@@ -207,6 +207,7 @@ REFUSED = {
     "skips": (Skips, {}, "in another order than at first, or one is left out"),
     "manual": (Manual, {}, "needs automatic optimization"),
     "LBFGS": (Twice, {}, "LBFGS computes several losses a step"),
+    "other devices": (TwoTowers, {"devices": 2}, "got Trainer(devices=2) and 1 of the strategy"),
     "precision": (TwoTowers, {"precision": "bf16-mixed"}, "needs precision='32-true'"),
 }
 
