@@ -139,7 +139,7 @@ def freeze(folder):
 
     strategy = GraphPipelineStrategy(devices=3, micro_batches=4)
     module, _, _ = fit(folder / "freezes", strategy, 2, module=Freezes())
-    plain, _, _ = fit(folder / "plain freezes", epochs=2, module=Freezes(), devices=1)
+    plain, _, _ = fit(folder / f"plain freezes {strategy.global_rank}", epochs=2, module=Freezes(), devices=1)
     return weights_of(module), weights_of(plain)
 
 
