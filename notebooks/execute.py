@@ -45,6 +45,7 @@ assert data.stats.hits > 0, data.stats
 """,
     "5_several_processes": """
 assert exchanged == [sum(sizes[depth:]) for depth in depths]
+assert in_front == [[0, 0, 3] + [0, 3] * 4 + [0], [0, 3, 0] + [3, 0] * 4 + [3]], in_front
 """,
     "6_selective_backprop": """
 assert selection.trained < 0.65 * selection.seen, selection

@@ -307,6 +307,17 @@ def test_mixed_precision_and_an_object_of_a_loss(mode):
     assert len(module.ids) > 6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["queue", "in_batch"])
+def test_a_compiled_network_selects_the_same(mode):
+    plain, _, _ = trained(module=Noting(dropout=0), mode=mode)
+    module = Noting(dropout=0)
+    module.net = torch.compile(module.net, backend="eager")
+    trained(module=module, mode=mode)
+    assert module.ids == plain.ids
+    assert module.losses == plain.losses
+
+
 def test_a_used_data_module_can_be_copied_and_used_again():
     data = SelectiveBackprop(loader(Indexed()))
     first, second, third = Noting(), Noting(), Noting()
