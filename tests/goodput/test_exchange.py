@@ -88,6 +88,7 @@ def flat(batches):
     return list(itertools.chain.from_iterable(batches))
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     whole, _ = trained(adaptive(largest=8), SavesAfter(tmp_path / "one", 6), module=Linear(), epochs=3)
     first, second = all_well(in_ranks(2, on_a_rank, tmp_path))

@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from adaptive import adaptive, numbered, trained
 
 from lightning_egeria.batches.batch_sampler import MutableBatchSampler
-from lightning_egeria.errors import ArgumentError, CheckpointError
+from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError
 from lightning_egeria.goodput.decision import Division
 from lightning_egeria.goodput.sizes import Sizes, first_sizes
 from lightning_egeria.training.notices import Notices
@@ -48,3 +49,20 @@ def test_a_run_goes_on_within_its_limits():
     assert found(state, replicas=2)[0].now == Division(16, 1, 2)
     with pytest.raises(CheckpointError, match="the goodput state in the checkpoint is damaged"):
         found({**state, "now": {}})
+
+
+class ByTokens:
+    """Batches of other sizes than ``batch_size``, as a sampler that groups by length makes them."""
+
+    batch_size = 8
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3, 4, 5], list(range(6, 22)), list(range(22, 40))])
+
+
+def test_batches_that_are_larger_than_their_size_are_refused():
+    with pytest.raises(TrainingDataError, match="ByTokens yields a batch of 16 samples, expected its batch_size of 8"):
+        trained(adaptive(numbered(40, batch_size=1, batch_sampler=ByTokens()), batch_sizes={1: 16}))
