@@ -15,11 +15,13 @@ from torch import Tensor
 
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.levels import Flags, Level, Rows
+from lightning_egeria.caching.lengths import along, content, has_samples, sample_lengths
+from lightning_egeria.caching.levels import Flags, Found, Level, Rows
 from lightning_egeria.caching.loading import receive, stamp_of
 from lightning_egeria.caching.plan import Loaded, Mode
 from lightning_egeria.caching.replay import replay
 from lightning_egeria.caching.tape import Node, Tape, version_of
+from lightning_egeria.caching.trial import Lengths
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.snapshots.digests import bytes_of
 
@@ -29,7 +31,7 @@ class Read(NamedTuple):
 
     level: Level
     places: Rows
-    future: Future[tuple[Tensor, Flags, npt.NDArray[np.uint64]]]
+    future: Future[Found]
     rows: Rows | None = None
 
 
@@ -41,6 +43,7 @@ class Owner(Protocol):
 
     keys: Keys
     front: Front | None
+    lengths: Lengths
 
     def level_at(self, depth: int) -> Level | None:
         """The level of a boundary."""
@@ -161,9 +164,12 @@ class CachedBatch:
         return output
 
     def _assembled(self, level: Level, node: Node, front: Front) -> Tensor | None:
-        if node.meta.shape != (self.samples, *level.form.batch_shape):
+        if node.meta.shape[:1] != (self.samples,) or not level.form.takes(node.meta.shape[1:]):
             return None  # rows of another size, or of other samples
-        made = self.stamps(node)
+        length = node.meta.shape[1] if level.form.ragged else 1
+        if level.form.ragged and length == self.samples:
+            return None  # whether a tensor of the program has rows or positions cannot be told
+        made = self.stamps(node, level.form.ragged)
         missing = np.ones(self.samples, bool)
         parts: list[tuple[Rows, Tensor]] = []
         computed = False
@@ -172,24 +178,27 @@ class CachedBatch:
             form = read.level.form
             if start is None or start.key != read.level.key or made is None:
                 continue
-            if start.meta.shape[1:] != form.batch_shape:
+            if not form.takes(start.meta.shape[1:]):
                 continue  # samples of another size
-            data, read_rows, stamps = read.future.result()
+            data, read_rows, stamps, lengths = read.future.result()
             if self._versions.setdefault(id(read), version_of(data)) != version_of(data):
                 continue  # the program has changed in place what it got of an earlier call
             chosen = np.arange(len(read.places)) if read.rows is None else read.rows
             sound = read_rows[chosen] & self._is_of(read, stamps[chosen], made)
+            sound &= self._owner.lengths.serves(lengths[chosen], length)
             if not sound.any():
                 continue
             if not parts and not self._owner.front_is_unchanged():
                 return None
+            if form.ragged:
+                data = data[:, :length].contiguous()
             rows = form.from_memory(data.to(front.device, non_blocking=True))
             if read.rows is not None or not sound.all() or not read_rows.all():
                 kept = (np.cumsum(read_rows) - 1)[chosen[sound]]
                 rows = rows[torch.from_numpy(kept).to(rows.device)]
             places = read.places[sound]
             if start is not node:
-                found = self._replayed(node, places, start, rows)
+                found = self._replayed(level, node, places, start, rows)
                 if found is None:
                     continue
                 rows, computed = found, True
@@ -201,29 +210,36 @@ class CachedBatch:
         if missing.all():
             return None
         if missing.any():
-            found = self._replayed(node, np.flatnonzero(missing), None, None)
+            found = self._replayed(level, node, np.flatnonzero(missing), None, None)
             if found is None:
                 return None
             parts.append((np.flatnonzero(missing), found))
             computed = True
         whole = parts[0][1]
         if len(parts) > 1 or whole.is_inference():
-            whole = level.form.empty(self.samples, front.device)
+            whole = level.form.empty(self.samples, length, front.device)
             for places, rows in parts:
                 whole[torch.from_numpy(places).to(front.device)] = rows
         if computed:
             self._owner.computed(self, node, whole)
         return whole
 
-    def _replayed(self, node: Node, places: Rows, start: Node | None, rows: Tensor | None) -> Tensor | None:
+    def _replayed(
+        self, level: Level, node: Node, places: Rows, start: Node | None, rows: Tensor | None
+    ) -> Tensor | None:
         """Compute the output of some samples, from their rows at an earlier boundary if they are given."""
-        size = self._owner.size_for(len(places), self.samples)
-        padded = np.resize(places, size).tolist()
+        lengths = sample_lengths(node) if level.form.ragged else None
+        others = [int(np.argmax(lengths))] if lengths is not None else []  # which the samples are padded to
+        size = self._owner.size_for(len(places) + len(others), self.samples)
+        padded = np.resize([*places, *others], size).tolist()
         given = {}
         if start is not None and rows is not None:
-            given[start] = rows[torch.from_numpy(np.resize(np.arange(len(places)), size)).to(rows.device)]
+            numbers = np.resize([*range(len(places)), *(0 for _ in others)], size)  # the other's own is of no use
+            given[start] = rows[torch.from_numpy(numbers).to(rows.device)]
         found = replay(node, padded, given)
-        return found[: len(places)] if found is not None else None
+        if found is None or found.shape[1:] != node.meta.shape[1:]:
+            return None
+        return found[: len(places)]
 
     def reached(self, node: Node) -> None:
         """The output at the deepest boundary was computed for the whole batch."""
@@ -232,16 +248,21 @@ class CachedBatch:
             self._owner.computed(self, node, node.value)
             self.tape.is_over = self.tape.is_over or self.eager  # in a trial, labels are lazy too
 
-    def rows(self, level: Level) -> Tensor | None:
-        """Return the rows of all samples from a level; None if one is missing."""
+    def rows(self, level: Level, length: int) -> Tensor | None:
+        """Return the rows of all samples from a level, of a length if it is ragged; None if one is missing."""
         for read in self.reads:
             if read.level is level and read.rows is None and len(read.places) == self.samples:
-                data, sound, _ = read.future.result()
-                return level.form.from_memory(data) if sound.all() else None
+                data, sound, _, lengths = read.future.result()
+                if not sound.all() or not self._owner.lengths.serves(lengths, length).all():
+                    return None
+                return level.form.from_memory(data[:, :length].contiguous() if level.form.ragged else data)
         return None
 
-    def stamps(self, node: Node) -> npt.NDArray[np.uint64] | None:
-        """Return a digest of what the program made of each sample, ``[samples]``; None if it cannot be known."""
+    def stamps(self, node: Node, ragged: bool) -> npt.NDArray[np.uint64] | None:
+        """Return a digest of what the program made of each sample, ``[samples]``; None if it cannot be known.
+
+        With ``ragged``, samples that are padded to another length have the same digest.
+        """
         if not self.tape.has_outside:
             return np.zeros(self.samples, np.uint64)
         outside = [leaf for leaf in node.leaves() if leaf.row is None]
@@ -250,6 +271,14 @@ class CachedBatch:
             if leaf.value is None or leaf.version != version_of(leaf.value):
                 return None
             value = leaf.value.detach()
+            grows = along(leaf, node.meta.shape[1]) if ragged else None
+            if grows is not None and has_samples(leaf):
+                for place, state in enumerate(states):
+                    head = f"{leaf.key} {tuple(grows.shape[2:])} {value.dtype}"
+                    state.update(head.encode() + content(grows[:, place]))
+                continue
+            if grows is not None and self._owner.lengths.table(leaf.key, grows):
+                continue
             head = f"{leaf.key} {tuple(value.shape)} {value.dtype}"
             if value.ndim and value.shape[0] == self.samples:
                 head = f"{leaf.key} {tuple(value.shape[1:])} {value.dtype}"

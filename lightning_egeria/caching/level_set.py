@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_egeria.caching.background import ReadAhead
 from lightning_egeria.caching.directory import CacheDirectory
+from lightning_egeria.caching.lengths import form_length
 from lightning_egeria.caching.levels import Level, MemoryTier, RowForm, Rows
-from lightning_egeria.caching.manifest import Manifest, StoreError
+from lightning_egeria.caching.manifest import StoreError
+from lightning_egeria.caching.origin import Origin
 from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.errors import CacheError
@@ -71,31 +74,40 @@ class LevelSet:
         """The levels, the deepest last."""
         return self._levels
 
-    def open(self, manifest: Manifest, form: RowForm, depth: int, key: int, device: torch.device) -> tuple[Level, int]:
-        """Open the level of a deeper boundary; return it, and the bytes of it that fit on the disk.
+    def open(self, origin: Origin, value: Tensor, ragged: bool, field_bytes: int, key: int) -> str:
+        """Open the level of a deeper boundary; return what it will take, in words.
 
         Args:
-            manifest: what its store holds.
-            form: form of the rows.
-            depth: depth of the boundary.
+            origin: what the entries are computed from.
+            value: activation of a batch, ``[samples, ...]``.
+            ragged: whether rows of other batches have other lengths.
+            field_bytes: most bytes of the encoded fields of a sample.
             key: number of the computation whose results the entries are.
-            device: device that trains.
 
         Raises:
             StoreError, CacheError: it cannot be opened.
         """
+        form, device = RowForm.of(value), origin.front.device
+        row_bytes = form.row_bytes
+        if ragged:
+            form = form.with_room(form_length(value.shape[1]))
+        manifest = origin.manifest(form, field_bytes)
         entries = manifest.entries
-        size = entries * (form.row_bytes + manifest.field_bytes + manifest.header_bytes)
+        size = entries * (row_bytes + manifest.field_bytes + manifest.header_bytes)
         store, room = self._directory.open(manifest, size, self._limits.max_bytes, self._limits.min_free_bytes)
         host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
         device_bytes = self._limits.device_bytes if device.type != "cpu" else 0
-        stamps, verified = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool)
+        known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool), np.zeros(entries, np.int32)
         tier = MemoryTier(device_bytes, form, entries, device)
         for older in self._levels:
             older.release_memory()
-        self._levels.append(Level(depth, key, form, store, host, tier, stamps, verified))
+        self._levels.append(Level(origin.front.depth, key, form, store, host, tier, *known))
         self.recording.restart(self._taken_by_others())
-        return self._levels[-1], room
+        share = "" if size <= room else f", of which {room / size:.0%} fit"
+        return (
+            f"the outputs of {origin.front.units[-1].path!r} will take about {size / 1e9:.2f} GB in {store.folder} "
+            f"({entries} entries of {row_bytes} bytes){share}"
+        )
 
     def begin_epoch(self) -> None:
         """See what other processes have written, and drop levels that the deepest one has replaced."""

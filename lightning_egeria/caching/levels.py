@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,13 @@ class RowForm:
         shape: of a row, which is the activation of one sample, in memory order.
         order: dimensions of the batch from the slowest to the fastest in memory.
         dtype: of the values.
+        ragged: whether rows may be shorter in their first dimension: texts that are padded to the longest of a batch.
     """
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
+    ragged: bool = False
 
     @classmethod
     def of(cls, batch: Tensor) -> RowForm:
@@ -45,6 +47,32 @@ class RowForm:
         strides = batch.stride()
         order = (0, *sorted(range(1, batch.ndim), key=lambda dim: (-strides[dim], dim)))
         return cls(tuple(batch.shape[dim] for dim in order[1:]), order, batch.dtype)
+
+    def with_room(self, length: int) -> RowForm:
+        """Return the form of rows of at most ``length`` in their first dimension.
+
+        >>> RowForm.of(torch.rand(2, 3, 4)).with_room(5)
+        RowForm(shape=(5, 4), order=(0, 1, 2), dtype=torch.float32, ragged=True)
+        """
+        return dataclasses.replace(self, shape=(length, *self.shape[1:]), ragged=True)
+
+    def fits(self, batch: Tensor) -> bool:
+        """Whether rows of a batch have this form."""
+        form = RowForm.of(batch)
+        if not self.ragged or len(form.shape) != len(self.shape) or form.shape[0] > self.shape[0]:
+            return form == self
+        return form.with_room(self.shape[0]) == self
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether rows of a shape, as the network gives them, have a place in this form."""
+        if self.ragged and len(shape) == len(self.shape):
+            return shape[0] <= self.shape[0] and shape[1:] == self.batch_shape[1:]
+        return shape == self.batch_shape
+
+    @property
+    def length(self) -> int:
+        """Length of the longest row; 1 if all rows have one shape."""
+        return self.shape[0] if self.ragged else 1
 
     @property
     def row_bytes(self) -> int:
@@ -60,9 +88,13 @@ class RowForm:
         """The rows of ``batch`` in memory order, contiguous; `from_memory` is the inverse."""
         return batch.permute(self.order).contiguous()
 
-    def empty(self, samples: int, device: torch.device) -> Tensor:
-        """Return a batch of any values."""
-        return self.from_memory(torch.empty((samples, *self.shape), dtype=self.dtype, device=device))
+    def empty(self, samples: int, length: int, device: torch.device) -> Tensor:
+        """Return a batch of any values, and of rows of a length."""
+        return self.from_memory(torch.empty((samples, *self.of_length(length)), dtype=self.dtype, device=device))
+
+    def of_length(self, length: int) -> tuple[int, ...]:
+        """Return the shape of a row of a length."""
+        return (length, *self.shape[1:]) if self.ragged else self.shape
 
     def from_memory(self, rows: Tensor) -> Tensor:
         """A batch with the strides of the original."""
@@ -85,6 +117,7 @@ class MemoryTier:
 
     def __init__(self, capacity_bytes: int, form: RowForm, entries: int, device: torch.device) -> None:
         self.capacity = min(capacity_bytes // max(1, form.row_bytes), entries)
+        self._ragged = form.ragged
         self._place = np.full(entries if self.capacity else 0, -1, np.int32)
         # Memory of the host is taken page by page as it is written.
         self._rows = torch.empty((self.capacity, *form.shape), dtype=form.dtype, device=device)
@@ -95,27 +128,35 @@ class MemoryTier:
         """Which entries are here."""
         return self._place[entries] >= 0 if self.capacity else np.zeros(len(entries), bool)
 
-    def take(self, entries: Rows) -> Tensor:
-        """Rows that are here, in memory order."""
-        return chosen(self._rows, self._place[entries].astype(np.int64))
+    def take(self, entries: Rows, length: int) -> Tensor:
+        """Rows that are here, in memory order, and of a length if the form is ragged."""
+        places = self._place[entries].astype(np.int64)
+        return chosen(self._rows, places, length if self._ragged else None)
 
     def put(self, entries: Rows, rows: Tensor) -> None:
-        """Keep as many rows as still fit."""
-        if self._used == self.capacity:
+        """Keep as many rows as still fit; longer ones in the place of those that are here."""
+        if not self.capacity or (self._used == self.capacity and not self._ragged):
             return
         with self._putting:
+            if self._ragged:  # a reader finds the values of before in what it reads of a row
+                self._copy(self._place[entries[self.holds(entries)]], rows, np.flatnonzero(self.holds(entries)))
             new = np.flatnonzero(~self.holds(entries))[: self.capacity - self._used]
-            if not len(new):
-                return
-            kept = rows if len(new) == len(rows) else chosen(rows, new)
-            place = slice(self._used, self._used + len(new))
-            if self._rows.device.type != "cpu":
-                self._rows[place] = kept.to(self._rows.device)
-            else:
-                _as_bytes(self._rows)[place] = _as_bytes(kept)
+            places = np.arange(self._used, self._used + len(new))
+            self._copy(places, rows, new)
             # Last: whoever finds a place finds its row.
-            self._place[entries[new]] = np.arange(place.start, place.stop)
-            self._used = place.stop
+            self._place[entries[new]] = places
+            self._used += len(new)
+
+    def _copy(self, places: npt.NDArray[Any], rows: Tensor, numbers: Rows) -> None:
+        if not len(places):
+            return
+        kept = rows if len(numbers) == len(rows) else chosen(rows, numbers)
+        if self._rows.device.type != "cpu":
+            into = self._rows[:, : rows.shape[1]] if self._ragged else self._rows
+            into[torch.from_numpy(places.astype(np.int64)).to(into.device)] = kept.to(into.device)
+        else:
+            raw = _as_bytes(kept)
+            _as_bytes(self._rows)[places, : raw.shape[1]] = raw
 
     def drop(self, number: int) -> None:
         """Keep an entry no longer; its memory is not used again."""
@@ -126,6 +167,23 @@ class MemoryTier:
     def index_bytes(self) -> int:
         """Memory for knowing where the rows are."""
         return self._place.nbytes
+
+
+class Found(NamedTuple):
+    """Rows that were read.
+
+    Attributes:
+        rows: the sound ones, in memory order.
+        sound: which those are, ``[entries]``.
+        stamps: of all entries, ``[entries, 2]``.
+        lengths: of all rows in their first dimension, ``[entries]``; what is behind has no meaning. 1 if the form is
+            not ragged.
+    """
+
+    rows: Tensor
+    sound: Flags
+    stamps: npt.NDArray[np.uint64]
+    lengths: npt.NDArray[np.int32]
 
 
 @dataclasses.dataclass
@@ -142,6 +200,7 @@ class Level:
         stamps: digests of what each entry was computed from, ``[entries, 2]``: of the sample, and of what the program
             made. Known once an entry was written or read.
         verified: whether this run has compared or written the entry, ``[entries]``.
+        lengths: of the rows of a ragged form, ``[entries]``; 0 where it is not known.
     """
 
     depth: int
@@ -152,11 +211,16 @@ class Level:
     device: MemoryTier
     stamps: npt.NDArray[np.uint64]
     verified: Flags
+    lengths: npt.NDArray[np.int32]
 
     def present(self, entries: Rows) -> Flags:
         """Which entries are there, as far as the index says."""
         found: Flags = self.store.index[entries] != 0
         return found
+
+    def wants(self, entries: Rows, length: int) -> Flags:
+        """Which entries are not there, or shorter."""
+        return ~self.present(entries) | (self.form.ragged & (self.lengths[entries] < length))
 
     def forget(self, entries: Rows) -> None:
         """Make misses of entries."""
@@ -165,6 +229,7 @@ class Level:
             self.host.drop(number)
             self.device.drop(number)
         self.verified[entries] = False
+        self.lengths[entries] = 0
 
     def release_memory(self) -> None:
         """Keep rows on disk only."""
@@ -172,29 +237,33 @@ class Level:
         self.host = MemoryTier(0, self.form, 0, cpu)
         self.device = MemoryTier(0, self.form, 0, cpu)
 
-    def read(self, entries: Rows, pin: bool) -> tuple[Tensor, Flags, npt.NDArray[np.uint64]]:
-        """Read rows; return the sound ones in memory order, which those are, ``[entries]``, and all stamps.
-
-        The stamps are ``[entries, 2]``.
-        """
-        host = self.host  # which may be released meanwhile
+    def read(self, entries: Rows, pin: bool) -> Found:
+        """Read rows."""
+        host, form = self.host, self.form  # the first may be released meanwhile
         sound, held = np.ones(len(entries), bool), host.holds(entries)
+        # Before the rows: they may become longer meanwhile.
+        lengths = self.lengths[entries] if form.ragged else np.ones(len(entries), np.int32)
+        longest = int(lengths.max(initial=1)) if held.all() and lengths.all() else form.length
         if held.all() and not pin:
-            return host.take(entries), sound, self.stamps[entries]
-        data = torch.empty((len(entries), *self.form.shape), dtype=self.form.dtype, pin_memory=pin)
+            return Found(host.take(entries, longest), sound, self.stamps[entries], lengths)
+        data = torch.empty((len(entries), *form.of_length(longest)), dtype=form.dtype, pin_memory=pin)
         raw = _as_bytes(data)
         if held.any():
-            raw[held] = _as_bytes(host.take(entries[held]))
+            raw[held] = _as_bytes(host.take(entries[held], longest))
         for place in np.flatnonzero(~held):
             number = int(entries[place])
-            if self._read_one(number, raw[place]) != self.form.shape:
+            shape = self._read_one(number, raw[place])
+            if shape is None or shape != (form.of_length(shape[0]) if form.ragged and shape else form.shape):
                 sound[place] = False
                 self.forget(entries[place : place + 1])
+            elif form.ragged:
+                lengths[place] = self.lengths[number] = shape[0]
         new = np.flatnonzero(~held & sound)
-        if len(new):
-            host.put(entries[new], chosen(data, new))
+        for length in np.unique(lengths[new]).tolist():
+            same = new[lengths[new] == length]
+            host.put(entries[same], chosen(data, same, length if form.ragged else None))
         rows = data if sound.all() else chosen(data, np.flatnonzero(sound))
-        return rows, sound, self.stamps[entries]
+        return Found(rows, sound, self.stamps[entries], lengths)
 
     def _read_one(self, number: int, into: npt.NDArray[np.uint8]) -> tuple[int, ...] | None:
         """Read the activation and the stamps of an entry; return the shape, None if it is not sound."""
@@ -208,20 +277,22 @@ class Level:
         return shape
 
     def write(self, entries: Rows, rows: Tensor, fields: tuple[bytes, ...]) -> int:
-        """Write rows, in memory order, that are not there yet; returns how many those were.
+        """Write rows, in memory order, that are not there yet or shorter; returns how many those were.
 
         Raises:
             OSError: the disk is full, say.
         """
         done = []
         for place, raw in enumerate(_as_bytes(rows)):
-            if self.store.index[entries[place]]:
+            if not self.wants(entries[place : place + 1], rows.shape[1] if self.form.ragged else 1).all():
                 continue
             self.stamps[entries[place]] = stamps_of(fields[place])
             self.verified[entries[place]] = True
-            if self.store.write(int(entries[place]), raw, self.form.shape, fields[place]) > 0:
+            if self.store.write(int(entries[place]), raw, tuple(rows.shape[1:]), fields[place]) > 0:
                 done.append(place)
         self.host.put(entries[done], rows if len(done) == len(rows) else chosen(rows, np.array(done, np.int64)))
+        if self.form.ragged:
+            self.lengths[entries[done]] = rows.shape[1]
         return len(done)
 
 
@@ -234,16 +305,20 @@ def stamps_of(fields: bytes) -> tuple[int, int]:
     return xxhash.xxh3_64_intdigest(fields[STAMP_BYTES:]), int.from_bytes(fields[:STAMP_BYTES], "little")
 
 
-def chosen(rows: Tensor, places: Rows) -> Tensor:
-    """Some rows of a contiguous tensor; in the memory of the host, copied by the calling thread alone.
+def chosen(rows: Tensor, places: Rows, length: int | None = None) -> Tensor:
+    """Some rows of a contiguous tensor, cut to a length; in the memory of the host, copied by the calling thread alone.
 
     torch would start further threads for every thread that asks it, which take the cores from those of the training.
     """
     if rows.device.type != "cpu":
-        return rows[torch.from_numpy(places).to(rows.device)]
-    found = torch.empty((len(places), *rows.shape[1:]), dtype=rows.dtype)
+        some = rows[torch.from_numpy(places).to(rows.device)]
+        return some if length is None else some[:, :length].contiguous()
+    shape = rows.shape[1:] if length is None else (length, *rows.shape[2:])
+    found = torch.empty((len(places), *shape), dtype=rows.dtype)
     if found.numel():
-        np.take(_as_bytes(rows), places, axis=0, out=_as_bytes(found), mode="clip")  # "raise" would copy twice
+        into = _as_bytes(found)
+        # With "raise", numpy would copy twice.
+        np.take(_as_bytes(rows)[:, : into.shape[1]], places, axis=0, out=into, mode="clip")
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.background import WriteBehind
-from lightning_egeria.caching.levels import STAMP_BYTES, Level, RowForm, Rows, chosen
+from lightning_egeria.caching.levels import STAMP_BYTES, Level, Rows, chosen
 from lightning_egeria.caching.stats import CacheStats
 
 
@@ -61,7 +61,7 @@ class Recording:
         lazy: Sequence[bool],
         made: npt.NDArray[np.uint64],
     ) -> None:
-        """Write the rows of a batch that have no entry in the newest level.
+        """Write the rows of a batch that have no entry in the newest level, or a shorter one.
 
         Args:
             levels: the levels, the newest last.
@@ -74,9 +74,9 @@ class Recording:
         level = levels[-1]
         if self._error is not None:
             self._end("the disk", self._error, level)
-        if not self.active or RowForm.of(activation) != level.form:
+        if not self.active or not level.form.fits(activation):
             return
-        new = ~level.present(entries)
+        new = level.wants(entries, activation.shape[1] if level.form.ragged else 1)
         new &= np.array([one is not None or late for one, late in zip(fields, lazy, strict=True)], bool)
         if not new.any():
             return

@@ -11,13 +11,16 @@ from torch import Tensor
 from lightning_egeria.caching.tape import Node
 
 
-def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | None = None) -> Tensor | None:
+def replay(
+    node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | None = None, length: int | None = None
+) -> Tensor | None:
     """Compute a node anew for some samples of its batch, in any order and repeated where a place is.
 
     Args:
         node: a result of recorded operations.
         places: numbers of rows of the batch.
         given: values of nodes for these samples, in the place of what they are computed from.
+        length: of the longest of these samples, where they are padded; None keeps the program's tensors as they are.
 
     Returns:
         The value, ``[places, ...]``; None if the computation does not fit other samples, or another number.
@@ -48,6 +51,8 @@ def replay(node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | Non
         elif one.call is None:
             value = _known(one)
             has_rows = value.ndim > 0 and value.shape[0] == tape.size
+            if length is not None:
+                value = _cut(value, node.meta.shape[1], length, first=int(has_rows))
             values[one] = value[torch.tensor(places, device=value.device)] if has_rows else value
         else:
             try:
@@ -71,3 +76,11 @@ def _known(node: Node) -> Tensor:
     if node.value is None:
         raise RuntimeError("a leaf of a recorded computation has no value")
     return node.value
+
+
+def _cut(value: Tensor, before: int, length: int, first: int) -> Tensor:
+    """A tensor of the program as it would be in a shorter batch."""
+    for dim in range(first, value.ndim):
+        if value.shape[dim] == before:
+            value = value.narrow(dim, 0, length)
+    return value

@@ -14,7 +14,7 @@ from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.habits import Habits
 from lightning_egeria.caching.keys import Keys
 from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.levels import Level, RowForm, Rows
+from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.manifest import StoreError
 from lightning_egeria.caching.origin import Origin
@@ -24,8 +24,9 @@ from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.samples import without_inputs
 from lightning_egeria.caching.stats import Accounts, CacheStats
 from lightning_egeria.caching.tape import Node
-from lightning_egeria.caching.trial import BatchSizes, is_rounding, same_bits, smaller_sizes, try_boundary
+from lightning_egeria.caching.trial import BatchSizes, Lengths, is_rounding, try_batch
 from lightning_egeria.errors import CacheError
+from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.training.notices import Notices
 
 TRIALS = 10  # batches that may show nothing, before the cache stops
@@ -54,6 +55,7 @@ class Stream:
         front: the frozen front; None if nothing is cached.
         levels: the cached boundaries.
         keys: numbers of the computations seen so far.
+        lengths: lengths of padded batches that entries may be used in.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Stream:
         self._habits = Habits()
         self._trials = self._changes = self._moved = 0
         self._exact = True
+        self.lengths = Lengths()
         self._renewals = self.front.renewals if self.front is not None else 0
 
     def start(self, front: Front | None, keep: bool) -> None:
@@ -210,7 +213,9 @@ class Stream:
         in_doubt = self._planner.sizes.verdict(batch.samples) is None or batch.plan.checks
         if in_doubt and not self._compare(batch, level, value):
             return
-        made = batch.stamps(node)
+        if level.form.ragged and not batch.hits + batch.advanced:
+            self.lengths.judge(node, value, self._planner.sizes.size_for(1, batch.samples))
+        made = batch.stamps(node, level.form.ragged)
         if made is not None and self._is_read_again and self.is_proven(batch.samples):
             self.levels.recording.write(self.levels.all, batch.entries, value, batch.fields, batch.lazy, made)
 
@@ -265,7 +270,7 @@ class Stream:
 
     def _compare(self, batch: CachedBatch, level: Level, value: Tensor) -> bool:
         """Compare entries with what the front computed; return whether they agree."""
-        stored, sizes = batch.rows(level), self._planner.sizes
+        stored, sizes = batch.rows(level, value.shape[1] if level.form.ragged else 1), self._planner.sizes
         if stored is None:
             return sizes.verdict(batch.samples) is not None
         stored = stored.to(value.device)
@@ -315,26 +320,34 @@ class Stream:
     def _finish_trial(self, batch: CachedBatch, node: Node, value: Tensor, front: Front) -> None:
         if self.level_at(front.depth) is not None:
             return
-        made, structure = batch.stamps(node), batch.loaded.structure
-        if made is None or len(batch.fields) != batch.samples:
+        structure = batch.loaded.structure
+        if len(batch.fields) != batch.samples:
             self._no_trial("samples differ in their structure")
             return
         if not front.state.is_unchanged() and not front.state.is_same():
             self._no_trial("the frozen layers change their own buffers or attributes")
             return
         with front.state.preserved():
-            problem, self._exact = try_boundary(node, value)
-            smaller = smaller_sizes(node, value) if problem is None and self._exact else []
-        if problem is not None:
-            self.stop(f"at {front.units[-1].path!r}, {problem}")
+            verdict = try_batch(node, value)
+        if verdict.problem is not None:
+            self.stop(f"at {front.units[-1].path!r}, {verdict.problem}")
             return
+        made = batch.stamps(node, verdict.ragged)
+        if made is None:
+            self._no_trial("what the program made of the batch has changed since")
+            return
+        self._exact = verdict.exact
         self._planner.inputs = tuple(sorted({leaf.row[1] for leaf in node.leaves() if leaf.row is not None}))
         self._planner.structure = structure
-        self._open(batch, node, value, front)
+        # Texts are small, and an entry may be too short for its next batch.
+        self._planner.leaves_out = self._planner.leaves_out and not verdict.ragged
+        self._open(batch, node, value, front, verdict.ragged)
         level = self.level_at(front.depth)
         if level is None:
             return
-        self._planner.sizes = BatchSizes(batch.samples, smaller)
+        self._planner.sizes = BatchSizes(batch.samples, verdict.smaller)
+        if verdict.ragged:
+            self.lengths.judge(node, value, self._planner.sizes.size_for(1, batch.samples))
         if self._is_read_again:
             fields = [without_inputs(one, self._planner.inputs) if one is not None else None for one in batch.fields]
             self.levels.recording.write(self.levels.all, batch.entries, value, fields, batch.lazy, made)
@@ -344,7 +357,8 @@ class Stream:
                 "without the cache"
             )
 
-    def _open(self, batch: CachedBatch, node: Node, value: Tensor, front: Front) -> None:
+    def _open(self, batch: CachedBatch, node: Node, value: Tensor, front: Front, ragged: bool) -> None:
+        only_here = self._planner.has_own_ids or self.lengths.has_tables
         origin = Origin(
             self._name,
             type(self._dataset.dataset),
@@ -352,23 +366,16 @@ class Stream:
             self._planner.structure,
             self._views,
             self._seed,
-            uuid.uuid4().hex if self._planner.has_own_ids else "",
+            uuid.uuid4().hex if only_here else "",
             self.keys.describe(node.key),
             node.tape.size,
             front,
         )
-        form = RowForm.of(value)
         longest = max((len(one) for one in batch.fields if one is not None), default=0)
-        manifest = origin.manifest(form, max(64, FIELD_SLACK * longest))
         try:
-            level, room = self.levels.open(manifest, form, front.depth, node.key, front.device)
+            text = self.levels.open(origin, value, ragged, max(64, FIELD_SLACK * longest), node.key)
         except (StoreError, CacheError) as error:
             self.stop(str(error), once="the disk")
             return
         self.stats.depth = front.depth
-        size = manifest.entries * (form.row_bytes + manifest.field_bytes + manifest.header_bytes)
-        share = "" if size <= room else f", of which {room / size:.0%} fit"
-        self._notices.inform(
-            f"the outputs of {front.units[-1].path!r} will take about {size / 1e9:.2f} GB in {level.store.folder} "
-            f"({manifest.entries} entries of {form.row_bytes} bytes){share}"
-        )
+        self._notices.inform(text)

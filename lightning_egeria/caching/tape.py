@@ -213,6 +213,7 @@ class Tape:
         self._touched = touched
         self._count = itertools.count()
         self._shown: list[weakref.ref[Tensor]] = []
+        self._outsiders = itertools.count()  # more than there are ids: that of a dead one comes again
         self._outside: dict[int, tuple[weakref.ref[Tensor], int, Node]] = {}
 
     def row(self, position: int, number: int, meta: Meta, value: Tensor | None = None) -> Node:
@@ -231,7 +232,7 @@ class Tape:
             return found[2]
         small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES and not isinstance(tensor, torch.nn.Parameter)
         value = tensor.clone() if small else tensor
-        key = self.keys.number(("outside", len(self._outside)))
+        key = self.keys.number(("outside", next(self._outsiders)))
         node = Node(self, Meta.of(tensor), key, value=value, version=version_of(value), number=next(self._count))
         self._outside[id(tensor)] = (weakref.ref(tensor), version_of(tensor), node)
         return node

@@ -44,3 +44,13 @@ def bytes_of(tensor: Tensor) -> bytes:
     # A copy in the order of the dimensions: a tensor of one element counts as contiguous with any strides.
     flat = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def same_bits(first: Tensor | None, second: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits; NaN equals NaN."""
+    if first is None or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if not first.dtype.is_floating_point:
+        return torch.equal(first, second)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return torch.equal(first.contiguous().view(integers), second.contiguous().view(integers))

@@ -20,7 +20,8 @@ def new_level(folder, form, entries=10, host_bytes=0, field_bytes=64, depth=1, k
 def level_of(store, form, host_bytes=0, depth=1, key=0):
     entries = store.manifest.entries
     tiers = MemoryTier(host_bytes, form, entries, CPU), MemoryTier(0, form, entries, CPU)
-    return Level(depth, key, form, store, *tiers, np.zeros((entries, 2), np.uint64), np.zeros(entries, bool))
+    known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool), np.zeros(entries, np.int32)
+    return Level(depth, key, form, store, *tiers, *known)
 
 
 def whole_fields(fields, made=0):

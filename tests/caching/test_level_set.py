@@ -1,5 +1,8 @@
 """The cached boundaries of one loader."""
 
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,13 +10,10 @@ from stored import CPU, write
 
 from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.levels import RowForm
 from lightning_egeria.caching.manifest import Manifest, StoreError
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.training.notices import Notices
-
-FORM = RowForm.of(torch.empty(1, 4))
 
 
 @pytest.fixture
@@ -27,9 +27,20 @@ def levels(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def origin(depth, entries):
+    def manifest(form, field_bytes):
+        return Manifest(f"{depth:032x}", entries, form.row_bytes, field_bytes, "torch.float32", form.order, {})
+
+    front = SimpleNamespace(depth=depth, device=CPU, units=[SimpleNamespace(path="net.2")])
+    return SimpleNamespace(manifest=manifest, front=front)
+
+
 def opened(levels, depth, entries=10):
-    manifest = Manifest(f"{depth:032x}", entries, FORM.row_bytes, 64, "torch.float32", FORM.order, {})
-    return levels.open(manifest, FORM, depth, key=depth, device=CPU)[0]
+    text = levels.open(origin(depth, entries), torch.empty(1, 4), ragged=False, field_bytes=64, key=depth)
+    assert re.fullmatch(
+        rf"the outputs of 'net.2' will take about 0.00 GB in .* \({entries} entries of 16 bytes\)", text
+    )
+    return levels.at(depth)
 
 
 def test_levels_are_found_by_depth_and_folder(levels):

@@ -33,7 +33,7 @@ def test_rows_come_back_with_their_strides(tmp_path, batch, host_bytes):
     entries = np.array([7, 2, 9, 4])
     assert level.write(entries, form.to_memory(batch), (whole_fields(b""),) * 4) == 4
     for _ in range(2):
-        rows, sound, _ = level.read(entries[::-1].copy(), pin=False)
+        rows, sound, *_ = level.read(entries[::-1].copy(), pin=False)
         back = form.from_memory(rows)
         assert sound.all()
         assert back.equal(batch.flip(0))
@@ -44,7 +44,7 @@ def test_rows_come_back_with_their_strides(tmp_path, batch, host_bytes):
 
 def test_missing_entries_are_left_out(level):
     write(level, [3, 5], torch.arange(8.0).view(2, 4))
-    rows, sound, _ = level.read(np.array([5, 1, 3]), pin=False)
+    rows, sound, *_ = level.read(np.array([5, 1, 3]), pin=False)
     assert sound.tolist() == [True, False, True]
     assert rows[:, 0].tolist() == [4, 0]
 
@@ -92,7 +92,7 @@ def test_memory_keeps_the_first_that_fit():
     tier.put(np.array([5, 6]), torch.tensor([[5.0] * 4, [6.0] * 4]))
     tier.put(np.array([6, 7, 8]), torch.tensor([[0.0] * 4, [7.0] * 4, [8.0] * 4]))
     assert tier.holds(np.array([5, 6, 7, 8])).tolist() == [True, True, True, False]
-    assert tier.take(np.array([7, 5, 6]))[:, 0].tolist() == [7, 5, 6]
+    assert tier.take(np.array([7, 5, 6]), 1)[:, 0].tolist() == [7, 5, 6]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8])
@@ -107,7 +107,7 @@ def test_rows_are_chosen_and_kept_without_torch(monkeypatch, dtype, shape):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"torch.Tensor.{name}"))
     some = chosen(rows, kept)
     tier.put(np.array([9, 2, 4]), some)
-    taken = tier.take(np.array([4, 9]))
+    taken = tier.take(np.array([4, 9]), 1)
     monkeypatch.undo()
     assert torch.equal(some, wanted)
     assert torch.equal(taken, wanted[[2, 0]])

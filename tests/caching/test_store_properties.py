@@ -126,7 +126,7 @@ class StoreMachine(RuleBasedStateMachine):
             except StoreError:
                 assert self.version not in self.written
         present = level.present(np.array(numbers))
-        rows, sound, _ = level.read(np.array(numbers), pin=False)
+        rows, sound, *_ = level.read(np.array(numbers), pin=False)
         found = [number for number, is_sound in zip(numbers, sound, strict=True) if is_sound]
         for number, row in zip(found, rows, strict=True):
             assert row.equal(row_of(self.version, number))

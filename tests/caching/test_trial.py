@@ -8,7 +8,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.lazy import plain
 from lightning_egeria.caching.tape import Meta, Unit
-from lightning_egeria.caching.trial import is_rounding, same_bits, smaller_sizes, try_boundary
+from lightning_egeria.caching.trial import is_rounding, smaller_sizes, try_boundary
+from lightning_egeria.snapshots.digests import same_bits
 
 X = torch.randn(8, 4)
 W = torch.randn(4, 4)

@@ -115,6 +115,102 @@ def test_the_boundary_that_was_asked_for_is_cached(compare, style, collate):
     assert cached.depth == DEPTH
 
 
+def padded_to_the_longest(samples):
+    tokens = pad_sequence([one for one, _ in samples], batch_first=True)
+    return tokens, torch.tensor([label for _, label in samples])
+
+
+def lists_to_the_longest(samples):
+    longest = max(len(one) for one, _ in samples)
+    rows = [one.tolist() + [0] * (longest - len(one)) for one, _ in samples]
+    return torch.tensor(rows), torch.tensor([label for _, label in samples])
+
+
+def whole(module):
+    """Give a module weights of -1, 0 and 1."""
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -1.5, 1.5).data.round_()
+    return module
+
+
+class Mixing(nn.Module):
+    """Mixes positions, with whole numbers: no kernel can round otherwise at another length."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = whole(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x, padding):
+        return torch.relu(self.linear(x)) + x.masked_fill(padding[..., None], 0).amax(1, keepdim=True)
+
+
+class Embedding(nn.Module):
+    """Embeddings of tokens and of their positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = whole(nn.Embedding(20, WIDTH)), whole(nn.Embedding(32, WIDTH))
+
+    def forward(self, tokens, places=None):
+        places = torch.arange(tokens.shape[1]) if places is None else places
+        return self.tokens(tokens) + self.places(places)
+
+
+class Positions(nn.Module):
+    """Layers behind an embedding; the program cuts the positions to the batch.
+
+    Args:
+        style: whether that happens ``"inside"`` of the embedding, or ``"outside"``.
+    """
+
+    def __init__(self, style):
+        super().__init__()
+        self.embedding, self.head, self.style = Embedding(), nn.Linear(WIDTH, CLASSES), style
+        self.layers = nn.ModuleList(Mixing() for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens, *([torch.arange(tokens.shape[1])] if self.style == "outside" else []))
+        for layer in self.layers:
+            x = layer(x, tokens == 0)
+        real = (tokens != 0)[..., None]
+        return self.head((x * real).sum(1) / real.sum(1))
+
+
+@pytest.mark.parametrize("schedule", [{2: DEPTH}, {2: 2, 12: DEPTH}], ids=["at once", "deeper"])
+@pytest.mark.parametrize(
+    ("style", "collate"), grid(["inside", "outside"], [padded_to_the_longest, lists_to_the_longest])
+)
+def test_batches_of_other_lengths_use_the_same_entries(compare, style, collate, schedule):
+    def program(run):
+        data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=collate)
+        run.fit(Classifier(Positions(style)), data, schedule=schedule, max_epochs=8)
+
+    cached = compare(program, dropout=True)
+    (stats,) = [one.stats for one in cached.caches]
+    assert stats.off is None
+    assert stats.wrong == 0
+    assert stats.hits >= 3 * SAMPLES, stats
+    assert (stats.advanced > 0) == (len(schedule) > 1)
+
+
+class Leaking(Mixing):
+    """Looks at the padding as well."""
+
+    def forward(self, x, padding):
+        return super().forward(x, torch.zeros_like(padding)) + x.shape[1] * (x.shape[1] > 9)
+
+
+@pytest.mark.parametrize("collate", [padded_to_the_longest, lists_to_the_longest])
+def test_layers_that_look_at_the_padding_get_their_own(compare, collate):
+    def program(run):
+        net = Positions("inside")
+        net.layers[0] = Leaking()
+        data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=collate)
+        run.fit(Classifier(net), data, schedule={2: DEPTH}, max_epochs=8)
+
+    compare(program, served=False, dropout=True)
+
+
 def test_samples_padded_one_by_one_are_not_cached(compare):
     """How far a sample is padded is written into its computation; it must not stop the training."""
 
