@@ -15,13 +15,12 @@ from torch import Tensor
 
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lengths import along, content, has_samples, sample_lengths
+from lightning_egeria.caching.lengths import Tables, along, content, has_samples, sample_lengths
 from lightning_egeria.caching.levels import Flags, Found, Level, Rows
 from lightning_egeria.caching.loading import receive, stamp_of
 from lightning_egeria.caching.plan import Loaded, Mode
 from lightning_egeria.caching.replay import replay
 from lightning_egeria.caching.tape import Node, Tape, version_of
-from lightning_egeria.caching.trial import Lengths
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.snapshots.digests import bytes_of
 
@@ -43,7 +42,7 @@ class Owner(Protocol):
 
     keys: Keys
     front: Front | None
-    lengths: Lengths
+    tables: Tables
 
     def level_at(self, depth: int) -> Level | None:
         """The level of a boundary."""
@@ -169,23 +168,23 @@ class CachedBatch:
         length = node.meta.shape[1] if level.form.ragged else 1
         if level.form.ragged and length == self.samples:
             return None  # whether a tensor of the program has rows or positions cannot be told
-        made = self.stamps(node, level.form.ragged)
         missing = np.ones(self.samples, bool)
         parts: list[tuple[Rows, Tensor]] = []
         computed = False
         for read in self.reads:
             start = node if read.level is level else self._older.get(read.level.depth)
             form = read.level.form
-            if start is None or start.key != read.level.key or made is None:
+            if start is None or start.key != read.level.key or not form.takes(start.meta.shape[1:]):
+                continue  # another computation, or samples of another size
+            made = self.stamps(start, form.ragged)
+            if made is None:
                 continue
-            if not form.takes(start.meta.shape[1:]):
-                continue  # samples of another size
             data, read_rows, stamps, lengths = read.future.result()
             if self._versions.setdefault(id(read), version_of(data)) != version_of(data):
                 continue  # the program has changed in place what it got of an earlier call
             chosen = np.arange(len(read.places)) if read.rows is None else read.rows
             sound = read_rows[chosen] & self._is_of(read, stamps[chosen], made)
-            sound &= self._owner.lengths.serves(lengths[chosen], length)
+            sound &= read.level.proven.serves(lengths[chosen], length)
             if not sound.any():
                 continue
             if not parts and not self._owner.front_is_unchanged():
@@ -253,7 +252,7 @@ class CachedBatch:
         for read in self.reads:
             if read.level is level and read.rows is None and len(read.places) == self.samples:
                 data, sound, _, lengths = read.future.result()
-                if not sound.all() or not self._owner.lengths.serves(lengths, length).all():
+                if not sound.all() or not level.proven.serves(lengths, length).all():
                     return None
                 return level.form.from_memory(data[:, :length].contiguous() if level.form.ragged else data)
         return None
@@ -277,7 +276,7 @@ class CachedBatch:
                     head = f"{leaf.key} {tuple(grows.shape[2:])} {value.dtype}"
                     state.update(head.encode() + content(grows[:, place]))
                 continue
-            if grows is not None and self._owner.lengths.table(leaf.key, grows):
+            if grows is not None and self._owner.tables.goes_on(leaf.key, grows):
                 continue
             head = f"{leaf.key} {tuple(value.shape)} {value.dtype}"
             if value.ndim and value.shape[0] == self.samples:

@@ -1,15 +1,16 @@
 """Texts that are padded to the longest of their batch: an entry serves every batch that is not longer than itself.
 
-That is right where the output at a position does not change with the padding behind it; see `Lengths.judge`.
+That is right where the output at a position does not change with the padding behind it; see `judge_length`.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from lightning_egeria.caching.tape import Node
-from lightning_egeria.snapshots.digests import bytes_of
+from lightning_egeria.snapshots.digests import bytes_of, same_bits
 
 ROOM = 2  # times the length of the first batch: what longer batches compute is not kept
 LEAST_ROOM = 64
@@ -71,6 +72,55 @@ def _stem(row: Tensor) -> int:
     raw = np.frombuffer(bytes_of(row), np.uint8).reshape(len(row), -1)  # of floats, the bits count
     others = np.flatnonzero((raw != raw[-1]).any(1))
     return int(others[-1]) + 2 if len(others) else 1
+
+
+class Lengths:
+    """Lengths of batches that were tried: whether they have the same bits as shorter ones."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[int, bool] = {}
+
+    def knows(self, length: int) -> bool:
+        """Whether a length was tried."""
+        return length in self._verdicts
+
+    def keep(self, length: int, same: bool) -> None:
+        """Keep a verdict."""
+        self._verdicts[length] = same
+
+    def serves(self, own: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.bool_]:
+        """Return which entries, of these lengths, may be used in a batch of another length."""
+        longer = own > length
+        if longer.any():
+            proven = [one for one, same in self._verdicts.items() if same]
+            longer &= np.isin(own, proven) & (length in proven)
+        found: npt.NDArray[np.bool_] = (own == length) | longer
+        return found
+
+
+class Tables:
+    """Tensors of the program that grow with the length of the batch, such as the numbers of its positions."""
+
+    def __init__(self) -> None:
+        self._longest: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._longest)
+
+    def goes_on(self, key: int, value: Tensor) -> bool:
+        """Whether a tensor begins as those of other batches do.
+
+        Args:
+            key: number of the tensor.
+            value: the tensor, with the length in front; the longest one is kept.
+        """
+        longest = self._longest.setdefault(key, value.clone())
+        common = min(len(longest), len(value))
+        if not same_bits(value[:common], longest[:common]):
+            return False
+        if len(value) > len(longest):
+            self._longest[key] = value.clone()
+        return True
 
 
 def form_length(length: int) -> int:

@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_egeria.caching.lengths import Lengths
 from lightning_egeria.caching.store import ActivationStore
 
 Rows = npt.NDArray[np.int64]
@@ -201,6 +202,7 @@ class Level:
             made. Known once an entry was written or read.
         verified: whether this run has compared or written the entry, ``[entries]``.
         lengths: of the rows of a ragged form, ``[entries]``; 0 where it is not known.
+        proven: lengths of batches that longer entries may be used in.
     """
 
     depth: int
@@ -212,6 +214,7 @@ class Level:
     stamps: npt.NDArray[np.uint64]
     verified: Flags
     lengths: npt.NDArray[np.int32]
+    proven: Lengths = dataclasses.field(default_factory=Lengths)
 
     def present(self, entries: Rows) -> Flags:
         """Which entries are there, as far as the index says."""

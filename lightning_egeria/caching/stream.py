@@ -13,6 +13,7 @@ from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.habits import Habits
 from lightning_egeria.caching.keys import Keys
+from lightning_egeria.caching.lengths import Tables
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
@@ -24,7 +25,7 @@ from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.samples import without_inputs
 from lightning_egeria.caching.stats import Accounts, CacheStats
 from lightning_egeria.caching.tape import Node
-from lightning_egeria.caching.trial import BatchSizes, Lengths, is_rounding, try_batch
+from lightning_egeria.caching.trial import BatchSizes, is_rounding, judge_length, try_batch
 from lightning_egeria.errors import CacheError
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.training.notices import Notices
@@ -55,7 +56,7 @@ class Stream:
         front: the frozen front; None if nothing is cached.
         levels: the cached boundaries.
         keys: numbers of the computations seen so far.
-        lengths: lengths of padded batches that entries may be used in.
+        tables: tensors of the program that grow with the length of a padded batch.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Stream:
     ) -> None:
         self.stats = stats if stats is not None else CacheStats()
         self.front: Front | None = None
-        self.keys = Keys()
+        self.keys, self.tables = Keys(), Tables()
         self.levels = LevelSet(directory, limits, self.stats, notices, dataset.close)
         self._name, self._dataset, self._views, self._seed = name, dataset, views, seed
         self._load_elsewhere, self._notices = load_elsewhere, notices
@@ -87,7 +88,6 @@ class Stream:
         self._habits = Habits()
         self._trials = self._changes = self._moved = 0
         self._exact = True
-        self.lengths = Lengths()
         self._renewals = self.front.renewals if self.front is not None else 0
 
     def start(self, front: Front | None, keep: bool) -> None:
@@ -214,7 +214,7 @@ class Stream:
         if in_doubt and not self._compare(batch, level, value):
             return
         if level.form.ragged and not batch.hits + batch.advanced:
-            self.lengths.judge(node, value, self._planner.sizes.size_for(1, batch.samples))
+            judge_length(level.proven, node, value, self._planner.sizes.size_for(1, batch.samples))
         made = batch.stamps(node, level.form.ragged)
         if made is not None and self._is_read_again and self.is_proven(batch.samples):
             self.levels.recording.write(self.levels.all, batch.entries, value, batch.fields, batch.lazy, made)
@@ -347,7 +347,7 @@ class Stream:
             return
         self._planner.sizes = BatchSizes(batch.samples, verdict.smaller)
         if verdict.ragged:
-            self.lengths.judge(node, value, self._planner.sizes.size_for(1, batch.samples))
+            judge_length(level.proven, node, value, self._planner.sizes.size_for(1, batch.samples))
         if self._is_read_again:
             fields = [without_inputs(one, self._planner.inputs) if one is not None else None for one in batch.fields]
             self.levels.recording.write(self.levels.all, batch.entries, value, fields, batch.lazy, made)
@@ -358,7 +358,7 @@ class Stream:
             )
 
     def _open(self, batch: CachedBatch, node: Node, value: Tensor, front: Front, ragged: bool) -> None:
-        only_here = self._planner.has_own_ids or self.lengths.has_tables
+        only_here = self._planner.has_own_ids or bool(self.tables)
         origin = Origin(
             self._name,
             type(self._dataset.dataset),

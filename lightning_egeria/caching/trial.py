@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.lengths import sample_lengths
+from lightning_egeria.caching.lengths import Lengths, sample_lengths
 from lightning_egeria.caching.replay import replay
 from lightning_egeria.caching.tape import Node, version_of
 from lightning_egeria.snapshots.digests import same_bits
@@ -172,55 +170,20 @@ class BatchSizes:
         return self._verdicts.get(size)
 
 
-class Lengths:
-    """Lengths of batches with the same bits as shorter ones, and the tensors of the program that grow with them."""
+def judge_length(proven: Lengths, node: Node, value: Tensor, rows: int) -> None:
+    """Run some of the shorter samples of a batch again, padded less, if its length is new.
 
-    def __init__(self) -> None:
-        self._verdicts: dict[int, bool] = {}
-        self._tables: dict[int, Tensor] = {}
-
-    def judge(self, node: Node, value: Tensor, rows: int) -> None:
-        """Run some of the shorter samples of a batch again, padded less, if its length is new.
-
-        Args:
-            node: boundary activation of a batch, with all rows loaded.
-            value: the activation, ``[samples, length, ...]``.
-            rows: number of samples to run, whose bits are those of a whole batch.
-        """
-        if value.shape[1] not in self._verdicts:
-            lengths = sample_lengths(node)
-            same = try_shorter(node, value, lengths, rows) if lengths is not None else None
-            if same is not None:
-                self._verdicts[value.shape[1]] = same
-
-    def serves(self, own: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.bool_]:
-        """Return which entries, of these lengths, may be used in a batch of another length."""
-        longer = own > length
-        if longer.any():
-            proven = [one for one, same in self._verdicts.items() if same]
-            longer &= np.isin(own, proven) & (length in proven)
-        found: npt.NDArray[np.bool_] = (own == length) | longer
-        return found
-
-    def table(self, key: int, value: Tensor) -> bool:
-        """Whether a tensor, with the length in front, begins as those of other batches do.
-
-        Args:
-            key: number of the tensor.
-            value: the tensor; the longest one is kept.
-        """
-        longest = self._tables.setdefault(key, value.clone())
-        common = min(len(longest), len(value))
-        if not same_bits(value[:common], longest[:common]):
-            return False
-        if len(value) > len(longest):
-            self._tables[key] = value.clone()
-        return True
-
-    @property
-    def has_tables(self) -> bool:
-        """Whether a tensor of the program grows with the length."""
-        return bool(self._tables)
+    Args:
+        proven: lengths that were tried.
+        node: boundary activation of a batch, with all rows loaded.
+        value: the activation, ``[samples, length, ...]``.
+        rows: number of samples to run, whose bits are those of a whole batch.
+    """
+    if not proven.knows(value.shape[1]):
+        lengths = sample_lengths(node)
+        same = try_shorter(node, value, lengths, rows) if lengths is not None else None
+        if same is not None:
+            proven.keep(value.shape[1], same)
 
 
 def same_beginning(first: Tensor | None, second: Tensor) -> bool:

@@ -189,7 +189,7 @@ def test_batches_of_other_lengths_use_the_same_entries(compare, style, collate, 
     (stats,) = [one.stats for one in cached.caches]
     assert stats.off is None
     assert stats.wrong == 0
-    assert stats.hits >= 3 * SAMPLES, stats
+    assert stats.hits + stats.advanced >= 60, stats
     assert (stats.advanced > 0) == (len(schedule) > 1)
 
 
@@ -208,7 +208,7 @@ def test_layers_that_look_at_the_padding_get_their_own(compare, collate):
         data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=collate)
         run.fit(Classifier(net), data, schedule={2: DEPTH}, max_epochs=8)
 
-    compare(program, served=False, dropout=True)
+    compare(program, served=None, dropout=True)
 
 
 def test_samples_padded_one_by_one_are_not_cached(compare):
