@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lengths import Tables, along, content, has_samples, sample_lengths
+from lightning_egeria.caching.lengths import Tables, along, content, has_samples
 from lightning_egeria.caching.levels import Flags, Found, Level, Rows
 from lightning_egeria.caching.loading import receive, stamp_of
 from lightning_egeria.caching.plan import Loaded, Mode
@@ -197,7 +197,7 @@ class CachedBatch:
                 rows = rows[torch.from_numpy(kept).to(rows.device)]
             places = read.places[sound]
             if start is not node:
-                found = self._replayed(level, node, places, start, rows)
+                found = self._replayed(node, places, start, rows)
                 if found is None:
                     continue
                 rows, computed = found, True
@@ -209,7 +209,7 @@ class CachedBatch:
         if missing.all():
             return None
         if missing.any():
-            found = self._replayed(level, node, np.flatnonzero(missing), None, None)
+            found = self._replayed(node, np.flatnonzero(missing), None, None)
             if found is None:
                 return None
             parts.append((np.flatnonzero(missing), found))
@@ -223,22 +223,15 @@ class CachedBatch:
             self._owner.computed(self, node, whole)
         return whole
 
-    def _replayed(
-        self, level: Level, node: Node, places: Rows, start: Node | None, rows: Tensor | None
-    ) -> Tensor | None:
+    def _replayed(self, node: Node, places: Rows, start: Node | None, rows: Tensor | None) -> Tensor | None:
         """Compute the output of some samples, from their rows at an earlier boundary if they are given."""
-        lengths = sample_lengths(node) if level.form.ragged else None
-        others = [int(np.argmax(lengths))] if lengths is not None else []  # which the samples are padded to
-        size = self._owner.size_for(len(places) + len(others), self.samples)
-        padded = np.resize([*places, *others], size).tolist()
+        size = self._owner.size_for(len(places), self.samples)
+        padded = np.resize(places, size).tolist()
         given = {}
         if start is not None and rows is not None:
-            numbers = np.resize([*range(len(places)), *(0 for _ in others)], size)  # the other's own is of no use
-            given[start] = rows[torch.from_numpy(numbers).to(rows.device)]
+            given[start] = rows[torch.from_numpy(np.resize(np.arange(len(places)), size)).to(rows.device)]
         found = replay(node, padded, given)
-        if found is None or found.shape[1:] != node.meta.shape[1:]:
-            return None
-        return found[: len(places)]
+        return found[: len(places)] if found is not None and found.shape[1:] == node.meta.shape[1:] else None
 
     def reached(self, node: Node) -> None:
         """The output at the deepest boundary was computed for the whole batch."""

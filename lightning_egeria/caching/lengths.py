@@ -16,30 +16,25 @@ ROOM = 2  # times the length of the first batch: what longer batches compute is 
 LEAST_ROOM = 64
 
 
-def sample_lengths(node: Node) -> list[int] | None:
-    """Return the length of each sample before it was padded, in the order of the batch.
+def is_padded(node: Node) -> bool:
+    """Whether a boundary activation, ``[samples, length, ...]``, seems to follow from samples padded to its length."""
+    if len(node.meta.shape) < 3 or node.meta.stride[1] < max(node.meta.stride[2:]):
+        return False
+    return any(has_samples(leaf) and along(leaf, node.meta.shape[1]) is not None for leaf in node.leaves())
+
+
+def sample_lengths(node: Node) -> list[int]:
+    """Return the length of each sample without its padding, of which one position counts; in the order of the batch.
 
     Args:
-        node: boundary activation of a batch, ``[samples, length, ...]``.
-
-    Returns:
-        None if the samples were not padded, as far as is known: then ``length`` is not that of the longest sample.
+        node: boundary activation of a padded batch, ``[samples, length, ...]``.
     """
-    tape, leaves = node.tape, node.leaves()
-    if len(node.meta.shape) < 3:
-        return None
-    padded, size = node.meta.shape[1], tape.size
-    found = [0] * size
-    for leaf in leaves:
-        if leaf.row is not None and leaf.meta.shape:
-            place = tape.order.index(leaf.row[0]) if tape.order is not None else leaf.row[0]
-            found[place] = max(found[place], leaf.meta.shape[0])
-    if not any(found):
-        for leaf in leaves:
-            value = along(leaf, padded)
-            if value is not None and has_samples(leaf):
-                found = [max(before, _stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
-    return found if max(found) == padded and min(found) > 0 else None
+    found = [1] * node.tape.size
+    for leaf in node.leaves():
+        value = along(leaf, node.meta.shape[1])
+        if value is not None and has_samples(leaf):
+            found = [max(before, _stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
+    return found
 
 
 def has_samples(leaf: Node) -> bool:
@@ -75,26 +70,49 @@ def _stem(row: Tensor) -> int:
 
 
 class Lengths:
-    """Lengths of batches that were tried: whether they have the same bits as shorter ones."""
+    """Lengths of batches, in classes whose members give the same bits wherever there are samples.
+
+    >>> lengths = Lengths()
+    >>> for length in (40, 30, 50):
+    ...     lengths.add(length)
+    >>> lengths.to_compare(50)
+    [40, 30]
+    >>> lengths.keep(50, 40, True), lengths.keep(50, 30, False)
+    (None, None)
+    >>> lengths.serves(np.array([50, 40, 30]), 40).tolist()
+    [True, True, False]
+    """
 
     def __init__(self) -> None:
-        self._verdicts: dict[int, bool] = {}
+        self._class: dict[int, int] = {}
+        self._apart: set[frozenset[int]] = set()
 
-    def knows(self, length: int) -> bool:
-        """Whether a length was tried."""
-        return length in self._verdicts
+    def add(self, length: int) -> None:
+        """A batch of a length has come."""
+        self._class.setdefault(length, length)
 
-    def keep(self, length: int, same: bool) -> None:
-        """Keep a verdict."""
-        self._verdicts[length] = same
+    def to_compare(self, length: int) -> list[int]:
+        """Return the longest shorter length of each class that was not compared with the one of a length."""
+        own = self._class[length]
+        found: dict[int, int] = {}
+        for other, number in self._class.items():
+            if other < length and number != own and frozenset((number, own)) not in self._apart:
+                found[number] = max(other, found.get(number, 0))
+        return sorted(found.values(), reverse=True)
+
+    def keep(self, length: int, other: int, same: bool) -> None:
+        """Keep whether two lengths give the same bits."""
+        own, number = self._class[length], self._class[other]
+        if not same:
+            self._apart.add(frozenset((own, number)))
+            return
+        self._class = {one: own if at == number else at for one, at in self._class.items()}
+        self._apart = {frozenset(own if at == number else at for at in pair) for pair in self._apart}
 
     def serves(self, own: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.bool_]:
         """Return which entries, of these lengths, may be used in a batch of another length."""
-        longer = own > length
-        if longer.any():
-            proven = [one for one, same in self._verdicts.items() if same]
-            longer &= np.isin(own, proven) & (length in proven)
-        found: npt.NDArray[np.bool_] = (own == length) | longer
+        same = [one for one, at in self._class.items() if one > length and at == self._class.get(length)]
+        found: npt.NDArray[np.bool_] = (own == length) | np.isin(own, same)
         return found
 
 

@@ -13,7 +13,7 @@ from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.habits import Habits
 from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lengths import Tables
+from lightning_egeria.caching.lengths import Tables, is_padded
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
@@ -25,7 +25,7 @@ from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.samples import without_inputs
 from lightning_egeria.caching.stats import Accounts, CacheStats
 from lightning_egeria.caching.tape import Node
-from lightning_egeria.caching.trial import BatchSizes, is_rounding, judge_length, try_batch
+from lightning_egeria.caching.trial import BatchSizes, is_rounding, judge_length, smaller_sizes, try_boundary
 from lightning_egeria.errors import CacheError
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.training.notices import Notices
@@ -214,7 +214,7 @@ class Stream:
         if in_doubt and not self._compare(batch, level, value):
             return
         if level.form.ragged and not batch.hits + batch.advanced:
-            judge_length(level.proven, node, value, self._planner.sizes.size_for(1, batch.samples))
+            judge_length(level.proven, node, value, self._planner.sizes)
         made = batch.stamps(node, level.form.ragged)
         if made is not None and self._is_read_again and self.is_proven(batch.samples):
             self.levels.recording.write(self.levels.all, batch.entries, value, batch.fields, batch.lazy, made)
@@ -328,26 +328,27 @@ class Stream:
             self._no_trial("the frozen layers change their own buffers or attributes")
             return
         with front.state.preserved():
-            verdict = try_batch(node, value)
-        if verdict.problem is not None:
-            self.stop(f"at {front.units[-1].path!r}, {verdict.problem}")
+            problem, self._exact = try_boundary(node, value)
+            smaller = smaller_sizes(node, value) if problem is None and self._exact else []
+        if problem is not None:
+            self.stop(f"at {front.units[-1].path!r}, {problem}")
             return
-        made = batch.stamps(node, verdict.ragged)
+        ragged = self._exact and is_padded(node)
+        made = batch.stamps(node, ragged)
         if made is None:
             self._no_trial("what the program made of the batch has changed since")
             return
-        self._exact = verdict.exact
         self._planner.inputs = tuple(sorted({leaf.row[1] for leaf in node.leaves() if leaf.row is not None}))
         self._planner.structure = structure
         # Texts are small, and an entry may be too short for its next batch.
-        self._planner.leaves_out = self._planner.leaves_out and not verdict.ragged
-        self._open(batch, node, value, front, verdict.ragged)
+        self._planner.leaves_out = self._planner.leaves_out and not ragged
+        self._open(batch, node, value, front, ragged)
         level = self.level_at(front.depth)
         if level is None:
             return
-        self._planner.sizes = BatchSizes(batch.samples, verdict.smaller)
-        if verdict.ragged:
-            judge_length(level.proven, node, value, self._planner.sizes.size_for(1, batch.samples))
+        self._planner.sizes = BatchSizes(batch.samples, smaller)
+        if ragged:
+            judge_length(level.proven, node, value, self._planner.sizes)
         if self._is_read_again:
             fields = [without_inputs(one, self._planner.inputs) if one is not None else None for one in batch.fields]
             self.levels.recording.write(self.levels.all, batch.entries, value, fields, batch.lazy, made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,75 +13,12 @@ from lightning_egeria.caching.tape import Node, version_of
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
+ROWS = 16  # that are run again, or half of a smaller batch, to compare two lengths
 AGREEING = 2  # batches of another size with the bits of the entries, before it is used
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
 
 
-class Verdict(NamedTuple):
-    """What a trial has shown.
-
-    Attributes:
-        problem: why the boundary cannot be cached; None if it can.
-        exact: whether rows are the same bits at each place in the batch.
-        smaller: sizes of smaller batches with the same bits.
-        ragged: whether rows are the same bits in shorter batches, too.
-    """
-
-    problem: str | None
-    exact: bool = False
-    smaller: tuple[int, ...] = ()
-    ragged: bool = False
-
-
-def try_batch(node: Node, value: Tensor) -> Verdict:
-    """Run a recorded batch again: in another order, smaller, and padded less.
-
-    Args:
-        node: boundary activation of a batch, with all rows loaded.
-        value: the activation as the network computed it, ``[samples, ...]``.
-    """
-    lengths: list[int] | None = None
-    problem, exact = try_boundary(node, value)
-    if problem is not None:
-        lengths = sample_lengths(node)
-        if lengths is not None:
-            problem, exact = try_boundary(node, value, lengths)
-    if problem is not None:
-        return Verdict(problem)
-    lengths = lengths or sample_lengths(node)
-    smaller = smaller_sizes(node, value, lengths) if exact else []
-    ragged = (
-        lengths is not None and exact and try_shorter(node, value, lengths, min([*smaller, node.tape.size])) is True
-    )
-    return Verdict(None, exact, tuple(smaller), ragged)
-
-
-def try_shorter(node: Node, value: Tensor, lengths: Sequence[int], rows: int) -> bool | None:
-    """Run some samples again, padded less; return whether they have the same bits.
-
-    Args:
-        node: boundary activation of a batch, with all rows loaded.
-        value: the activation, ``[samples, length, ...]``.
-        lengths: of the samples, see `sample_lengths`.
-        rows: number of samples to run, whose bits are those of a whole batch.
-
-    Returns:
-        None if all samples are of one length.
-    """
-    shorter = sorted({length for length in lengths if length < value.shape[1]})
-    if not shorter:
-        return None
-    with preserved_random_state(), torch.no_grad():
-        for length in {shorter[len(shorter) // 2], shorter[-1]}:
-            fitting = [place for place, own in enumerate(lengths) if own <= length]
-            fitting.sort(key=lambda place: -lengths[place])  # the longest first: it sets the length
-            places = [fitting[number % len(fitting)] for number in range(rows)]
-            if not same_bits(replay(node, places, length=length), value[places, :length]):
-                return False
-    return True
-
-
-def try_boundary(node: Node, value: Tensor, lengths: Sequence[int] | None = None) -> tuple[str | None, bool]:
+def try_boundary(node: Node, value: Tensor) -> tuple[str | None, bool]:
     """Run the recorded computation again with the samples in another order.
 
     A row that keeps its place must not change with the other rows of the batch, bit for bit, whatever the precision. A
@@ -91,7 +27,6 @@ def try_boundary(node: Node, value: Tensor, lengths: Sequence[int] | None = None
     Args:
         node: boundary activation of a batch, with all rows loaded.
         value: the activation as the network computed it, ``[samples, ...]``.
-        lengths: of the samples, if they are padded to the longest.
 
     Returns:
         Why it cannot be cached, or None; and whether rows are the same bits at each place in the batch.
@@ -115,11 +50,10 @@ def try_boundary(node: Node, value: Tensor, lengths: Sequence[int] | None = None
         for kept in (0, 1):
             # All others are one and the same sample, so that a mean over the batch, say, becomes another one.
             for other in (1 - kept, (size // 2) | 1 - kept):
-                places = [place if place % 2 == kept else other % size for place in range(size)]
-                mixed = replay(node, places, length=_longest(lengths, places))
+                mixed = replay(node, [place if place % 2 == kept else other % size for place in range(size)])
                 if mixed is None:
                     return "its computation fits only these samples (are they padded one by one?)", False
-                if not same_beginning(mixed[kept::2], value[kept::2]):
+                if not same_bits(mixed[kept::2], value[kept::2]):
                     return "the output of one sample depends on the other samples of its batch", False
         turned = [(turn, replay(node, [(place + turn) % size for place in range(size)])) for turn in _spread(size)]
     exact = True
@@ -132,18 +66,39 @@ def try_boundary(node: Node, value: Tensor, lengths: Sequence[int] | None = None
     return None, exact
 
 
-def smaller_sizes(node: Node, value: Tensor, lengths: Sequence[int] | None = None) -> list[int]:
+def smaller_sizes(node: Node, value: Tensor) -> list[int]:
     """Return the sizes of smaller batches that have the same bits: halves, quarters and eighths that were tried."""
     size, found = node.tape.size, []
     with preserved_random_state(), torch.no_grad():
         for smaller in dict.fromkeys(-(-size // share) for share in (8, 4, 2)):
             tries = [[(start + place) % size for place in range(smaller)] for start in _spread(size)]
-            if 1 < smaller < size and all(
-                same_beginning(replay(node, places, length=_longest(lengths, places)), value[places])
-                for places in tries
-            ):
+            if 1 < smaller < size and all(same_bits(replay(node, places), value[places]) for places in tries):
                 found.append(smaller)
     return found
+
+
+def judge_length(known: Lengths, node: Node, value: Tensor, sizes: BatchSizes) -> None:
+    """Compare the bits of a padded batch with those of shorter lengths that came before.
+
+    Args:
+        known: lengths that came before; this one is added.
+        node: boundary activation of a batch, with all rows loaded.
+        value: the activation, ``[samples, length, ...]``.
+        sizes: batches with the same bits as a whole one.
+    """
+    size, length = node.tape.size, value.shape[1]
+    known.add(length)
+    others = known.to_compare(length)
+    own = sample_lengths(node) if others else []
+    for other in others:
+        places = [place for place, one in enumerate(own) if one <= other]
+        if len(places) < min(ROWS, size) // 2:
+            continue
+        rows = sizes.size_for(min(ROWS, len(places)), size)
+        places = [places[number % len(places)] for number in range(rows)]
+        with preserved_random_state(), torch.no_grad():
+            found = replay(node, places, length=other)
+        known.keep(length, other, same_bits(found, value[places, :other]))
 
 
 class BatchSizes:
@@ -170,32 +125,6 @@ class BatchSizes:
         return self._verdicts.get(size)
 
 
-def judge_length(proven: Lengths, node: Node, value: Tensor, rows: int) -> None:
-    """Run some of the shorter samples of a batch again, padded less, if its length is new.
-
-    Args:
-        proven: lengths that were tried.
-        node: boundary activation of a batch, with all rows loaded.
-        value: the activation, ``[samples, length, ...]``.
-        rows: number of samples to run, whose bits are those of a whole batch.
-    """
-    if not proven.knows(value.shape[1]):
-        lengths = sample_lengths(node)
-        same = try_shorter(node, value, lengths, rows) if lengths is not None else None
-        if same is not None:
-            proven.keep(value.shape[1], same)
-
-
-def same_beginning(first: Tensor | None, second: Tensor) -> bool:
-    """Whether two tensors have the same bits, as far as the first goes, if that is shorter in its second dimension.
-
-    Of padded samples, some may be padded less than all of them.
-    """
-    if first is not None and first.ndim > 2 and first.shape[1] < second.shape[1]:
-        second = second[:, : first.shape[1]]
-    return same_bits(first, second)
-
-
 def is_rounding(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors of one shape differ by a few last bits of their largest value at most."""
     if first.shape != second.shape or not first.dtype.is_floating_point:
@@ -203,10 +132,6 @@ def is_rounding(first: Tensor, second: Tensor) -> bool:
     largest = second.abs().amax().double()
     most = ROUNDING * torch.finfo(first.dtype).eps * largest
     return bool((first.double() - second.double()).abs().amax() <= most)
-
-
-def _longest(lengths: Sequence[int] | None, places: Sequence[int]) -> int | None:
-    return max(lengths[place] for place in places) if lengths is not None else None
 
 
 def _spread(size: int) -> list[int]:

@@ -1,11 +1,12 @@
 """Padded samples: how long they were, and what stays the same however long they are padded."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lengths import along, content, form_length, sample_lengths
+from lightning_egeria.caching.lengths import Lengths, Tables, along, content, form_length, is_padded, sample_lengths
 from lightning_egeria.caching.tape import Meta, Tape
 
 SAMPLES = [torch.arange(1, 1 + length) for length in (3, 5, 2)]
@@ -26,14 +27,41 @@ def test_the_length_of_a_sample_is_that_before_the_padding():
     assert sample_lengths(node) == [4, 5, 3]  # one position of the padding belongs to a sample
 
 
-def test_a_mask_of_ones_does_not_tell_the_length():
-    node, _ = boundary(pad_sequence([torch.ones(len(one), dtype=torch.bool) for one in SAMPLES], batch_first=True))
-    assert sample_lengths(node) is None  # the longest has no padding, so its ones could be padding
+def test_samples_are_padded_if_a_tensor_of_them_has_the_length():
+    node, leaf = boundary(pad_sequence(SAMPLES, batch_first=True))
+    assert is_padded(node)
+    leaf.value = leaf.value[:, :4]
+    assert not is_padded(node)
+    pooled, _ = boundary(pad_sequence(SAMPLES, batch_first=True))
+    pooled.meta = Meta.of(torch.empty(3, 5))
+    assert not is_padded(pooled)
+    pooled.meta = Meta.of(torch.empty(3, 4, 5).transpose(1, 2))  # a beginning of these rows is not one piece
+    assert not is_padded(pooled)
 
 
-def test_a_batch_that_is_longer_than_its_samples_is_not_padded():
-    node, _ = boundary(torch.nn.functional.pad(pad_sequence(SAMPLES, batch_first=True), (0, 2)))
-    assert sample_lengths(node) is None
+def test_tables_go_on_while_they_begin_alike():
+    tables = Tables()
+    assert tables.goes_on(0, torch.arange(5))
+    assert tables.goes_on(0, torch.arange(8))
+    assert tables.goes_on(0, torch.arange(3))
+    assert not tables.goes_on(0, torch.tensor([0, 1, 2, 3, 4, 5, 7]))
+    assert tables.goes_on(1, torch.tensor([9]))
+    assert len(tables) == 2
+
+
+def test_classes_of_lengths_are_joined_and_kept_apart():
+    lengths = Lengths()
+    for length in (10, 20, 30, 40):
+        lengths.add(length)
+    lengths.keep(20, 10, same=False)
+    lengths.keep(30, 10, same=True)
+    assert lengths.to_compare(40) == [30, 20]
+    assert lengths.to_compare(30) == []  # 10 was compared with 20 already
+    lengths.keep(40, 20, same=True)
+    own = np.array([10, 20, 30, 40, 50], np.int32)
+    assert lengths.serves(own, 10).tolist() == [True, False, True, False, False]
+    assert lengths.serves(own, 20).tolist() == [False, True, False, True, False]
+    assert lengths.serves(own, 50).tolist() == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize(
