@@ -336,7 +336,7 @@ class Stream:
         ragged = self._exact and is_padded(node)
         made = batch.stamps(node, ragged)
         if made is None:
-            self._no_trial("what the program made of the batch has changed since")
+            self._no_trial("samples differ in their structure")
             return
         self._planner.inputs = tuple(sorted({leaf.row[1] for leaf in node.leaves() if leaf.row is not None}))
         self._planner.structure = structure
