@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
 from lightning_egeria.report.comparison import common_metric, last_value, times_to_target
 from lightning_egeria.report.record import RunRecord, StepTimes
@@ -45,7 +45,7 @@ def plasticity(record: RunRecord) -> Figure:
             color = mpl.colormaps["viridis"](index / max(1, count - 1))
             label = name if count <= 8 or index in (0, count - 1) else None
             axes.plot(*_columns(drawn), color=color, linewidth=1, label=label)
-        axes.set_yscale("log")
+        _make_logarithmic(axes)
         axes.set_ylabel(titles[field])
         _draw_events(axes, record)
     if shown:
@@ -150,7 +150,7 @@ def panel(found: Panel) -> Figure:
     elif len(found.series) > 1:
         axes.legend(fontsize=8, frameon=False)
     if found.log:
-        axes.set_yscale("log")
+        _make_logarithmic(axes)
     axes.set_xlabel(found.x)
     axes.set_ylabel(found.y)
     return figure
@@ -227,6 +227,12 @@ def _new(rows: int, share: bool = False) -> tuple[Figure, Sequence[Axes]]:
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
     return figure, list(axes)
+
+
+def _make_logarithmic(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # formulas are not drawn as such here
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_events(axes: Axes, record: RunRecord) -> None:

@@ -84,6 +84,7 @@ def test_panels_of_a_method_are_drawn_as_they_were_kept():
     (noise,), (bars,), (spans,) = (drawn[panel.name].axes for panel in record.panels)
     assert list(noise.lines[0].get_ydata()) == [10, 20]
     assert noise.get_yscale() == "log"
+    assert [label.get_text() for label in noise.get_yticklabels() if "$" in label.get_text()] == []
     assert [patch.get_height() for patch in bars.patches] == [3, 1, 1]
     assert [patch.get_width() for patch in bars.patches] == pytest.approx([0.9, 0.9, 0.9])
     assert [(patch.get_x(), patch.get_width()) for patch in spans.patches] == [(0, 5), (0, 5), (6, 3)]
