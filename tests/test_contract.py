@@ -211,10 +211,11 @@ def test_a_second_fit_is_like_the_first(name, tmp_path):
 def test_a_second_fit_of_one_trainer_goes_on(name, tmp_path):
     method, module = METHODS[name], classifier()
     _, trainer = train(method, method.active(), tmp_path, module)
+    before = trainer.global_step
     trainer.fit_loop.max_epochs = 5
     trainer.fit(module, method.data(tmp_path / "second"))
     assert method.steps is None or trainer.global_step == method.steps[1]
-    assert len(module.losses) == trainer.global_step > 15
+    assert len(module.losses) == trainer.global_step > before
     assert left_behind(module) == []
 
 

@@ -43,7 +43,7 @@ class RowForm:
         """The form of ``batch``: ``[samples, ...]``.
 
         >>> RowForm.of(torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        RowForm(shape=(4, 5, 3), order=(0, 2, 3, 1), dtype=torch.float32)
+        RowForm(shape=(4, 5, 3), order=(0, 2, 3, 1), dtype=torch.float32, ragged=False)
         """
         strides = batch.stride()
         order = (0, *sorted(range(1, batch.ndim), key=lambda dim: (-strides[dim], dim)))

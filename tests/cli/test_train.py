@@ -21,7 +21,7 @@ def test_trains_and_leaves_its_figures(egeria_train, capsys):
     run_dir = egeria_train()
 
     found = results(run_dir)
-    assert set(found) == {"savings", "cache", "batch_sizes", "metrics", "fit_time_s"}
+    assert set(found) == {"savings", "cache", "selection", "batch_sizes", "metrics", "fit_time_s"}
     assert found["savings"]
     assert {"train/loss", "val/loss", "val/acc"} <= set(found["metrics"])
     assert 0 <= found["metrics"]["val/acc"] <= 1

@@ -233,8 +233,8 @@ def forged_format(folder: Path) -> Format:
         store.index[:] = 0
         store.refresh()
         tiers = (MemoryTier(0, form, ENTRY_COUNT, CPU), MemoryTier(0, form, ENTRY_COUNT, CPU))
-        stamps, verified = np.zeros((ENTRY_COUNT, 2), np.uint64), np.zeros(ENTRY_COUNT, bool)
-        rows, sound, _ = Level(1, 0, form, store, *tiers, stamps, verified).read(np.array([0]), pin=False)
+        known = np.zeros((ENTRY_COUNT, 2), np.uint64), np.zeros(ENTRY_COUNT, bool), np.zeros(ENTRY_COUNT, np.int32)
+        rows, sound, *_ = Level(1, 0, form, store, *tiers, *known).read(np.array([0]), pin=False)
         found = store.read_fields(0)
         if found is not None and found != kept:
             raise WrongError("these are not the fields")
