@@ -40,6 +40,12 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Sums of several threads round otherwise, and what a test runs may have set their number."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
 def _first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning keeps the rank of the last Trainer for the whole process, and only the first rank logs and warns."""
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)

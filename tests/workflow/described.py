@@ -1,9 +1,12 @@
 """Descriptions, homes and jobs, as the tests of the workflow need them."""
 
+import contextlib
 import os
 import sys
 import time
 from pathlib import Path
+
+from leftovers import child_processes
 
 from lightning_egeria.workflow.backends import Local
 from lightning_egeria.workflow.home import Home
@@ -41,6 +44,14 @@ def folder_of(tmp_path, description):
         (compiled,) = home.compiler(history).compile(description)
     submission = Submission(1, compiled.name, str(compiled.path), str(description.folder), "local")
     return JobFolder.create(home.jobs / "1", submission)
+
+
+def all_reaped(before=frozenset()):
+    """Whether no process is left that this one has started, but those of before."""
+    for child in child_processes() - before:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
+    return not child_processes() - before
 
 
 def until(true, seconds=20):

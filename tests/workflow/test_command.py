@@ -1,24 +1,14 @@
-import contextlib
 import json
-import os
 import sys
 
 import pytest
-from described import until
-from leftovers import child_processes
+from described import all_reaped, until
 
 from lightning_egeria.errors import QueueError
 from lightning_egeria.workflow import command
 from lightning_egeria.workflow.command import main
 from lightning_egeria.workflow.history import History
 from lightning_egeria.workflow.local_queue import queue_runs
-
-
-def all_reaped():
-    for child in child_processes():
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, os.WNOHANG)
-    return not child_processes()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 import asyncio
 
 import pytest
-from described import described, submitted
+from described import all_reaped, described, submitted, until
+from leftovers import child_processes
 
 from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.jobfolders import State
@@ -15,7 +16,9 @@ def home(tmp_path):
     with home.history() as history:
         submitted(home, described(tmp_path), history)
     home.folder(1).tell("execute", "<script>")
-    return home
+    before = child_processes()
+    yield home
+    until(lambda: all_reaped(before))  # a queue that an action has started ends by itself
 
 
 def ask(home, path, method="GET", body=b"", host="127.0.0.1", token=None):
