@@ -176,21 +176,22 @@ class CachedBatch:
             form = read.level.form
             if start is None or start.key != read.level.key or not form.takes(start.meta.shape[1:]):
                 continue  # another computation, or samples of another size
+            own = start.meta.shape[1] if form.ragged else 1
             made = self.stamps(start, form.ragged)
-            if made is None:
+            if made is None or (form.ragged and own == self.samples):
                 continue
             data, read_rows, stamps, lengths = read.future.result()
             if self._versions.setdefault(id(read), version_of(data)) != version_of(data):
                 continue  # the program has changed in place what it got of an earlier call
             chosen = np.arange(len(read.places)) if read.rows is None else read.rows
             sound = read_rows[chosen] & self._is_of(read, stamps[chosen], made)
-            sound &= read.level.proven.serves(lengths[chosen], length)
+            sound &= read.level.proven.serves(lengths[chosen], own)
             if not sound.any():
                 continue
             if not parts and not self._owner.front_is_unchanged():
                 return None
             if form.ragged:
-                data = data[:, :length].contiguous()
+                data = data[:, :own].contiguous()
             rows = form.from_memory(data.to(front.device, non_blocking=True))
             if read.rows is not None or not sound.all() or not read_rows.all():
                 kept = (np.cumsum(read_rows) - 1)[chosen[sound]]

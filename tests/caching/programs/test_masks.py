@@ -211,6 +211,31 @@ def test_layers_that_look_at_the_padding_get_their_own(compare, collate):
     compare(program, served=None, dropout=True)
 
 
+class Pooling(Mixing):
+    """Leaves one position."""
+
+    def forward(self, x, padding):
+        return super().forward(x, padding).amax(1, keepdim=True)
+
+
+@pytest.mark.parametrize("collate", [padded_to_the_longest, lists_to_the_longest])
+def test_a_deeper_boundary_without_positions_starts_from_whole_entries(compare, collate):
+    def program(run):
+        net = Positions("inside")
+        net.layers[1] = Pooling()
+        net.layers[2] = nn.Linear(WIDTH, WIDTH)
+        net.forward = lambda tokens: net.head(
+            net.layers[2](net.layers[1](net.layers[0](net.embedding(tokens), tokens == 0), tokens == 0)).squeeze(1)
+        )
+        data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=collate)
+        run.fit(Classifier(net), data, schedule={2: 2, 12: 3}, max_epochs=8)
+
+    cached = compare(program, dropout=True)
+    (stats,) = [one.stats for one in cached.caches]
+    assert stats.wrong == 0
+    assert stats.advanced > 0
+
+
 def test_samples_padded_one_by_one_are_not_cached(compare):
     """How far a sample is padded is written into its computation; it must not stop the training."""
 
