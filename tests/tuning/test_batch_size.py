@@ -5,6 +5,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models import Classifier, ConvNet, equal, fit, images
+from planned import Planned
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from lightning_egeria import BranchTuner, Choice, LogUniform, Uniform
@@ -13,22 +14,6 @@ from lightning_egeria.errors import TrainingDataError, UnsupportedError
 from lightning_egeria.training.epoch_length import set_epoch_length
 
 RATE = 0.02
-
-
-class Planned:
-    """A searcher that goes through a list."""
-
-    def __init__(self, *settings):
-        self.settings = list(settings)
-
-    def __call__(self, spaces, seed):
-        return Planned(*self.settings)
-
-    def ask(self):
-        return self.settings.pop(0) if self.settings else None
-
-    def tell(self, setting, speed):
-        pass
 
 
 def tuner(*tried, **arguments):

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from models import Classifier, ConvNet, Validated, equal, fit, images, left_behind, loader
+from planned import Planned
 from ranks import all_well, in_ranks
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -91,22 +92,6 @@ def test_workers_load_the_batches_of_training():
     fit(tuned, tuner({"lr": Choice([0.05])}, at_epochs=(0, 1, 2)), data=loader(**options))
     assert tuned.losses == plain.losses
     assert equal(plain, tuned)
-
-
-class Planned:
-    """A searcher that goes through a list."""
-
-    def __init__(self, *settings):
-        self.settings = list(settings)
-
-    def __call__(self, spaces, seed):
-        return Planned(*self.settings)
-
-    def ask(self):
-        return self.settings.pop(0) if self.settings else None
-
-    def tell(self, setting, speed):
-        pass
 
 
 def branches(*rates, **arguments):

@@ -8,21 +8,9 @@ from described import described, submitted
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.workflow.environments import environment_name
 from lightning_egeria.workflow.eviction import evict
-from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.rundirs import LOCK, read_run_directory
 
 HOUR, DAY = 3600, 86400
-
-
-@pytest.fixture
-def home(tmp_path):
-    return Home(tmp_path / "home")
-
-
-@pytest.fixture
-def history(home):
-    with home.history() as history:
-        yield history
 
 
 def old(path):

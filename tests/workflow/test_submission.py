@@ -2,20 +2,8 @@ import pytest
 from described import Quiet, described, submitted
 
 from lightning_egeria.errors import QueueError
-from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.jobfolders import State, Status
 from lightning_egeria.workflow.submission import cancel, refresh, resume, submit
-
-
-@pytest.fixture
-def home(tmp_path):
-    return Home(tmp_path / "home")
-
-
-@pytest.fixture
-def history(home):
-    with home.history() as history:
-        yield history
 
 
 class Elsewhere(Quiet):
