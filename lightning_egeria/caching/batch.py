@@ -166,8 +166,6 @@ class CachedBatch:
         if node.meta.shape[:1] != (self.samples,) or not level.form.takes(node.meta.shape[1:]):
             return None  # rows of another size, or of other samples
         length = node.meta.shape[1] if level.form.ragged else 1
-        if level.form.ragged and length == self.samples:
-            return None  # whether a tensor of the program has rows or positions cannot be told
         missing = np.ones(self.samples, bool)
         parts: list[tuple[Rows, Tensor]] = []
         computed = False
@@ -178,7 +176,7 @@ class CachedBatch:
                 continue  # another computation, or samples of another size
             own = start.meta.shape[1] if form.ragged else 1
             made = self.stamps(start, form.ragged)
-            if made is None or (form.ragged and own == self.samples):
+            if made is None:
                 continue
             data, read_rows, stamps, lengths = read.future.result()
             if self._versions.setdefault(id(read), version_of(data)) != version_of(data):
@@ -226,6 +224,8 @@ class CachedBatch:
 
     def _replayed(self, node: Node, places: Rows, start: Node | None, rows: Tensor | None) -> Tensor | None:
         """Compute the output of some samples, from their rows at an earlier boundary if they are given."""
+        if not all(self._owner.tables.is_as_before(leaf) for leaf in node.leaves() if leaf.row is None):
+            return None
         size = self._owner.size_for(len(places), self.samples)
         padded = np.resize(places, size).tolist()
         given = {}
@@ -261,7 +261,11 @@ class CachedBatch:
         outside = [leaf for leaf in node.leaves() if leaf.row is None]
         states = [xxhash.xxh3_64() for _ in range(self.samples)]
         for leaf in outside:
-            if leaf.value is None or leaf.version != version_of(leaf.value):
+            if (
+                leaf.value is None
+                or leaf.version != version_of(leaf.value)
+                or not self._owner.tables.is_as_before(leaf)
+            ):
                 return None
             value = leaf.value.detach()
             grows = along(leaf, node.meta.shape[1]) if ragged else None

@@ -121,9 +121,14 @@ class Tables:
 
     def __init__(self) -> None:
         self._longest: dict[int, Tensor] = {}
+        self._with_samples: dict[int, bool] = {}
 
     def __len__(self) -> int:
         return len(self._longest)
+
+    def is_as_before(self, leaf: Node) -> bool:
+        """Whether a tensor has a row for each sample, or has none, as in the first batch: its shape may mislead."""
+        return self._with_samples.setdefault(leaf.key, has_samples(leaf)) == has_samples(leaf)
 
     def goes_on(self, key: int, value: Tensor) -> bool:
         """Whether a tensor begins as those of other batches do.

@@ -236,6 +236,29 @@ def test_a_deeper_boundary_without_positions_starts_from_whole_entries(compare, 
     assert stats.advanced > 0
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+def test_positions_are_no_samples_where_there_are_as_many(compare, pooled):
+    """Batches are as long as they are large now and then."""
+
+    def program(run):
+        net = Positions("outside")
+        if pooled:
+            net.layers[1] = Pooling()
+            net.layers[2] = nn.Linear(WIDTH, WIDTH)
+            net.forward = lambda tokens: net.head(
+                net.layers[2](
+                    net.layers[1](
+                        net.layers[0](net.embedding(tokens, torch.arange(tokens.shape[1])), tokens == 0), tokens == 0
+                    )
+                ).squeeze(1)
+            )
+        samples = [tokens_of(index) for index in range(SAMPLES)]
+        samples = [(one[: 8 if index % 6 == 0 else 6], label) for index, (one, label) in enumerate(samples)]
+        run.fit(Classifier(net), loader(samples, collate_fn=padded_to_the_longest), schedule={2: 3}, max_epochs=8)
+
+    compare(program, served=None, dropout=True)
+
+
 def test_samples_padded_one_by_one_are_not_cached(compare):
     """How far a sample is padded is written into its computation; it must not stop the training."""
 
