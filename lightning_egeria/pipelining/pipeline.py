@@ -262,7 +262,8 @@ class GraphPipeline:
     def replan(self, optimizers: Iterable[Optimizer] = ()) -> Plan:
         """Plan again for what trains now, such as after a freeze, and move weights and optimizer state.
 
-        Every process must call it between steps. Stages that were named, or came with a plan, stay.
+        Every process must call it between steps. Stages that were named, or came with a plan, stay; so do
+        all where the fastest plan would leave processes without work.
 
         Args:
             optimizers: those of this process.
@@ -274,8 +275,10 @@ class GraphPipeline:
             PlanError: if nothing fits into memory.
         """
         graph = self._graph_now()
-        plan = plan_graph(graph, self._limits) if self._is_planned else dataclasses.replace(self.plan, graph=graph)
-        plan = self._plan_of_rank_0(plan)
+        plan = stay = dataclasses.replace(self.plan, graph=graph)
+        if self._is_planned:
+            plan = plan_graph(graph, self._limits)
+        plan = self._plan_of_rank_0(plan if plan.devices == self._processes.size else stay)
         self.gather()
         before = self._weights
         self._use(plan)

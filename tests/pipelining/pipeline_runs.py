@@ -1,11 +1,13 @@
 """What ranks of a graph pipeline do in tests."""
 
 import copy
+import dataclasses
 import os
 import random
 import time
 import weakref
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,9 @@ from graphs import random_graph, series_parallel
 from torch import nn
 
 from lightning_egeria.errors import PipelineError, PlanError, UnsupportedError
+from lightning_egeria.pipelining.costs import measured_graph
 from lightning_egeria.pipelining.pipeline import GraphPipeline
-from lightning_egeria.pipelining.planner import Limits
+from lightning_egeria.pipelining.planner import Limits, plan_graph
 from lightning_egeria.pipelining.splitting import split
 from lightning_egeria.pipelining.timeline import Timeline
 
@@ -238,6 +241,19 @@ def check_memory_and_replan(stages):
     check_new_plan()
 
 
+def same_costs(traced, model, batch):
+    """As `measured_graph`, with costs that do not depend on what else the machine does."""
+    graph, groups = measured_graph(traced, model, batch)
+    nodes = tuple(dataclasses.replace(node, forward_s=1.0, backward_s=2.0) for node in graph.nodes)
+    return dataclasses.replace(graph, nodes=nodes), groups
+
+
+def for_two(graph, limits):
+    """A plan that leaves processes without work."""
+    return plan_graph(graph, dataclasses.replace(limits, devices=2))
+
+
+@mock.patch("lightning_egeria.pipelining.pipeline.measured_graph", same_costs)
 def check_new_plan():
     model, plain = (Branches(norm=False).double() for _ in range(2))
     plain.load_state_dict(model.state_dict())
@@ -251,6 +267,10 @@ def check_new_plan():
             assert pipeline.is_outdated
             pipeline.replan(optimizers[:1])
             assert not pipeline.is_outdated
+        if step == 3:
+            stages = pipeline.plan.stages
+            with mock.patch("lightning_egeria.pipelining.pipeline.plan_graph", for_two):
+                assert pipeline.replan(optimizers[:1]).stages == stages
         for optimizer in optimizers:
             optimizer.zero_grad()
         pipeline.step(data(seed=step), loss_fn)

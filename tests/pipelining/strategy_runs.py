@@ -1,10 +1,12 @@
 """What ranks under `GraphPipelineStrategy` do in tests, and the same in one process."""
 
 import contextlib
+from unittest import mock
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from pipeline_runs import same_costs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -103,6 +105,7 @@ def fit(folder, strategy="auto", epochs=2, resume=None, module=None, **arguments
     return module, trainer, notes
 
 
+@mock.patch("lightning_egeria.pipelining.pipeline.measured_graph", same_costs)
 def in_stages(folder, plain_folder):
     """Everything that one start of the ranks can show."""
     settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
