@@ -151,6 +151,11 @@ METHODS = {
         lambda: [StructuredPartialBackprop(min_share=1)],
         changes=left_out,
     ),
+    "graded": Method(
+        lambda: [guided(never()), StructuredPartialBackprop("graded")],
+        lambda: [guided(never()), StructuredPartialBackprop("graded", min_share=1)],
+        changes=left_out,
+    ),
     "SelectiveBackprop": Method(
         list,
         list,

@@ -59,6 +59,8 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         ArgumentError: if an argument is out of range.
     """
 
+    measures_plasticity = True
+
     @explain_missing
     def __init__(
         self,
@@ -90,6 +92,12 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     def last_evaluation(self) -> LastEvaluation | None:
         """The latest comparison with the reference; None before the first, and on every rank but 0."""
         return self._guide.last_evaluation if self._guide is not None else None
+
+    @property
+    def latest_plasticity(self) -> tuple[int, Sequence[float]] | None:
+        """Step and plasticity of the last evaluation."""
+        last = self.last_evaluation
+        return None if last is None else (last.step, last.plasticity)
 
     @property
     def active_policy(self) -> Policy | None:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from lightning_egeria.errors import ArgumentError
+from lightning_egeria.partial.grading import GradedPlan
 from lightning_egeria.partial.plans import GivenPlan, SuffixPlan, TemporalPlan, UniformPlan
 from lightning_egeria.partial.suffixes import check_min_share
 from lightning_egeria.partial.weighting import WeightedPlan
 
-NAMED = ("temporal", "uniform", "weighted")
+NAMED = ("temporal", "graded", "uniform", "weighted")
 EXCHANGES = ("contributors", "all")
 
 
@@ -40,7 +41,7 @@ class PartialArguments:
         check_min_share(self.min_share)
         if every is not None and (type(every) is not int or every < 0):
             raise ArgumentError(f"rotate_every_n_steps must be a whole number of at least 0, got {every!r}")
-        if every is not None and self.depths in ("temporal", "weighted"):
+        if every is not None and self.depths in ("temporal", "graded", "weighted"):
             raise ArgumentError(
                 f"rotate_every_n_steps is for depths='uniform' and lists, got {every} with depths={self.depths!r}"
             )
@@ -65,6 +66,8 @@ class PartialArguments:
         """
         if self.depths == "temporal":
             return TemporalPlan(ranks, self.min_share)
+        if self.depths == "graded":
+            return GradedPlan(ranks, self.min_share, layer_modules)
         if self.depths == "weighted":
             return WeightedPlan(ranks, self.min_share, layer_modules)
         every = self.rotate_every_n_steps

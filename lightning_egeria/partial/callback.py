@@ -17,6 +17,8 @@ from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.compilation import is_compiled
 from lightning_egeria.partial.arguments import PartialArguments
+from lightning_egeria.partial.display import panels_of_savings
+from lightning_egeria.partial.grading import GradedPlan, Grading
 from lightning_egeria.partial.measuring import SuffixMeasures
 from lightning_egeria.partial.plans import GivenPlan, SuffixPlan, TemporalPlan
 from lightning_egeria.partial.savings import PartialSavings
@@ -25,6 +27,7 @@ from lightning_egeria.partial.support import check_batches, check_model, check_t
 from lightning_egeria.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.training.checkpoints import checkpoint_read, count_of
 from lightning_egeria.training.finding import LayerFinding
+from lightning_egeria.training.panels import Panel
 
 
 class StructuredPartialBackprop(LayerFinding):
@@ -37,8 +40,9 @@ class StructuredPartialBackprop(LayerFinding):
 
     Args:
         depths: number of layer modules that a rank computes gradients of. ``"temporal"``: from the whole chain to its
-            last part in turn, alike on all ranks. ``"uniform"``: in equal distances over the ranks. ``"weighted"``:
-            fewer on ranks whose steps are slow. A list: one number for each rank.
+            last part in turn, alike on all ranks. ``"graded"``: alike on all ranks, and each layer module as often as
+            its plasticity says, which `KnowledgeGuidedFreezing` measures. ``"uniform"``: in equal distances over the
+            ranks. ``"weighted"``: fewer on ranks whose steps are slow. A list: one number for each rank.
         min_share: share of the steps or ranks that compute the gradient of each layer module, at least; in (0, 1].
         rotate_every_n_steps: steps after which ranks change places, for ``"uniform"`` (by default 1) and lists (by
             default 0, never).
@@ -65,6 +69,7 @@ class StructuredPartialBackprop(LayerFinding):
         self._contributions: list[int] = []
         self._steps: SuffixSteps | None = None  # during training
         self._measures: SuffixMeasures | None = None
+        self._grading: Grading | None = None
         self._savings: PartialSavings | None = None  # after training
         self._strategy: Any = None  # during training
 
@@ -72,6 +77,11 @@ class StructuredPartialBackprop(LayerFinding):
     def contributions(self) -> dict[str, int]:
         """For each layer module, the number of its gradients so far, over steps and ranks; empty before training."""
         return dict(zip(self.layer_modules, self._contributions, strict=True)) if self.chain is not None else {}
+
+    def panels(self) -> list[Panel]:
+        """Return the figures of this `fit` for a report."""
+        savings = self.savings()
+        return panels_of_savings(savings) if savings is not None else []
 
     @property
     def depth(self) -> int:
@@ -130,6 +140,11 @@ class StructuredPartialBackprop(LayerFinding):
         self._strategy = trainer.strategy
         source, size = self.chain_source(trainer), trainer.world_size
         plan = self.arguments.plan(size, len(chain))
+        if isinstance(plan, GradedPlan) and source is not None:
+            self._grading = Grading(plan, source, self.ranks, self.notices.inform)
+            if state is not None:
+                with checkpoint_read("partial backprop"):
+                    self._grading.load_state_dict(state["grading"])
         if isinstance(plan, GivenPlan):
             plan.check(len(chain), chain.max_depth)
         layers = exchanged_layers(pl_module, chain, trainer)
@@ -165,6 +180,8 @@ class StructuredPartialBackprop(LayerFinding):
         )
         self.observers.add(self._steps)
         self.observers.add(self._measures)
+        if self._grading is not None:
+            self.observers.add(self._grading)
         self._tell(chain, plan, size)
 
     def _exchange(
@@ -196,7 +213,7 @@ class StructuredPartialBackprop(LayerFinding):
                 f"gradients of the last {told} of {len(chain)} layer modules in turn; {chain.names[0]!r} has one in "
                 f"{shares[0]:.0%} of the steps"
             )
-        else:
+        elif not isinstance(plan, GradedPlan):
             told = ", ".join(map(str, plan.lengths(0, len(chain))))
             self.notices.inform(f"gradients of the last {told} of {len(chain)} layer modules on rank 0, 1, ...")
 
@@ -218,16 +235,17 @@ class StructuredPartialBackprop(LayerFinding):
         """Stop pausing layer modules."""
         self._savings = self.savings()
         self._strategy = None
-        for observer in (self._steps, self._measures):
+        for observer in (self._steps, self._measures, self._grading):
             if observer is not None:
                 self.observers.remove(observer)
         if self._steps is not None:
             self._steps.close()
-        self._steps = self._measures = None
+        self._steps = self._measures = self._grading = None
 
     def own_state(self) -> dict[str, Any]:
-        """Return the contributions. The suffixes of a step follow from the number of steps, or are measured again."""
-        return {"contributions": list(self._contributions)}
+        """Return the contributions, and how suffixes are graded. Others follow from the step, or are measured again."""
+        grading = self._grading.state_dict() if self._grading is not None else None
+        return {"contributions": list(self._contributions), "grading": grading}
 
     def read_own_state(self, state: dict[str, Any]) -> None:
         """Take the contributions."""

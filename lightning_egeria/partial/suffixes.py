@@ -33,7 +33,7 @@ class SuffixCycle:
         check_min_share(min_share)
         if layer_modules < 1:
             raise ArgumentError(f"layer_modules must be at least 1, got {layer_modules}")
-        steps = min(math.floor(1 / min_share + 1e-9), layer_modules)  # 1 / 0.1 and its like may round down
+        steps = min(steps_of_share(min_share), layer_modules)
         self.layer_modules = layer_modules
         self.lengths = tuple(-(-(steps - step) * layer_modules // steps) for step in range(steps))
 
@@ -53,6 +53,15 @@ class SuffixCycle:
         """
         behind = range(self.layer_modules - 1, -1, -1)  # layer modules behind each one
         return tuple(sum(length > number for length in self.lengths) / len(self.lengths) for number in behind)
+
+
+def steps_of_share(min_share: float) -> int:
+    """Return the most steps of a cycle of which one is such a share.
+
+    >>> steps_of_share(0.25), steps_of_share(0.4), steps_of_share(0.1)
+    (4, 2, 10)
+    """
+    return math.floor(1 / min_share + 1e-9)  # 1 / 0.1 and its like may round down
 
 
 def check_min_share(min_share: float) -> None:

@@ -36,7 +36,8 @@ def check_trainer(trainer: pl.Trainer, arguments: PartialArguments, layer_module
     Raises:
         UnsupportedError: with another strategy than one device or DDP, with settings of DDP that contradict, or with
             manual optimization.
-        ArgumentError: if depths are given for another number of ranks, or layer modules are named beside freezing.
+        ArgumentError: if depths are given for another number of ranks or follow a plasticity that nobody measures, or
+            if layer modules are named beside freezing.
     """
     strategy, kind = trainer.strategy, type(trainer.strategy).__name__
     if kind not in SUPPORTED:
@@ -64,6 +65,11 @@ def check_trainer(trainer: pl.Trainer, arguments: PartialArguments, layer_module
         )
     arguments.check_size(trainer.world_size)
     freezing = freezing_of(trainer)
+    if arguments.depths == "graded" and (freezing is None or not freezing.measures_plasticity):
+        raise ArgumentError(
+            "depths='graded' follows plasticity, which KnowledgeGuidedFreezing measures. Add it to the Trainer's "
+            "callbacks, or use depths='temporal'"
+        )
     if freezing is not None and layer_modules is not None:
         raise ArgumentError(
             f"layer_modules must be given to {type(freezing).__name__} only: partial backprop takes those of freezing"

@@ -46,6 +46,7 @@ class PrefixFreezing(LayerFinding):
     """
 
     egeria_method = "freezing"
+    measures_plasticity = False  # whether `latest_plasticity` is overridden
 
     def __init__(
         self,
@@ -96,6 +97,11 @@ class PrefixFreezing(LayerFinding):
     def will_compare(self, batches_ahead: int) -> bool:
         """Whether the method needs the input of the batch ``batches_ahead`` after the last; False by default."""
         return False
+
+    @property
+    def latest_plasticity(self) -> tuple[int, Sequence[float]] | None:
+        """Step and plasticity of each layer module, as measured last on rank 0; None before, and on other ranks."""
+        return None
 
     @property
     def repeats_steps(self) -> bool:

@@ -11,7 +11,10 @@ from lightning_egeria.partial.weighting import WeightedPlan
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"depths": "all"}, r"depths must be one of \('temporal', 'uniform', 'weighted'\) or a list .*, got 'all'"),
+        (
+            {"depths": "all"},
+            r"depths must be one of \('temporal', 'graded', 'uniform', 'weighted'\) or a list .*, got 'all'",
+        ),
         ({"depths": []}, r"a whole number of at least 1 for each rank, got \[\]"),
         ({"depths": [0, 1]}, r"a whole number of at least 1 for each rank, got \[0, 1\]"),
         ({"depths": [1.5]}, r"a whole number of at least 1 for each rank, got \[1.5\]"),

@@ -3,13 +3,13 @@
 import lightning as L
 import pytest
 import torch
-from methods import scripted
+from methods import LinearFreezing, scripted
 from models import After, Classifier, ConvNet, equal, fit, left_behind, loader
 from networks import TiedHead, ids
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import FrozenPrefixCache, StructuredPartialBackprop
+from lightning_egeria import FrozenPrefixCache, PrefixFreezing, StructuredPartialBackprop
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -120,7 +120,35 @@ def test_a_step_that_returns_none_is_not_counted():
     assert left_behind(ours) == []
 
 
+class Measured(PrefixFreezing):
+    """Whose plasticity is given, from step 5 on."""
+
+    measures_plasticity = True
+
+    @property
+    def latest_plasticity(self):
+        return (5, [0.3, 0.6, 1.0]) if self.freezer is not None and self.freezer.step >= 5 else None
+
+
+def test_graded_suffixes_follow_plasticity_after_each_tenth_step():
+    depths, callback = [], StructuredPartialBackprop("graded", min_share=0.3)
+    ours = module()
+    fit(ours, Measured(), callback, After(lambda *_: depths.append(callback.depth)), epochs=4)
+    assert depths == [0] * 10 + [1, 2, 0, 1, 2, 0, 1, 2, 0, 1]
+    expected = {"net.stem.0": 9 + 3, "net.middle.0": 9 + 7, "net.deep.0": 19}  # the first step shows the layer modules
+    assert callback.contributions == expected
+    gradients, ranks, activations = (panel.series for panel in callback.panels())
+    assert gradients == {"gradients": list(enumerate(expected.values()))}
+    assert set(ranks) == {"backward"}
+    assert [depth for depth, _ in activations["activations"]] == [0, 1, 2]
+
+
 class TestRefused:
+    def test_grades_without_plasticity(self):
+        for others in ([], [LinearFreezing()]):
+            with pytest.raises(ArgumentError, match="depths='graded' follows plasticity, which KnowledgeGuidedFreezin"):
+                fit(module(), *others, StructuredPartialBackprop("graded"))
+
     def test_arguments(self):
         with pytest.raises(ArgumentError, match=r"depths must be one of .* or a list of numbers, got 'all'"):
             StructuredPartialBackprop(depths="all")
