@@ -1,7 +1,7 @@
 """The accuracy of partial backprop on several ranks, beside controls that compute as much.
 
-ResNet-20 is fine-tuned on Imagenette as in the proof, by processes that share a batch of 64. Beside it: a plain run with
-as few steps as cost the same, and one with as small batches. The cost of a form is what all ranks compute, with a
+ResNet-20 is fine-tuned on Imagenette as in the proof, by processes that share a batch of 64. Beside it: a plain run 
+with as few steps as cost the same, and one with as small batches. The cost of a form is what all ranks compute, with a
 backward of twice a forward: ``(1 + 2 share) / 3``, the share averaged over the ranks as `savings()` measures it.
 
 python -m benchmarks.partial_quality --data FOLDER [--ranks 2] [--depths uniform] [--seeds 3]
