@@ -1,6 +1,6 @@
 """The accuracy of partial backprop on several ranks, beside controls that compute as much.
 
-ResNet-20 is fine-tuned on Imagenette as in the proof, by processes that share a batch of 64. Beside it: a plain run 
+ResNet-20 is fine-tuned on Imagenette as in the proof, by processes that share a batch of 64. Beside it: a plain run
 with as few steps as cost the same, and one with as small batches. The cost of a form is what all ranks compute, with a
 backward of twice a forward: ``(1 + 2 share) / 3``, the share averaged over the ranks as `savings()` measures it.
 

@@ -15,6 +15,7 @@ from lightning_egeria.caching.lazy import LazyTensor, node_of, plain, show
 from lightning_egeria.caching.tape import UNKNOWN, Call, Meta, Node, Tape, Unit, version_of
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.network.prefix import FrozenPrefix
+from lightning_egeria.training.rehearsal import is_apart
 
 _GLOBAL_HOOKS = (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks)
 _ONE = pytree.tree_flatten(((0,), {}))[1]  # structure of a call with one positional argument
@@ -240,7 +241,7 @@ class FrontUnit:
         """The tape to record on, and its batch; None if the module has to run."""
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         lazies = [leaf for leaf in tensors if isinstance(leaf, LazyTensor) and _is_of_a_batch(leaf)]
-        if any(map(_needs_grad, tensors)):
+        if is_apart() or any(map(_needs_grad, tensors)):
             return None, None
         batch = lazies[0].node.tape.owner if lazies else self.front.batch
         if batch is None or batch.front is not self.front or any(x.node.tape is not batch.tape for x in lazies):

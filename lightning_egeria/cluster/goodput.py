@@ -27,18 +27,18 @@ class BatchLimits:
         largest: total batch size.
         smallest_local: on one device.
         largest_local: that fits in the memory of a device.
+        fewest_batches: in a step of one replica above the initial batch size. The noise of a gradient shows in several
+            gradients of a step only; 1 if the job repeats a step in parts now and then.
     """
 
     initial: int
     largest: int
     smallest_local: int
     largest_local: int
+    fewest_batches: int = 2
 
     def split(self, batch_size: float, replicas: int) -> tuple[int, int]:
         """Return local batch size and accumulation steps for a total batch size.
-
-        One replica accumulates at least once above the initial batch size: the noise of a gradient cannot be estimated
-        from one alone.
 
         >>> BatchLimits(128, 4096, 32, 1024).split(4096, 2)
         (1024, 1)
@@ -46,7 +46,7 @@ class BatchLimits:
         local = math.ceil(batch_size / replicas - _SLACK)
         accumulation = math.ceil(local / self.largest_local - _SLACK) - 1
         if replicas == 1 and batch_size > self.initial:
-            accumulation = max(1, accumulation)
+            accumulation = max(self.fewest_batches - 1, accumulation)
         local = math.ceil(local / (accumulation + 1) - _SLACK)
         return self.bounded(local, accumulation, replicas), accumulation
 
@@ -114,7 +114,7 @@ class Goodput:
         local = total / replicas
         accumulation = np.ceil(local / limits.largest_local - _SLACK) - 1
         single = (replicas == 1) & (local > limits.initial + _SLACK)
-        accumulation = np.where(single, np.maximum(accumulation, 1), accumulation)
+        accumulation = np.where(single, np.maximum(accumulation, limits.fewest_batches - 1), accumulation)
         local = np.ceil(local / (accumulation + 1) - _SLACK)
         total = replicas * local * (accumulation + 1)
         seconds = self.throughput.step_seconds(nodes, replicas, local)

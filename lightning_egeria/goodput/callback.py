@@ -20,6 +20,7 @@ from lightning_egeria.goodput.decision import Division
 from lightning_egeria.goodput.exchange import measure_exchange
 from lightning_egeria.goodput.gradients import GradientMeter
 from lightning_egeria.goodput.learning_rate import LearningRateRule
+from lightning_egeria.goodput.memory import halved_gradients
 from lightning_egeria.goodput.optimizer_steps import ScaledSteps, step_schedulers
 from lightning_egeria.goodput.profile import Configuration
 from lightning_egeria.profiling.phases import PhaseTimer, exposed_communication
@@ -109,6 +110,7 @@ class BatchSizeSteps(pl.Callback):
         self._done = 0  # batches of this epoch
         self._window: list[int] = []  # samples of the batches of this step, in this process
         self._backwards, self._steps_before = 0, 0
+        self._repeated = False  # whether this batch was repeated in halves
         self._hinted, self._hint_pause = -math.inf, FIRST_HINTS_S
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -170,7 +172,7 @@ class BatchSizeSteps(pl.Callback):
             self.control.wait(trainer.global_step)
         if batch_idx % self.changes.now.batches == 0:
             self._window.clear()
-            self._begin_step(trainer.global_step, batch_idx)
+            self._begin_step(trainer, batch, batch_idx)
         self._scale_rate()
         self._timer.batch_start(depth)
 
@@ -202,8 +204,8 @@ class BatchSizeSteps(pl.Callback):
         self._done += 1
         self._window.append(samples)
         waited = exposed_communication(trainer.strategy.model) if self.changes.now.replicas > 1 else 0.0
-        whole = samples == self.changes.now.local
-        self._timer.batch_end(trainer.global_step, waited, _Timed(samples, stepped) if whole else None)
+        timed = samples == self.changes.now.local and not self._repeated
+        self._timer.batch_end(trainer.global_step, waited, _Timed(samples, stepped) if timed else None)
         self._note_times()
         if stepped:
             self._steps.end()
@@ -255,12 +257,31 @@ class BatchSizeSteps(pl.Callback):
         self.changes.close()
         self._bar.remove()
 
-    def _begin_step(self, step: int, batch_idx: int) -> None:
+    def _begin_step(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
         now, batches = self.changes.now, self.adapted.batches
         # The last batch of an epoch may be smaller, which is known once it is drawn.
         within = batch_idx + now.batches < len(batches)
         whole = within or (now.batches == 1 and batches.size_of(batch_idx) == now.local)
-        self._meter.begin(step, now.batches if whole else 0, now.total / self.control.initial)
+        alone = self.control.halves and now.batches * now.replicas == 1 and now.total > self.control.initial
+        self._meter.begin(step, now.batches if whole and not alone else 0, now.total / self.control.initial)
+        self._repeated = whole and step % self._settings.measure_every == 0 and self.control.repeats(step, now)
+        if self._repeated:
+            self._measure_halves(trainer, batch, batch_idx)
+
+    def _measure_halves(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
+        """Measure the noise of a step with one gradient."""
+        now = self.changes.now
+        try:
+            first, second = halved_gradients(trainer, batch, now.local, batch_idx)
+        except Exception as error:
+            self.control.halves = False
+            self._notices.warn(
+                f"step {trainer.global_step}: half of a batch could not be run, to measure the noise of the gradient: "
+                f"{type(error).__name__}: {error}. From now on larger batches are accumulated from two"
+            )
+        else:
+            self._meter.add_halves(first, second, now.total / self.control.initial)
 
     def _scale_rate(self) -> None:
         """Scale the learning rate for a step that ends with this batch: the last of an epoch may be short."""

@@ -21,6 +21,8 @@ from lightning_egeria.goodput.noise import GradientNoise
 from lightning_egeria.goodput.profile import Profile
 from lightning_egeria.goodput.progress import Progress
 
+FIRST_STEPS, FIRST_EVERY, LATER_EVERY = 32, 2, 32  # of the steps after a change, which are repeated
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizeChange:
@@ -60,6 +62,7 @@ class BatchSizeControl:
         history: batch size and noise over the run.
         depth: frozen layer modules.
         nodes: number of nodes.
+        halves: whether a step of one gradient is repeated in halves now and then, which shows the noise.
         out_of_memory: smallest batch of one process that did not fit in memory; None if all did.
     """
 
@@ -78,6 +81,7 @@ class BatchSizeControl:
         self.changes: list[BatchSizeChange] = []
         self.history = History(max(1, every // 10))
         self.depth, self.nodes = 0, 1
+        self.halves = True
         self.out_of_memory: int | None = None
         self._initial, self._largest, self._local = initial, largest, local_batch_sizes
         self._rule, self._every = rule, every
@@ -98,7 +102,7 @@ class BatchSizeControl:
         smallest, largest = self._local
         if self.out_of_memory is not None:
             largest = min(largest or self.out_of_memory, max(smallest, self.out_of_memory - 1))
-        return limits_of(self._initial, self._largest, smallest, largest, replicas)
+        return limits_of(self._initial, self._largest, smallest, largest, replicas, 1 if self.halves else 2)
 
     def goodput(self, replicas: int) -> Goodput | None:
         """Return throughput and efficiency as they are known now; None before both are."""
@@ -115,6 +119,13 @@ class BatchSizeControl:
     def scale(self, samples: int) -> float:
         """Return a batch size in initial ones; at least 1, as for the rest of an epoch."""
         return max(1.0, samples / self._initial)
+
+    def repeats(self, step: int, now: Division) -> bool:
+        """Whether to repeat a step in halves: every second one after a change, and now and then later."""
+        if not self.halves or now.batches * now.replicas > 1 or now.total <= self._initial:
+            return False
+        changed = self.changes[-1].step if self.changes else 0
+        return step % (FIRST_EVERY if step - changed < FIRST_STEPS else LATER_EVERY) == 0
 
     def decides(self, step: int) -> bool:
         """Whether to ask `next` after this step."""
@@ -173,6 +184,7 @@ class BatchSizeControl:
             "changes": [dataclasses.asdict(change) for change in self.changes],
             "history": self.history.state(),
             "depth": self.depth,
+            "halves": self.halves,
             "out_of_memory": self.out_of_memory,
             "waits_until": self._waits_until,
         }
@@ -191,5 +203,6 @@ class BatchSizeControl:
         self.changes = [BatchSizeChange(**change) for change in state["changes"]]
         self.history = History.from_state(state["history"])
         self._initial, self.depth = int(state["initial"]), int(state["depth"])
+        self.halves = bool(state["halves"])
         self.out_of_memory = None if state["out_of_memory"] is None else int(state["out_of_memory"])
         self._waits_until = int(state["waits_until"])

@@ -127,7 +127,14 @@ def estimate(goodput: Goodput, division: Division, nodes: int) -> Estimate:
     return Estimate(division.total / float(seconds), float(efficiency))
 
 
-def limits_of(initial: int, largest: int, smallest_local: int, largest_local: int | None, replicas: int) -> BatchLimits:
+def limits_of(
+    initial: int,
+    largest: int,
+    smallest_local: int,
+    largest_local: int | None,
+    replicas: int,
+    fewest_batches: int = 1,
+) -> BatchLimits:
     """Return the limits on the batch size.
 
     Args:
@@ -136,6 +143,7 @@ def limits_of(initial: int, largest: int, smallest_local: int, largest_local: in
         smallest_local: smallest batch of one process.
         largest_local: largest batch of one process; None has no limit but ``largest``.
         replicas: number of processes.
+        fewest_batches: in a step of one process above the initial batch size.
 
     Raises:
         ArgumentError: if no batch size is left for so many processes.
@@ -147,4 +155,4 @@ def limits_of(initial: int, largest: int, smallest_local: int, largest_local: in
             f"{replicas} processes; got {largest}"
         )
     local = min(largest if largest_local is None else largest_local, -(-largest // replicas))
-    return BatchLimits(initial, largest, smallest_local, max(local, smallest_local))
+    return BatchLimits(initial, largest, smallest_local, max(local, smallest_local), fewest_batches)

@@ -47,9 +47,9 @@ class GradientMeter:
     """Measures squared norms of the gradients of batches, processes and steps, and adds estimates to the noise.
 
     Several gradients of one step, of its batches or of several processes, give an estimate for each step. Where there
-    is one gradient a step, two consecutive steps give one, which is biased. Norms are sums over parameter groups,
-    computed by fused operations over all their gradients. With Adam and its like, gradients are divided by the square
-    root of the second moments, as Adam's steps are.
+    is one gradient a step, two consecutive steps give one, which is biased, or the two halves of a batch. Norms are
+    sums over parameter groups, computed by fused operations over all their gradients. With Adam and its like, gradients
+    are divided by the square root of the second moments, as Adam's steps are.
 
     In each step call `begin`, for each batch `batch_end` after its backward, and with several processes
     `exchanged_bucket` for gradients that are about to be averaged. Results are read one step later, so a GPU goes on.
@@ -142,6 +142,26 @@ class GradientMeter:
                 dist.all_reduce(step.local)
             self._kept.clear()
             self._unread, self._step = step, None
+
+    def add_halves(
+        self, first: Mapping[nn.Parameter, Tensor], second: Mapping[nn.Parameter, Tensor], scale: float
+    ) -> None:
+        """Measure a step by the gradients of its two halves. Call it behind `begin`.
+
+        Args:
+            first: of the first half of its samples.
+            second: of the others.
+            scale: samples of both, in initial batches.
+        """
+        parameters = [p for p in self._groups if p in first and p in second]
+        if not parameters:
+            return
+        parts = [[half[p] for p in parameters] for half in (first, second)]
+        divide = self._is_adaptive()
+        mean = torch._foreach_add(*parts)
+        norms = [self._squared(parameters, gradients, divide) for gradients in (*parts, mean)]
+        step = _Step(norms[0] + norms[1], 2, 1, scale, divide, self._loss_scale(), total=norms[2] / 4)
+        self._unread = step
 
     def read(self) -> None:
         """Add the last step's estimate to the noise. The same on all processes."""

@@ -1,20 +1,21 @@
-"""Whether a larger batch fits in memory: tried before training uses it."""
+"""Running other batches without a trace: larger ones to see if memory suffices, and halves to measure noise."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.tree import change_leaves, tensor_leaves
-from lightning_egeria.training.rehearsal import rehearsal
+from lightning_egeria.training.rehearsal import apart, rehearsal, with_callbacks
+
+Gradients = dict[nn.Parameter, Tensor]
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -30,17 +31,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES)
 
 
-def enlarged(batch: Any, samples: int, wanted: int) -> Any:
-    """Return a batch of ``wanted`` samples, those of ``batch`` over and over; None if no tensor has one row a sample.
+def with_samples(batch: Any, samples: int, wanted: Sequence[int]) -> Any:
+    """Return a batch of other samples of a batch; None if no tensor has one row a sample.
 
-    Lists of one text a sample are as long again.
+    Lists of one text a sample follow.
 
     Args:
         batch: a batch.
         samples: number of its samples.
-        wanted: number of samples to return.
+        wanted: their numbers in the batch to return; some may come again.
 
-    >>> enlarged((torch.tensor([[1], [2]]), torch.tensor(7.0)), samples=2, wanted=3)
+    >>> with_samples((torch.tensor([[1], [2]]), torch.tensor(7.0)), samples=2, wanted=[0, 1, 0])
     (tensor([[1],
             [2],
             [1]]), tensor(7.))
@@ -49,15 +50,11 @@ def enlarged(batch: Any, samples: int, wanted: int) -> Any:
     if not rows:
         return None
 
-    def more(leaf: Tensor) -> Tensor:
+    def chosen(leaf: Tensor) -> Tensor:
         if not leaf.ndim or leaf.shape[0] != samples:
             return leaf
-        return leaf.index_select(0, torch.arange(wanted, device=leaf.device) % samples)
+        return leaf.index_select(0, torch.tensor(wanted, device=leaf.device))
 
-    return _with_longer_lists(change_leaves(batch, Tensor, more), samples, wanted)
-
-
-def _with_longer_lists(batch: Any, samples: int, wanted: int) -> Any:
     def of_samples(node: Any) -> bool:
         return (
             type(node) in (list, tuple)
@@ -65,43 +62,82 @@ def _with_longer_lists(batch: Any, samples: int, wanted: int) -> Any:
             and all(isinstance(item, (str, bytes)) for item in node)
         )
 
-    def more(node: Any) -> Any:
-        return type(node)(itertools.islice(itertools.cycle(node), wanted)) if of_samples(node) else node
+    def chosen_texts(node: Any) -> Any:
+        return type(node)(node[number] for number in wanted) if of_samples(node) else node
 
-    return pytree.tree_map(more, batch, is_leaf=of_samples)
+    return pytree.tree_map(chosen_texts, change_leaves(batch, Tensor, chosen), is_leaf=of_samples)
+
+
+def enlarged(batch: Any, samples: int, wanted: int) -> Any:
+    """Return a batch of ``wanted`` samples, those of ``batch`` over and over; None as for `with_samples`."""
+    return with_samples(batch, samples, [number % samples for number in range(wanted)])
+
+
+def repeated_gradients(trainer: pl.Trainer, batch: Any, batch_idx: int) -> Gradients:
+    """Run forward and backward of a batch without a trace, and return the gradients. Raises what these raise.
+
+    Processes do not exchange gradients meanwhile.
+
+    Args:
+        trainer: the Trainer, between two batches.
+        batch: the batch, on its device.
+        batch_idx: number of the batch in the epoch, for the training step.
+    """
+    module = trainer.lightning_module
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    # The progress bar stays: its own thread looks for it here.
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    bars = [one for one in callbacks if isinstance(one, pl.callbacks.ProgressBar)]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with (
+            apart(),
+            with_callbacks(trainer, *bars),
+            rehearsal(module),
+            _block_parallel_sync_behavior(trainer.strategy, block=True),
+        ):
+            takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            output = trainer.strategy.training_step(*((batch, batch_idx) if takes_index else (batch,)))
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is not None:
+                trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
+        return {parameter: parameter.grad for parameter, _ in gradients if parameter.grad is not None}
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def halved_gradients(trainer: pl.Trainer, batch: Any, samples: int, batch_idx: int) -> tuple[Gradients, Gradients]:
+    """Return the gradients of the two halves of a batch, as `repeated_gradients` does.
+
+    Raises:
+        ValueError: if no tensor of the batch has one row a sample.
+    """
+    middle = samples // 2
+    first, second = (with_samples(batch, samples, part) for part in (range(middle), range(middle, samples)))
+    if first is None:
+        raise ValueError("no tensor of the batch has one row for each sample")
+    return repeated_gradients(trainer, first, batch_idx), repeated_gradients(trainer, second, batch_idx)
 
 
 def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool | Exception:
-    """Run forward and backward of a batch without a trace, and return whether memory sufficed, or another error.
+    """Return whether memory suffices for forward and backward of a batch, or another error that they raised.
 
-    Processes do not exchange gradients meanwhile. Every rank must call it, and agree on the result.
+    Every rank must call it, and agree on the result.
 
     Args:
         trainer: the Trainer, between two optimizer steps.
         batch: the batch, on its device.
         batch_idx: number of the batch in the epoch, for the training step.
     """
-    module = trainer.lightning_module
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    # The progress bar stays: its own thread looks for it here.
-    trainer.callbacks = [one for one in callbacks if isinstance(one, pl.callbacks.ProgressBar)]  # type: ignore[attr-defined]
-    fits: bool | Exception = True
-    for parameter, _ in gradients:
-        parameter.grad = None
     try:
-        with rehearsal(module), _block_parallel_sync_behavior(trainer.strategy, block=True):
-            takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-            output = trainer.strategy.training_step(*((batch, batch_idx) if takes_index else (batch,)))
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            if loss is not None:
-                trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
+        repeated_gradients(trainer, batch, batch_idx)
     except Exception as error:
-        fits = False if is_out_of_memory(error) else error
-    finally:
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-    if fits is False and torch.cuda.is_available():
+        if not is_out_of_memory(error):
+            return error
+    else:
+        return True
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return fits
+    return False

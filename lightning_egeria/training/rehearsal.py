@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,23 @@ from torch import nn
 
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
 from lightning_egeria.snapshots.random_state import preserved_random_state
+
+_apart: ContextVar[bool] = ContextVar("apart", default=False)
+
+
+def is_apart() -> bool:
+    """Whether what runs now is `apart` from the batch in progress."""
+    return _apart.get()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Say that what the body runs does not belong to the batch in progress, so that no cache takes it for that."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
 
 
 @contextlib.contextmanager

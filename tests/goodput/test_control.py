@@ -48,8 +48,26 @@ def test_it_decides_each_so_many_steps(informed):
     assert scripted.next(3, Division(16, 1, 2)) == Division(32, 1, 2)
 
 
+def test_one_gradient_a_step_is_repeated_in_halves(informed):
+    def repeated(now, steps):
+        return [step for step in steps if informed.repeats(step, now)]
+
+    single = Division(32, 1, 1)
+    informed.changed(10, single, "")
+    assert repeated(single, range(10, 100)) == [*range(10, 42, 2), 64, 96]
+    for other in (Division(16, 1, 1), Division(32, 2, 1), Division(32, 1, 2)):  # initial, accumulated, of two processes
+        assert repeated(other, range(10, 100)) == []
+    assert informed.limits(1).fewest_batches == 1
+    informed.halves = False
+    assert repeated(single, range(10, 100)) == []
+    assert informed.limits(1).fewest_batches == 2
+    again = control()
+    again.load(informed.state())
+    assert again.halves is False
+
+
 def test_what_did_not_fit_is_a_limit(informed):
-    assert informed.limits(2) == BatchLimits(16, 256, 8, 128)
+    assert informed.limits(2) == BatchLimits(16, 256, 8, 128, 1)
     informed.out_of_memory = 40
     assert informed.limits(2).largest_local == 39
     assert informed.next(10, Division(16, 1, 1)).local <= 39

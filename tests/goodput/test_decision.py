@@ -67,9 +67,9 @@ def test_a_script_is_followed():
 
 
 def test_limits_leave_room_for_each_process():
-    assert limits_of(32, 1024, 16, None, 2) == BatchLimits(32, 1024, 16, 512)
-    assert limits_of(32, 1024, 16, 100, 2) == BatchLimits(32, 1024, 16, 100)
-    assert limits_of(32, 32, 16, None, 1) == BatchLimits(32, 32, 16, 32)
+    assert limits_of(32, 1024, 16, None, 2) == BatchLimits(32, 1024, 16, 512, 1)
+    assert limits_of(32, 1024, 16, 100, 2) == BatchLimits(32, 1024, 16, 100, 1)
+    assert limits_of(32, 32, 16, None, 1) == BatchLimits(32, 32, 16, 32, 1)
     with pytest.raises(ArgumentError, match=r"max_batch_size must be at least 128, .* got 64"):
         limits_of(32, 64, 16, None, 8)
     with pytest.raises(ArgumentError, match="max_batch_size must be at least 32"):

@@ -60,6 +60,25 @@ def test_batches_of_a_step_give_an_estimate(batches):
     assert noise.variance == pytest.approx(VARIANCE, rel=0.02)
 
 
+def test_halves_of_a_batch_give_an_estimate():
+    net = Dot()
+    noise, samples = GradientNoise(2), 3 * SAMPLES
+    meter = GradientMeter(torch.optim.SGD(groups_of(net), lr=0.01), noise)
+    for step in range(600):
+        meter.begin(step, 0, 3.0)
+        halves = []
+        for _ in range(2):
+            net.zero_grad()
+            net(batch(samples // 2)).backward()
+            halves.append({parameter: parameter.grad for parameter in net.parameters()})
+        meter.add_halves(*halves, 3.0)
+    meter.read()
+    assert noise.estimates == 600
+    assert not noise.biased
+    assert noise.squared_norm == pytest.approx(SQUARED, rel=0.02)
+    assert noise.variance == pytest.approx(VARIANCE, rel=0.02)
+
+
 def test_two_steps_give_one_that_is_marked():
     noise = run(2000)
     assert noise.estimates == 1000

@@ -5,7 +5,7 @@ import copy
 import torch
 from models import After, Classifier, ConvNet, fit, images, loader
 
-from lightning_egeria.goodput.memory import enlarged, fits_in_memory, is_out_of_memory
+from lightning_egeria.goodput.memory import enlarged, fits_in_memory, halved_gradients, is_out_of_memory, with_samples
 from lightning_egeria.snapshots.random_state import RandomState
 
 
@@ -64,3 +64,28 @@ def test_batches_of_any_structure_are_enlarged():
     larger = enlarged(names, 2, 3)
     assert (larger["names"], larger["pairs"]) == (["a", "b", "a"], [("c", "d", "c")])
     assert enlarged({"text": "none"}, 2, 5) is None
+
+
+def test_halves_have_the_gradients_of_their_samples():
+    torch.manual_seed(0)
+    module, found = Classifier(ConvNet(dropout=0)), []
+    batch = (torch.randn(8, 1, 8, 8), torch.arange(8) % 3)
+
+    def look(trainer, _):
+        weights = copy.deepcopy(module.state_dict())
+        halves = halved_gradients(trainer, batch, 8, 0)
+        for gradients, part in zip(halves, (slice(4), slice(4, 8)), strict=True):
+            twin = Classifier(ConvNet(dropout=0))
+            twin.load_state_dict(weights)
+            twin.training_step((batch[0][part], batch[1][part]), 0).backward()
+            pairs = zip(module.parameters(), twin.parameters(), strict=True)
+            found.append(all(torch.equal(gradients[ours], other.grad) for ours, other in pairs))
+        assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+
+    fit(module, After(look, 2), epochs=1)
+    assert found == [True, True]
+
+
+def test_samples_of_a_batch_without_rows_are_unknown():
+    assert with_samples({"text": ["a", "b"]}, 2, [1]) is None
+    assert with_samples({"text": ["a", "b"], "x": torch.eye(2)}, 2, [1])["text"] == ["b"]
