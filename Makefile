@@ -54,7 +54,7 @@ bench: $(VENV)/installed-demo ## compare on WORKLOAD=name with the data in DATA=
 	@if [ '$(WORKLOAD)' != '*' ] && [ ! -f 'benchmarks/$(WORKLOAD).py' ]; then \
 		$(BIN)/python -m benchmarks.proof.compare '$(WORKLOAD)' --data '$(DATA)' --size '$(SIZE)' $(ARGS); \
 	else \
-		for script in benchmarks/$(WORKLOAD).py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done; \
+		for script in benchmarks/$(WORKLOAD).py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script $(ARGS) || exit 1; done; \
 	fi
 
 bench-all: $(VENV)/installed-demo ## compare on all workloads of the proof; what is done already is not repeated

@@ -117,6 +117,7 @@ class Loop:
             accumulate_grad_batches=1,
             progress_bar_callback=None,
             loggers=[],
+            _data_connector=types.SimpleNamespace(_datahook_selector=None),
             fit_loop=types.SimpleNamespace(),
             strategy=types.SimpleNamespace(model=None, root_device=torch.device("cpu")),
         )

@@ -5,12 +5,13 @@ their mean step times: the median over pairs of runs, with its range.
 
 With ``--data``, a folder with CIFAR-10: a run for each fixed batch size with the same rule for the learning rate, and
 two that adapt: by the times of this machine, and by those of a device that takes ``--device A,B``, ``A + B m`` seconds
-for a batch of ``m`` samples. Printed are the seconds of training to the accuracy that the initial batch size ends with:
-by the clock, and as the sum of each batch's seconds, fitted to the times of all runs or those of the device. The sums
-do not depend on what else the machine does.
+for a batch of ``m`` samples. The first size trains for ``--epochs``; the mean accuracy of its last three is the target
+of all, which have three times as many. Printed are the seconds of training to the target: by the clock, and as the
+sum of each batch's seconds, fitted to the times of all runs or those of the device. The sums do not depend on what else
+the machine does. With several ``--ranks`` they count each rank's own samples, without the exchange of gradients.
 
     python benchmarks/goodput.py [--batch 32] [--pairs 10] [--block 20]
-    python benchmarks/goodput.py --data FOLDER [--images 1000] [--sizes 32,128,256] [--epochs 10] [--seeds 0,1,2]
+    python benchmarks/goodput.py --data FOLDER [--images 2000] [--sizes 32,128,256] [--epochs 10] [--seeds 0,1,2]
 """
 
 import argparse
@@ -20,6 +21,7 @@ from unittest import mock
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import AdaptiveBatchSize
@@ -75,7 +77,8 @@ def overhead(options) -> None:
 class Curve(L.Callback):
     """Accuracy after each epoch, by seconds of training without validation, and the samples of each batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: float | None) -> None:
+        self.target = target
         self.points, self.batches, self.times, self._spent, self._began = [], [], {}, 0.0, 0.0
 
     def on_train_epoch_start(self, trainer, pl_module):
@@ -89,10 +92,13 @@ class Curve(L.Callback):
 
     def on_validation_end(self, trainer, pl_module):
         self.points.append((self._spent, len(self.batches), float(trainer.callback_metrics["val/acc"])))
+        trainer.should_stop |= self.target is not None and self.points[-1][2] >= self.target
 
 
-def curve_of(options, seed: int, size: int | None = None, device: tuple[float, float] | None = None) -> Curve:
-    """Train with a fixed batch size, or with one that adapts to this machine or to a device."""
+def curve_of(
+    options, seed: int, target: float | None, size: int | None = None, device: tuple[float, float] | None = None
+) -> Curve:
+    """Train with a fixed batch size, or with one that adapts to this machine or to a device, until a target."""
     L.seed_everything(seed, verbose=False)
     inner = Cifar10Data(options.data, batch_size=options.batch, train_size=options.images, val_size=options.validation)
     data = AdaptiveBatchSize(
@@ -102,10 +108,10 @@ def curve_of(options, seed: int, size: int | None = None, device: tuple[float, f
         learning_rate="adascale",
         change_every_n_steps=options.every,
     )
-    curve = Curve()
-    trainer = L.Trainer(
-        accelerator="auto", max_epochs=options.epochs, num_sanity_val_steps=0, callbacks=[curve], **QUIET
-    )
+    curve = Curve(target)
+    epochs = options.epochs * (1 if target is None else 3)
+    where = {"strategy": "ddp", "accelerator": "cpu", "devices": options.ranks} if options.ranks > 1 else {}
+    trainer = L.Trainer(max_epochs=epochs, num_sanity_val_steps=0, callbacks=[curve], **where, **QUIET)
     add = Profile.add
 
     def on_device(profile, where, seconds, *others):
@@ -115,8 +121,8 @@ def curve_of(options, seed: int, size: int | None = None, device: tuple[float, f
         trainer.fit(model(options.lr), data)
     changes = [(change.step, change.batch_size) for change in data.changes]
     curve.times = data.control.profile.measured(0)
-    print(f"seed {seed}, {size or device or 'adaptive'}: {curve.points[-1][2]:.4f} after {curve.points[-1][0]:.1f} s")
-    print(f"  {data.control.noise.scale * options.batch:.0f} samples of noise; {changes}", flush=True)
+    tell(f"seed {seed}, {size or device or 'adaptive'}: {curve.points[-1][2]:.4f} after {curve.points[-1][0]:.1f} s")
+    tell(f"  {data.control.noise.scale * options.batch:.0f} samples of noise; {changes}")
     return curve
 
 
@@ -135,16 +141,18 @@ def grid(options) -> None:
     device = ThroughputModel(options.device, (free, free), (free, free), 1.0)
     rows = {}
     for seed in options.seeds:
-        curves = {size: curve_of(options, seed, size) for size in options.sizes}
-        curves["adaptive"] = curve_of(options, seed)
+        first = curve_of(options, seed, None, options.sizes[0])
+        target = statistics.fmean(accuracy for *_, accuracy in first.points[-3:])
+        curves = {options.sizes[0]: first}
+        curves |= {size: curve_of(options, seed, target, size) for size in options.sizes[1:]}
+        curves["adaptive"] = curve_of(options, seed, target)
         pooled = Profile()
         for curve in curves.values():
             for where, (seconds, _) in curve.times.items():
                 pooled.add(where, seconds, False)
         here = pooled.fit(0)
-        print(f"  seconds of a batch: {here.compute[0]:.4f} + {here.compute[1]:.5f} m")
-        curves["adaptive, on the device"] = curve_of(options, seed, device=options.device)
-        target = curves[options.sizes[0]].points[-1][2]
+        tell(f"  seconds of a batch: {here.compute[0]:.4f} + {here.compute[1]:.5f} m")
+        curves["adaptive, on the device"] = curve_of(options, seed, target, device=options.device)
         for name, curve in curves.items():
             found = [curve.points[-1][2]] + [reached(curve, target, model) for model in (None, here, device)]
             rows.setdefault(name, []).append(found)
@@ -152,12 +160,18 @@ def grid(options) -> None:
 
 
 def print_table(rows) -> None:
-    print("\n| batch size | accuracy | s by the clock | s by the fit | s on the device |\n|---|---|---|---|---|")
+    tell("\n| batch size | accuracy | s by the clock | s by the fit | s on the device |\n|---|---|---|---|---|")
     for name, found in rows.items():
         accuracies, *seconds = zip(*found, strict=True)
         cells = [" ".join(f"{value:.3f}" for value in accuracies)]
         cells += [" ".join(f"{value:.1f}" for value in values) for values in seconds]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        tell(f"| {name} | {' | '.join(cells)} |")
+
+
+def tell(line: str) -> None:
+    """Print on the first rank."""
+    if rank_zero_only.rank == 0:
+        print(line, flush=True)
 
 
 def numbers(kind):
@@ -168,6 +182,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data")
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--ranks", type=int, default=1, help="processes, of which each has --batch samples at first")
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--block", type=int, default=20)
     parser.add_argument("--images", type=int, help="training images; all without it")
