@@ -1,9 +1,10 @@
 """What an epoch with Selective-Backprop costs, beside its formula, on a ResNet-20 and images of noise.
 
-    python -m benchmarks.selective_backprop [--batches 20] [--batch-size 64] [--rounds 3]
+    python -m benchmarks.selective_backprop [--batches 20] [--batch-size 64] [--rounds 3] [--frozen 0]
 
 The cost of an epoch is a share of a plain one. It should be the measured time of its scoring forwards plus the share of
 the samples that it trained: what is over is selection itself. Variants alternate; medians over the rounds are shown.
+With ``--frozen`` so many layer modules are frozen and cached in all runs, and the plain one is that with the cache.
 """
 
 import argparse
@@ -17,33 +18,42 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import SelectiveBackprop
+from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SelectiveBackprop
 from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.selecting.scoring import Scorer
 
-EPOCHS = 3  # the first is whole
+EPOCHS = 2  # that are measured
+BEFORE, BEFORE_CACHED = 1, 3  # epochs before them: the first is whole, and a cache fills and sees whether it pays
 
 
 class Epochs(L.Callback):
-    """Seconds of each epoch."""
+    """Seconds of each epoch, and those of scoring in it."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.scoring: list[float] = []
 
     def on_train_epoch_start(self, *_: object) -> None:
+        self.scoring.append(0.0)
         self._began = time.perf_counter()
 
     def on_train_epoch_end(self, *_: object) -> None:
         self.seconds.append(time.perf_counter() - self._began)
 
 
-def fit(batches: int, batch_size: int, **options: object) -> tuple[float, float, list[tuple[int, int, int, int]]]:
+def fit(
+    batches: int, batch_size: int, frozen: int, **options: object
+) -> tuple[float, float, list[tuple[int, int, int, int]]]:
     """Seconds of the epochs in which samples are selected, those of scoring forwards in them, and samples."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(batches * batch_size, 3, 32, 32), torch.randint(0, 10, (batches * batch_size,)))
     model = ImageClassifier(CifarResNet(20), 10, functools.partial(torch.optim.SGD, lr=0.01))
-    wrapped, epochs, scoring = SelectiveBackprop(DataLoader(data, batch_size), **options), Epochs(), [0.0]
+    before = BEFORE_CACHED if frozen else BEFORE
+    loader, callbacks = DataLoader(data, batch_size), []
+    if frozen:
+        loader, callbacks = FrozenPrefixCache(loader), [KnowledgeGuidedFreezing(ScriptedPolicy({1: frozen}))]
+    wrapped, epochs = SelectiveBackprop(loader, **options), Epochs()
     losses = Scorer.losses
 
     def timed(*arguments: object) -> object:
@@ -51,13 +61,13 @@ def fit(batches: int, batch_size: int, **options: object) -> tuple[float, float,
         try:
             return losses(*arguments)
         finally:
-            scoring[0] += time.perf_counter() - began
+            epochs.scoring[-1] += time.perf_counter() - began
 
     Scorer.losses = timed
     try:
         trainer = L.Trainer(
-            max_epochs=EPOCHS,
-            callbacks=[epochs],
+            max_epochs=before + EPOCHS,
+            callbacks=[*callbacks, epochs],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -67,7 +77,7 @@ def fit(batches: int, batch_size: int, **options: object) -> tuple[float, float,
         trainer.fit(model, datamodule=wrapped)
     finally:
         Scorer.losses = losses
-    return sum(epochs.seconds[1:]), scoring[0], wrapped.selection.epochs[1:]
+    return sum(epochs.seconds[before:]), sum(epochs.scoring[before:]), wrapped.selection.epochs[before:]
 
 
 def main() -> None:
@@ -76,6 +86,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--frozen", type=int, default=0)
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -83,9 +94,10 @@ def main() -> None:
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         for name, arguments in variants.items():
-            plain, _, _ = fit(options.batches, options.batch_size, beta=0)
-            seconds, scoring, counts = fit(options.batches, options.batch_size, **arguments)
-            samples = (EPOCHS - 1) * options.batches * options.batch_size
+            size = options.batches, options.batch_size, options.frozen
+            plain, _, _ = fit(*size, beta=0)
+            seconds, scoring, counts = fit(*size, **arguments)
+            samples = EPOCHS * options.batches * options.batch_size
             trained = sum(count for _, _, _, count in counts) / samples
             found[name].append((seconds / plain, scoring / plain + trained, scoring / plain))
     print("variant | cost | scoring + trained share | scoring")
