@@ -20,9 +20,10 @@ from lightning_egeria.goodput.decision import Division
 from lightning_egeria.goodput.exchange import measure_exchange
 from lightning_egeria.goodput.gradients import GradientMeter
 from lightning_egeria.goodput.learning_rate import LearningRateRule
-from lightning_egeria.goodput.memory import halved_gradients
+from lightning_egeria.goodput.memory import Mark, run_in_halves
 from lightning_egeria.goodput.optimizer_steps import ScaledSteps, step_schedulers
 from lightning_egeria.goodput.profile import Configuration
+from lightning_egeria.profiling.clock import reached, seconds_between
 from lightning_egeria.profiling.phases import PhaseTimer, exposed_communication
 from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.callback import freezing_of
@@ -111,6 +112,7 @@ class BatchSizeSteps(pl.Callback):
         self._window: list[int] = []  # samples of the batches of this step, in this process
         self._backwards, self._steps_before = 0, 0
         self._repeated = False  # whether this batch was repeated in halves
+        self._halved: tuple[Configuration, Mark, Mark] | None = None  # times of the last halves
         self._hinted, self._hint_pause = -math.inf, FIRST_HINTS_S
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -169,7 +171,7 @@ class BatchSizeSteps(pl.Callback):
         if depth != self.control.depth:
             self.control.depth = depth
             self._meter.forget()
-            self.control.wait(trainer.global_step)
+            self.control.forget(trainer.global_step)
         if batch_idx % self.changes.now.batches == 0:
             self._window.clear()
             self._begin_step(trainer, batch, batch_idx)
@@ -263,25 +265,23 @@ class BatchSizeSteps(pl.Callback):
         # The last batch of an epoch may be smaller, which is known once it is drawn.
         within = batch_idx + now.batches < len(batches)
         whole = within or (now.batches == 1 and batches.size_of(batch_idx) == now.local)
-        alone = self.control.halves and now.batches * now.replicas == 1 and now.total > self.control.initial
-        self._meter.begin(step, now.batches if whole and not alone else 0, now.total / self.control.initial)
-        self._repeated = whole and step % self._settings.measure_every == 0 and self.control.repeats(step, now)
+        scale = now.total / self.control.initial
+        self._meter.begin(step, now.batches if whole and not self.control.halved(now) else 0, scale)
+        stands_for = self.control.repeats(step, now) if whole and step % self._settings.measure_every == 0 else 0
+        self._repeated = stands_for > 0
         if self._repeated:
-            self._measure_halves(trainer, batch, batch_idx)
-
-    def _measure_halves(self, trainer: pl.Trainer, batch: Any, batch_idx: int) -> None:
-        """Measure the noise of a step with one gradient."""
-        now = self.changes.now
-        try:
-            first, second = halved_gradients(trainer, batch, now.local, batch_idx)
-        except Exception as error:
-            self.control.halves = False
-            self._notices.warn(
-                f"step {trainer.global_step}: half of a batch could not be run, to measure the noise of the gradient: "
-                f"{type(error).__name__}: {error}. From now on larger batches are accumulated from two"
-            )
-        else:
-            self._meter.add_halves(first, second, now.total / self.control.initial)
+            try:
+                halves = run_in_halves(trainer, batch, now.local, batch_idx)
+            except Exception as error:
+                self.control.halves = False
+                self._notices.warn(
+                    f"step {step}: half of a batch could not be run, to measure the noise of the gradient: "
+                    f"{type(error).__name__}: {error}. From now on larger batches are accumulated from two"
+                )
+                return
+            self._meter.add_halves(halves.first, halves.second, scale, stands_for)
+            where = Configuration(self.control.nodes, 1, now.local // 2, self.control.depth)
+            self._halved = where, halves.began, halves.ended
 
     def _scale_rate(self) -> None:
         """Scale the learning rate for a step that ends with this batch: the last of an epoch may be short."""
@@ -299,6 +299,10 @@ class BatchSizeSteps(pl.Callback):
 
     def _note_times(self) -> None:
         """Add to the profile the batches that the device has completed; a GPU may be some behind."""
+        if self._halved is not None and reached(self._halved[2]):
+            where, began, ended = self._halved
+            self.control.profile.add(where, seconds_between(began, ended) / 2, stepped=False)
+            self._halved = None
         for batch in self._timer.timed():
             if batch.label is not None:
                 samples, stepped = batch.label

@@ -21,7 +21,7 @@ from lightning_egeria.goodput.noise import GradientNoise
 from lightning_egeria.goodput.profile import Profile
 from lightning_egeria.goodput.progress import Progress
 
-FIRST_STEPS, FIRST_EVERY, LATER_EVERY = 32, 2, 32  # of the steps after a change, which are repeated
+FIRST_STEPS, FIRST_EVERY, LATER_EVERY = 32, 2, 64  # after a change, and which of these and later are repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class BatchSizeControl:
         self.out_of_memory: int | None = None
         self._initial, self._largest, self._local = initial, largest, local_batch_sizes
         self._rule, self._every = rule, every
-        self._waits_until = every
+        self._waits_until, self._since = every, 0
 
     @property
     def initial(self) -> int:
@@ -120,12 +120,23 @@ class BatchSizeControl:
         """Return a batch size in initial ones; at least 1, as for the rest of an epoch."""
         return max(1.0, samples / self._initial)
 
-    def repeats(self, step: int, now: Division) -> bool:
-        """Whether to repeat a step in halves: every second one after a change, and now and then later."""
-        if not self.halves or now.batches * now.replicas > 1 or now.total <= self._initial:
-            return False
-        changed = self.changes[-1].step if self.changes else 0
-        return step % (FIRST_EVERY if step - changed < FIRST_STEPS else LATER_EVERY) == 0
+    def halved(self, now: Division) -> bool:
+        """Whether steps of this size show their noise in halves: those of one gradient, where sizes change."""
+        return self.halves and self.adapts and now.batches * now.replicas == 1 and now.local > 1
+
+    def repeats(self, step: int, now: Division) -> int:
+        """Return how many steps the noise of this one stands for, if it is repeated in halves; 0 if it is not.
+
+        It is every second one for a while after a change, and now and then later; not the first of all, which sets up
+        much that is slow.
+        """
+        every = FIRST_EVERY if step - self._since < FIRST_STEPS else LATER_EVERY
+        return every if step and self.halved(now) and step % every == 0 else 0
+
+    def forget(self, step: int) -> None:
+        """What was measured counts no more."""
+        self._since = step
+        self.wait(step)
 
     def decides(self, step: int) -> bool:
         """Whether to ask `next` after this step."""
@@ -143,11 +154,12 @@ class BatchSizeControl:
         return self._rule.next(step, now, self.nodes, self.goodput(now.replicas))
 
     def wait(self, step: int) -> None:
-        """Decide again after ``every`` more steps: a decision was taken, or what was measured counts no more."""
+        """Decide again after ``every`` more steps."""
         self._waits_until = step + self._every
 
     def changed(self, step: int, division: Division, reason: str) -> BatchSizeChange:
         """Note a change."""
+        self._since = step
         change = BatchSizeChange(step, division.total, division.local, division.batches, reason)
         self.changes.append(change)
         return change
@@ -187,6 +199,7 @@ class BatchSizeControl:
             "halves": self.halves,
             "out_of_memory": self.out_of_memory,
             "waits_until": self._waits_until,
+            "since": self._since,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -205,4 +218,4 @@ class BatchSizeControl:
         self._initial, self.depth = int(state["initial"]), int(state["depth"])
         self.halves = bool(state["halves"])
         self.out_of_memory = None if state["out_of_memory"] is None else int(state["out_of_memory"])
-        self._waits_until = int(state["waits_until"])
+        self._waits_until, self._since = int(state["waits_until"]), int(state["since"])

@@ -31,6 +31,7 @@ class _Step:
         loss_scale: by which gradients are multiplied in half precision.
         total: squared norms of the mean gradient; None before it is there.
         biased: whether the gradients are those of two steps.
+        steps: steps that they stand for.
     """
 
     local: Tensor
@@ -41,6 +42,7 @@ class _Step:
     loss_scale: float
     total: Tensor | None = None
     biased: bool = False
+    steps: int = 1
 
 
 class GradientMeter:
@@ -144,7 +146,7 @@ class GradientMeter:
             self._unread, self._step = step, None
 
     def add_halves(
-        self, first: Mapping[nn.Parameter, Tensor], second: Mapping[nn.Parameter, Tensor], scale: float
+        self, first: Mapping[nn.Parameter, Tensor], second: Mapping[nn.Parameter, Tensor], scale: float, steps: int
     ) -> None:
         """Measure a step by the gradients of its two halves. Call it behind `begin`.
 
@@ -152,6 +154,7 @@ class GradientMeter:
             first: of the first half of its samples.
             second: of the others.
             scale: samples of both, in initial batches.
+            steps: steps that the estimate stands for.
         """
         parameters = [p for p in self._groups if p in first and p in second]
         if not parameters:
@@ -160,8 +163,8 @@ class GradientMeter:
         divide = self._is_adaptive()
         mean = torch._foreach_add(*parts)
         norms = [self._squared(parameters, gradients, divide) for gradients in (*parts, mean)]
-        step = _Step(norms[0] + norms[1], 2, 1, scale, divide, self._loss_scale(), total=norms[2] / 4)
-        self._unread = step
+        local, total = norms[0] + norms[1], norms[2] / 4
+        self._unread = _Step(local, 2, 1, scale, divide, self._loss_scale(), total, steps=steps)
 
     def read(self) -> None:
         """Add the last step's estimate to the noise. The same on all processes."""
@@ -174,7 +177,7 @@ class GradientMeter:
         unscaled = step.loss_scale**-2
         local = step.local * (step.batches**2 * unscaled / step.count)
         found = torch.stack([local, step.total * unscaled]).tolist()
-        self.noise.add(found[0], found[1], step.count, step.scale, step.biased)
+        self.noise.add(found[0], found[1], step.count, step.scale, step.biased, step.steps)
 
     def forget(self) -> None:
         """Other parameters learn from now on: drop what was measured, and all estimates."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.tree import change_leaves, tensor_leaves
+from lightning_egeria.profiling.clock import mark
 from lightning_egeria.training.rehearsal import apart, rehearsal, with_callbacks
 
 Gradients = dict[nn.Parameter, Tensor]
+Mark = float | torch.cuda.Event
 
 _MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -73,52 +77,72 @@ def enlarged(batch: Any, samples: int, wanted: int) -> Any:
     return with_samples(batch, samples, [number % samples for number in range(wanted)])
 
 
-def repeated_gradients(trainer: pl.Trainer, batch: Any, batch_idx: int) -> Gradients:
-    """Run forward and backward of a batch without a trace, and return the gradients. Raises what these raise.
+@contextlib.contextmanager
+def repeating(trainer: pl.Trainer, batch_idx: int) -> Iterator[Callable[[Any], Gradients]]:
+    """Give a function that runs forward and backward of a batch and returns its gradients. No trace remains of it.
 
     Processes do not exchange gradients meanwhile.
 
     Args:
         trainer: the Trainer, between two batches.
-        batch: the batch, on its device.
         batch_idx: number of the batch in the epoch, for the training step.
     """
     module = trainer.lightning_module
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    parameters = list(module.parameters())
+    before = [parameter.grad for parameter in parameters]
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+    def run(batch: Any) -> Gradients:
+        for parameter in parameters:
+            parameter.grad = None
+        output = trainer.strategy.training_step(*((batch, batch_idx) if takes_index else (batch,)))
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is not None:
+            trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
+        return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+
     # The progress bar stays: its own thread looks for it here.
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     bars = [one for one in callbacks if isinstance(one, pl.callbacks.ProgressBar)]
-    for parameter, _ in gradients:
-        parameter.grad = None
+    unsynchronised = _block_parallel_sync_behavior(trainer.strategy, block=True)
     try:
-        with (
-            apart(),
-            with_callbacks(trainer, *bars),
-            rehearsal(module),
-            _block_parallel_sync_behavior(trainer.strategy, block=True),
-        ):
-            takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-            output = trainer.strategy.training_step(*((batch, batch_idx) if takes_index else (batch,)))
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            if loss is not None:
-                trainer.strategy.backward(loss / trainer.accumulate_grad_batches, trainer.optimizers[0])
-        return {parameter: parameter.grad for parameter, _ in gradients if parameter.grad is not None}
+        with apart(), with_callbacks(trainer, *bars), rehearsal(module), unsynchronised:
+            yield run
     finally:
-        for parameter, gradient in gradients:
+        for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
 
-def halved_gradients(trainer: pl.Trainer, batch: Any, samples: int, batch_idx: int) -> tuple[Gradients, Gradients]:
-    """Return the gradients of the two halves of a batch, as `repeated_gradients` does.
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """What the two halves of a batch gave.
+
+    Attributes:
+        first: gradients of the first half.
+        second: those of the other.
+        began: when they began.
+        ended: when they were over.
+    """
+
+    first: Gradients
+    second: Gradients
+    began: Mark
+    ended: Mark
+
+
+def run_in_halves(trainer: pl.Trainer, batch: Any, samples: int, batch_idx: int) -> Halves:
+    """Run the two halves of a batch without a trace.
 
     Raises:
         ValueError: if no tensor of the batch has one row a sample.
     """
-    middle = samples // 2
+    middle, device = samples // 2, trainer.strategy.root_device
     first, second = (with_samples(batch, samples, part) for part in (range(middle), range(middle, samples)))
     if first is None:
         raise ValueError("no tensor of the batch has one row for each sample")
-    return repeated_gradients(trainer, first, batch_idx), repeated_gradients(trainer, second, batch_idx)
+    with repeating(trainer, batch_idx) as run:
+        began = mark(device)
+        return Halves(run(first), run(second), began, mark(device))
 
 
 def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool | Exception:
@@ -132,7 +156,8 @@ def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool | Ex
         batch_idx: number of the batch in the epoch, for the training step.
     """
     try:
-        repeated_gradients(trainer, batch, batch_idx)
+        with repeating(trainer, batch_idx) as run:
+            run(batch)
     except Exception as error:
         if not is_out_of_memory(error):
             return error

@@ -75,7 +75,9 @@ class GradientNoise:
         """Return the same over all groups."""
         return float(_gain(np.array(self.squared_norm), np.array(self.variance), scale))
 
-    def add(self, local: ArrayLike, total: ArrayLike, count: int, scale: float, biased: bool = False) -> None:
+    def add(
+        self, local: ArrayLike, total: ArrayLike, count: int, scale: float, biased: bool = False, steps: int = 1
+    ) -> None:
         """Add an estimate. Does nothing if a norm is not finite, or for a biased one where there are others.
 
         Args:
@@ -84,13 +86,14 @@ class GradientNoise:
             count: number of gradients, at least 2.
             scale: samples of all of them together, in initial batches.
             biased: whether they are consecutive gradients.
+            steps: steps that the estimate stands for.
         """
         local, total = np.asarray(local, float), np.asarray(total, float)
         if not (np.isfinite(local).all() and np.isfinite(total).all()) or (biased and self.known and not self.biased):
             return
         if self.biased and not biased:
             self.reset()
-        keep = SMOOTHING**scale
+        keep = SMOOTHING ** (scale * steps)
         self._norms = keep * self._norms + (1 - keep) * (count * total - local) / (count - 1)
         self._variances = keep * self._variances + (1 - keep) * (local - total) * scale / (count - 1)
         self._weight = keep * self._weight + (1 - keep)

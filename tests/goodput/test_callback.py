@@ -15,15 +15,15 @@ def test_each_kind_of_batch_is_timed():
     data = adaptive(numbered(96), batch_sizes={4: 32}, local_batch_sizes=(4, 16))
     trained(data)
     measured = data.control.profile.measured(0)
-    assert set(measured) == {Configuration(1, 1, 8, 0), Configuration(1, 1, 16, 0)}
+    assert set(measured) == {Configuration(1, 1, local, 0) for local in (4, 8, 16)}  # 4: halves
     assert all(0 < seconds < 10 for pair in measured.values() for seconds in pair)
 
 
 def test_short_batches_and_short_steps_are_not_measured():
-    data = adaptive(numbered(20))
+    data = adaptive(numbered(19))
     trained(data, epochs=3)
-    assert set(data.control.profile.measured(0)) == {Configuration(1, 1, 8, 0)}
-    # Of steps 0 to 8, each third has 4 samples: pairs (0, 1), (6, 7).
+    assert set(data.control.profile.measured(0)) == {Configuration(1, 1, local, 0) for local in (4, 8)}
+    # Of steps 0 to 8, each third has 3 samples; halves of 4 and 6.
     assert data.control.noise.estimates == 2
 
 

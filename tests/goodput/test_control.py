@@ -50,20 +50,25 @@ def test_it_decides_each_so_many_steps(informed):
 
 def test_one_gradient_a_step_is_repeated_in_halves(informed):
     def repeated(now, steps):
-        return [step for step in steps if informed.repeats(step, now)]
+        return {step: stands_for for step in steps if (stands_for := informed.repeats(step, now))}
 
-    single = Division(32, 1, 1)
-    informed.changed(10, single, "")
-    assert repeated(single, range(10, 100)) == [*range(10, 42, 2), 64, 96]
-    for other in (Division(16, 1, 1), Division(32, 2, 1), Division(32, 1, 2)):  # initial, accumulated, of two processes
-        assert repeated(other, range(10, 100)) == []
+    often = dict.fromkeys(range(2, 32, 2), 2)
+    for size in (16, 32):
+        assert repeated(Division(size, 1, 1), range(200)) == often | {64: 64, 128: 64, 192: 64}
+    for other in (Division(16, 2, 1), Division(16, 1, 2), Division(1, 1, 1)):  # accumulated, of two processes
+        assert repeated(other, range(100)) == {}
+    informed.changed(110, Division(32, 1, 1), "")
+    assert repeated(Division(32, 1, 1), range(110, 200)) == dict.fromkeys(range(110, 142, 2), 2) | {192: 64}
+    informed.forget(150)
+    assert repeated(Division(32, 1, 1), range(150, 152)) == {150: 2}
     assert informed.limits(1).fewest_batches == 1
     informed.halves = False
-    assert repeated(single, range(10, 100)) == []
+    assert repeated(Division(32, 1, 1), range(150, 200)) == {}
     assert informed.limits(1).fewest_batches == 2
     again = control()
     again.load(informed.state())
-    assert again.halves is False
+    assert again.state() == informed.state()
+    assert control(largest=16).repeats(0, Division(16, 1, 1)) == 0
 
 
 def test_what_did_not_fit_is_a_limit(informed):

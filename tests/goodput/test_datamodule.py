@@ -314,7 +314,7 @@ def test_memory_that_does_not_suffice_is_remembered(tmp_path):
 def test_memory_that_ends_all_the_same_says_what_to_do():
     class Later(Seeing):
         def training_step(self, batch, batch_idx):
-            if len(self.seen) == 4:
+            if self.global_step == 5:
                 raise torch.OutOfMemoryError("out of memory")
             return super().training_step(batch, batch_idx)
 
@@ -464,7 +464,7 @@ def test_it_finds_a_larger_batch_by_itself(monkeypatch):
     from lightning_egeria.goodput.profile import Profile
 
     add = Profile.add
-    monkeypatch.setattr(Profile, "add", lambda self, where, seconds, *others: add(self, where, 1.0, *others))
+    monkeypatch.setattr(Profile, "add", lambda self, where, _, *rest, **more: add(self, where, 1.0, *rest, **more))
     data = adaptive(numbered(400), change_every_n_steps=12)
     module, trainer = trained(data, epochs=4, module=Seeing(lr=0.0))
     assert data.changes

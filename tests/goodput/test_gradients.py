@@ -71,7 +71,7 @@ def test_halves_of_a_batch_give_an_estimate():
             net.zero_grad()
             net(batch(samples // 2)).backward()
             halves.append({parameter: parameter.grad for parameter in net.parameters()})
-        meter.add_halves(*halves, 3.0)
+        meter.add_halves(*halves, 3.0, steps=1)
     meter.read()
     assert noise.estimates == 600
     assert not noise.biased

@@ -5,7 +5,7 @@ import copy
 import torch
 from models import After, Classifier, ConvNet, fit, images, loader
 
-from lightning_egeria.goodput.memory import enlarged, fits_in_memory, halved_gradients, is_out_of_memory, with_samples
+from lightning_egeria.goodput.memory import enlarged, fits_in_memory, is_out_of_memory, run_in_halves, with_samples
 from lightning_egeria.snapshots.random_state import RandomState
 
 
@@ -73,8 +73,9 @@ def test_halves_have_the_gradients_of_their_samples():
 
     def look(trainer, _):
         weights = copy.deepcopy(module.state_dict())
-        halves = halved_gradients(trainer, batch, 8, 0)
-        for gradients, part in zip(halves, (slice(4), slice(4, 8)), strict=True):
+        halves = run_in_halves(trainer, batch, 8, 0)
+        assert halves.ended > halves.began
+        for gradients, part in ((halves.first, slice(4)), (halves.second, slice(4, 8))):
             twin = Classifier(ConvNet(dropout=0))
             twin.load_state_dict(weights)
             twin.training_step((batch[0][part], batch[1][part]), 0).backward()

@@ -88,3 +88,14 @@ def test_the_state_is_all_of_it():
     assert noise.state() == GradientNoise(2).state()
     with pytest.raises(ValueError, match="2 norms and 1 variances"):
         GradientNoise.from_state({**noise.state(), "variances": [1.0]})
+
+
+def test_an_estimate_may_stand_for_several_steps():
+    once, often = GradientNoise(1), GradientNoise(1)
+    for noise in (once, often):
+        noise.add([9.0], [3.0], count=2, scale=2.0)
+    once.add([5.0], [3.0], count=2, scale=2.0, steps=7)
+    for _ in range(7):
+        often.add([5.0], [3.0], count=2, scale=2.0)
+    assert once.squared_norm == pytest.approx(often.squared_norm)
+    assert once.variance == pytest.approx(often.variance)
