@@ -114,8 +114,8 @@ def curve_of(
     trainer = L.Trainer(max_epochs=epochs, num_sanity_val_steps=0, callbacks=[curve], **where, **QUIET)
     add = Profile.add
 
-    def on_device(profile, where, seconds, *others):
-        add(profile, where, device[0] + device[1] * where.local if device else seconds, *others)
+    def on_device(profile, where, seconds, *others, **more):
+        add(profile, where, device[0] + device[1] * where.local if device else seconds, *others, **more)
 
     with mock.patch.object(Profile, "add", on_device):
         trainer.fit(model(options.lr), data)
