@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +115,7 @@ class BatchSizeSteps(pl.Callback):
         self._backwards, self._steps_before = 0, 0
         self._repeated = False  # whether this batch was repeated in halves
         self._halved: tuple[Configuration, Mark, Mark] | None = None  # times of the last halves
+        self._beside: deque[float] = deque(maxlen=16)  # seconds of batches beside forward and backward
         self._hinted, self._hint_pause = -math.inf, FIRST_HINTS_S
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -299,12 +302,14 @@ class BatchSizeSteps(pl.Callback):
 
     def _note_times(self) -> None:
         """Add to the profile the batches that the device has completed; a GPU may be some behind."""
-        if self._halved is not None and reached(self._halved[2]):
+        if self._halved is not None and self._beside and reached(self._halved[2]):
             where, began, ended = self._halved
-            self.control.profile.add(where, seconds_between(began, ended) / 2, stepped=False)
+            seconds = seconds_between(began, ended) / 2 + statistics.median(self._beside)
+            self.control.profile.add(where, seconds, stepped=True)
             self._halved = None
         for batch in self._timer.timed():
             if batch.label is not None:
+                self._beside.append(batch.seconds - batch.phases.forward - batch.phases.backward)
                 samples, stepped = batch.label
                 where = Configuration(self.control.nodes, self.changes.now.replicas, samples, batch.phases.depth)
                 self.control.profile.add(where, batch.seconds, stepped, batch.phases.communication)
