@@ -14,7 +14,6 @@ _REASONS = {
     frozenset({"selecting", "goodput"}): "selected samples bias the gradient noise scale",
     frozenset({"partial", "goodput"}): "the gradient noise scale needs the gradients of all ranks for every layer",
     frozenset({"tuning", "goodput"}): "both set the batch size and the learning rate",
-    frozenset({"tuning", "partial"}): "trials of settings train with whole steps so far",
     frozenset({"tuning", "selecting"}): "trials of settings train on every sample so far",
 }
 

@@ -3,13 +3,13 @@
 import lightning as L
 import pytest
 import torch
-from methods import LinearFreezing, scripted
+from methods import LinearFreezing, scripted, tuner
 from models import After, Classifier, ConvNet, equal, fit, left_behind, loader
 from networks import TiedHead, ids
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import FrozenPrefixCache, PrefixFreezing, StructuredPartialBackprop
+from lightning_egeria import Choice, FrozenPrefixCache, PrefixFreezing, StructuredPartialBackprop
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -141,6 +141,25 @@ def test_graded_suffixes_follow_plasticity_after_each_tenth_step():
     assert gradients == {"gradients": list(enumerate(expected.values()))}
     assert set(ranks) == {"backward"}
     assert [depth for depth, _ in activations["activations"]] == [0, 1, 2]
+
+
+def test_suffixes_go_on_behind_a_search_whose_steps_are_whole():
+    callback, search = StructuredPartialBackprop(), tuner({"lr": Choice([0.05, 1e-30])}, at_epochs=(1,))
+    ours = module()
+    trainer = fit(ours, search, callback, epochs=4)
+    (found,) = search.searches
+    assert (found.setting, len(found.branches)) == ({"lr": 0.05}, 2)
+    assert callback.contributions["net.deep.0"] == trainer.global_step - found.trial_steps  # trials are not seen
+    assert callback.contributions["net.stem.0"] < callback.contributions["net.middle.0"] < trainer.global_step
+    assert left_behind(ours) == []
+
+
+def test_a_search_of_one_setting_changes_nothing():
+    alone, searching = module(), module()
+    fit(alone, StructuredPartialBackprop(), epochs=4)
+    fit(searching, StructuredPartialBackprop(), tuner({"lr": Choice([0.05])}, at_epochs=(1,)), epochs=4)
+    assert searching.losses == alone.losses
+    assert equal(searching, alone)
 
 
 class TestRefused:

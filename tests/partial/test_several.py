@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from methods import LinearFreezing
+from methods import LinearFreezing, tuner
 from models import After, Classifier, ConvNet, fit, images, left_behind, loader, mlp, slow
 from ranks import EXCHANGE_TIMEOUT, Failure, all_well, in_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_egeria import StructuredPartialBackprop
+from lightning_egeria import LogUniform, StructuredPartialBackprop
 from lightning_egeria.errors import ArgumentError, ExchangeError, UnsupportedError
 from lightning_egeria.snapshots.digests import digest
 
@@ -105,6 +105,9 @@ def everything(ranks):
     for order in ([freezing, partial], [partial, freezing]):
         digests, weights, _ = train(ranks, *order, steps=12)
         found["freezing", order[0] is freezing] = digests, weights, partial.contributions, partial.savings().steps
+    searching = tuner({"lr": LogUniform(1e-3, 1)}, at_epochs=(1,), max_trials=3)
+    found["tuning"] = weights_of(ranks, StructuredPartialBackprop("uniform"), searching, epochs=3, steps=-1)
+    found["searches"] = [len(one.branches) for one in searching.searches]
     found["refused"] = refusals(ranks)
     return found
 
@@ -149,10 +152,15 @@ def test_whole_suffixes_are_plain_ddp(results):
         assert one["whole"][0] == one["plain"][0]
 
 
-@pytest.mark.parametrize("name", ["weighted", "views", "scaler"])
+@pytest.mark.parametrize("name", ["weighted", "views", "scaler", "tuning"])
 def test_ranks_stay_equal(results, name):
     _, found = results
     assert_ranks_equal([one[name][0] for one in found])
+
+
+def test_trials_of_settings_train_whole_steps(results):
+    _, found = results
+    assert [one["searches"] for one in found] == [[3]] * len(found)
 
 
 def test_bucket_views_change_nothing(results):
