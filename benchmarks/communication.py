@@ -106,22 +106,30 @@ class Watch(lightning.Callback):
         self.steps.append((time.perf_counter() - self.began, self.sent() - self.before))
 
 
-def run(options: argparse.Namespace, freezing: lightning.Callback, find_unused: bool, steps: int) -> Watch:
-    """One training run; what each step took."""
-    watch = Watch(options.device)
+def train_quietly(
+    module: lightning.LightningModule, callbacks: list[lightning.Callback], steps: int, find_unused: bool = False
+) -> None:
+    """Train one of two ranks; what Lightning prints goes to stderr, since the result goes to stdout."""
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(find_unused_parameters=find_unused),
         max_steps=steps,
-        callbacks=[watch, freezing],
+        max_epochs=-1,
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     with contextlib.redirect_stdout(sys.stderr):
-        trainer.fit(Classifier(options.model, options.batch_size))
+        trainer.fit(module)
+
+
+def run(options: argparse.Namespace, freezing: lightning.Callback, find_unused: bool, steps: int) -> Watch:
+    """One training run; what each step took."""
+    watch = Watch(options.device)
+    train_quietly(Classifier(options.model, options.batch_size), [watch, freezing], steps, find_unused)
     return watch
 
 

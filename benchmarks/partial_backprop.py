@@ -11,7 +11,6 @@
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -22,13 +21,12 @@ from pathlib import Path
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.communication import in_two_ranks
+from benchmarks.communication import in_two_ranks, train_quietly
 from lightning_egeria import LayerChain, StructuredPartialBackprop
 from lightning_egeria.network.paused import PausedPrefix
 
@@ -124,20 +122,7 @@ def step_of(options: argparse.Namespace, form: str, sleep: float) -> float:
     own = (
         [] if form == "plain" else [StructuredPartialBackprop(form, layer_modules=[f"net.{i}" for i in range(BLOCKS)])]
     )
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=DDPStrategy(),
-        max_steps=options.steps,
-        max_epochs=-1,
-        callbacks=[*own, timer],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    with contextlib.redirect_stdout(sys.stderr):
-        trainer.fit(Module(options.width, options.batch_size))
+    train_quietly(Module(options.width, options.batch_size), [*own, timer], options.steps)
     # The mean: temporal steps differ, and a cycle has four of them.
     return statistics.fmean(timer.seconds[len(timer.seconds) // 2 :])
 

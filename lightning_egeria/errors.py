@@ -110,6 +110,22 @@ class PipelineError(EgeriaError):
     """A graph pipeline ended: one of its ranks failed, or the ranks did not get the same batch."""
 
 
+def check_integers(least: int, **arguments: object) -> None:
+    """Check that arguments are integers of at least ``least``.
+
+    Raises:
+        ArgumentError: if one is not; the message names it.
+
+    >>> check_integers(1, patience=4, steps=0)
+    Traceback (most recent call last):
+    ...
+    lightning_egeria.errors.ArgumentError: steps must be an integer of at least 1, got 0
+    """
+    for name, value in arguments.items():
+        if type(value) is not int or value < least:
+            raise ArgumentError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
 def first_of(names: list[str]) -> str:
     """Return the first of several names for a message, and how many more there are.
 

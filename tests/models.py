@@ -87,6 +87,20 @@ class Validated(Classifier):
         self.log("val/loss", nn.functional.cross_entropy(self.net(inputs), labels))
 
 
+class ManualSteps:
+    """Mixin of modules: the training step takes the optimizer step itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
 def images(samples=40, size=8, seed=1):
     """Noise with labels."""
     generator = torch.Generator().manual_seed(seed)

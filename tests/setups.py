@@ -8,7 +8,7 @@ import lightning as L
 import numpy as np
 import torch
 import torchmetrics
-from models import ConvNet, fit
+from models import ConvNet, ManualSteps, fit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -102,17 +102,8 @@ class ChannelsLast(Module):
         return super().training_step((batch[0].to(memory_format=torch.channels_last), batch[1]), batch_idx)
 
 
-class Manual(Module):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+class Manual(ManualSteps, Module):
+    pass
 
 
 class Groups(Module):

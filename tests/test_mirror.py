@@ -6,7 +6,7 @@ import pytest
 from leftovers import REPOSITORY
 
 PACKAGE = REPOSITORY / "lightning_egeria"
-CORE = ("programs", "batches", "network", "profiling", "snapshots", "distributed", "training")
+CORE = ("programs", "batches", "network", "profiling", "snapshots", "distributed", "lazy", "stores", "training")
 ROOMS = (*CORE, "freezing", "caching", "selecting", "partial", "goodput", "tuning", "pipelining", "cluster", "workflow")
 LONGEST_FILE, LONGEST_NAME = 500, 60  # lines, characters
 

@@ -82,7 +82,7 @@ def test_a_wheel_has_the_configuration_the_types_and_the_command(source, tmp_pat
     sources = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "lightning_egeria").rglob("*.py")}
     assert sources | {"lightning_egeria/py.typed"} <= files
     assert "egeria-train = lightning_egeria.cli.train:main" in entry_points
-    assert "egeria-cache = lightning_egeria.caching.command:main" in entry_points
+    assert "egeria-cache = lightning_egeria.stores.command:main" in entry_points
     assert not [name for name in files if name.startswith(("tests/", "conf/", "benchmarks/"))]
 
 

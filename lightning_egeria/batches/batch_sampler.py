@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from lightning_egeria.errors import ArgumentError, TrainingDataError
+from lightning_egeria.errors import ArgumentError, TrainingDataError, check_integers
 
 
 class MutableBatchSampler:
@@ -51,7 +51,7 @@ class MutableBatchSampler:
         yields_batches: bool = False,
         started: Callable[[], None] | None = None,
     ) -> None:
-        _check_size("batch_size", batch_size)
+        check_integers(1, batch_size=batch_size)
         if not isinstance(source, Sized):
             raise ArgumentError(f"source must have a length, got {type(source).__name__}")
         self.sampler: Any = source
@@ -125,7 +125,7 @@ class MutableBatchSampler:
         Raises:
             ArgumentError: if the size is not at least 1.
         """
-        _check_size("batch_size", batch_size)
+        check_integers(1, batch_size=batch_size)
         self._take_plan()
         self._planned = (at, batch_size)
         self._take_plan()
@@ -254,8 +254,3 @@ class MutableBatchSampler:
         """Return the number of batches of one size in so many samples."""
         whole, rest = divmod(samples, size)
         return whole + (rest >= min(size, self._initial) if self.drop_last else rest > 0)
-
-
-def _check_size(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ArgumentError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -54,7 +54,7 @@ class BatchSource:
         self._wrap_collate = wrap_collate
         self.rereading: Rereading | None = getattr(type(loader), "rereading", None)
         self._ids: deque[tuple[Any, ...]] = deque()
-        self._inner: tuple[Any, DataLoader[Any]] | None = None
+        self._copies = LoaderCopies()
 
     @property
     def has_ids(self) -> bool:
@@ -72,9 +72,7 @@ class BatchSource:
 
     def close(self) -> None:
         """Stop workers that were kept for the next epoch. Safe to call twice."""
-        if self._inner is not None and (iterator := vars(self._inner[1]).get("_iterator")) is not None:
-            iterator._shutdown_workers()
-        self._inner = None
+        self._copies.close()
 
     @staticmethod
     def _read_again(batches: Iterator[Any], rereading: Rereading) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -83,28 +81,46 @@ class BatchSource:
             yield batch, ids
 
     def _recorded(self) -> DataLoader[Any]:
-        """A DataLoader like the user's, whose batch sampler is followed; kept for the next epoch if its workers are."""
+        """A DataLoader like the user's, whose batch sampler is followed."""
         loader = self.loader
+        collate = loader.collate_fn if self._wrap_collate is None else self._wrap_collate(loader.collate_fn)
+        followed = _Followed(loader.batch_sampler, self._ids)
+        return self._copies.of(loader, dataset=loader.dataset, batch_sampler=followed, collate_fn=collate)
+
+
+class LoaderCopies:
+    """Copies of the user's DataLoader with other parts, kept for the next epoch if its workers are."""
+
+    _SETTINGS = (
+        *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+        *("prefetch_factor", "persistent_workers", "in_order"),
+    )
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, DataLoader[Any]] | None = None
+
+    def of(self, loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+        """Return a copy; the one of the last epoch, with the same parts, if its workers are kept.
+
+        Args:
+            loader: the user's loader.
+            parts: arguments of the DataLoader that are not the user's.
+        """
         settings = (loader.batch_sampler, loader.num_workers, loader.worker_init_fn, loader.generator)
-        if self._inner is not None and self._inner[0] == settings:
-            return self._inner[1]
-        inner: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            batch_sampler=_Followed(loader.batch_sampler, self._ids),
-            collate_fn=loader.collate_fn if self._wrap_collate is None else self._wrap_collate(loader.collate_fn),
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
+        if self._kept is not None and self._kept[0] == settings:
+            return self._kept[1]
+        arguments = {name: getattr(loader, name) for name in self._SETTINGS if hasattr(loader, name)}
+        copy: DataLoader[Any] = DataLoader(**{**arguments, **parts})
         if loader.persistent_workers:
             self.close()
-            self._inner = (settings, inner)
-        return inner
+            self._kept = (settings, copy)
+        return copy
+
+    def close(self) -> None:
+        """Stop workers that were kept for the next epoch. Safe to call twice."""
+        if self._kept is not None and (iterator := vars(self._kept[1]).get("_iterator")) is not None:
+            iterator._shutdown_workers()
+        self._kept = None
 
 
 def numbered(batches: Iterator[T], total: int | None) -> Iterator[tuple[int, T, bool]]:

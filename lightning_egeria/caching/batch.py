@@ -14,13 +14,14 @@ import xxhash
 from torch import Tensor
 
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lengths import Tables, along, content, has_samples
 from lightning_egeria.caching.levels import Flags, Found, Level, Rows
-from lightning_egeria.caching.loading import receive, stamp_of
+from lightning_egeria.caching.loading import stamp_of
 from lightning_egeria.caching.plan import Loaded, Mode
-from lightning_egeria.caching.replay import replay
-from lightning_egeria.caching.tape import Node, Tape, version_of
+from lightning_egeria.caching.sizes import Tables, along, content, has_samples
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.replay import replay
+from lightning_egeria.lazy.sending import receive
+from lightning_egeria.lazy.tape import Node, Tape, version_of
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.snapshots.digests import bytes_of
 

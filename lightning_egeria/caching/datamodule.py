@@ -11,16 +11,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
-from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.engine import PrefixCache
-from lightning_egeria.caching.loader import Line, why_not
+from lightning_egeria.caching.loader import CachedRereading, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.recording import Limits
-from lightning_egeria.caching.rereading import CachedRereading
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
-from lightning_egeria.errors import ArgumentError, CacheError
+from lightning_egeria.errors import CacheError, check_integers
 from lightning_egeria.network.sharding import holds_shards
+from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.loops import is_asked_by_loop
@@ -73,15 +72,9 @@ class FrozenPrefixCache(WrappingDataModule):
         val_dataloaders: Any = None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("max_bytes", 0 if max_bytes is None else max_bytes),
-            ("min_free_bytes", min_free_bytes),
-            ("host_bytes", host_bytes),
-            ("device_bytes", device_bytes),
-            ("augmentation_views", augmentation_views),
-        ):
-            if value < 0:
-                raise ArgumentError(f"{name} must be at least 0, got {value}")
+        check_integers(0, max_bytes=0 if max_bytes is None else max_bytes, min_free_bytes=min_free_bytes)
+        check_integers(0, host_bytes=host_bytes, device_bytes=device_bytes)
+        check_integers(0, augmentation_views=augmentation_views, seed=seed)
         self._is_temporary = cache_dir is None
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.max_bytes = max_bytes

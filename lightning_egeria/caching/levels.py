@@ -14,8 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lightning_egeria.caching.lengths import Lengths
-from lightning_egeria.caching.store import ActivationStore
+from lightning_egeria.caching.sizes import Lengths
+from lightning_egeria.stores.store import ActivationStore
 
 Rows = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

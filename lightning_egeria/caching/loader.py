@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import time
@@ -19,10 +20,12 @@ from torch.utils.data.sampler import (
     WeightedRandomSampler,
 )
 
+from lightning_egeria.batches.reading import LoaderCopies
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker
 from lightning_egeria.caching.plan import Plan
 from lightning_egeria.caching.stream import Stream
+from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.training.loops import is_asked_by_loop
 
 # These draw random numbers before the first batch and behind the last, so reading them ahead in between moves no draw.
@@ -89,7 +92,7 @@ class Line:
         elsewhere = functools.partial(load_in_worker, self.loader, self._dataset) if loader.num_workers else None
         self.stream = make_stream(self._dataset, elsewhere)
         self._epochs, self._arrived = epochs, arrived
-        self._inner: tuple[Any, DataLoader[Any]] | None = None
+        self._copies = LoaderCopies()
         kind = type(loader)
 
         def batches(loader: Any) -> Iterator[Any]:
@@ -122,7 +125,7 @@ class Line:
 
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""
-        self.close_workers()
+        self._copies.close()
         self.stream.close(remove)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -143,37 +146,64 @@ class Line:
             self._arrived(None)
 
     def _planned(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """A DataLoader that is asked for plans; kept for the next epoch if its workers are."""
-        settings = (loader.batch_sampler, loader.num_workers, loader.worker_init_fn, loader.generator)
-        if self._inner is not None and self._inner[0] == settings:
-            return self._inner[1]
+        """A DataLoader that is asked for plans instead of indices."""
         known = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in _KNOWN_SAMPLERS
         ahead = LOOK_AHEAD_BATCHES if known and loader.num_workers == 0 else 0
-        options: dict[str, Any] = {"in_order": loader.in_order} if hasattr(loader, "in_order") else {}
-        inner: DataLoader[Any] = DataLoader(
-            self._dataset,  # type: ignore[arg-type]  # it is asked for plans instead of indices
-            batch_sampler=_Plans(loader.batch_sampler, self.stream, ahead),  # type: ignore[arg-type]
+        return self._copies.of(
+            loader,
+            dataset=self._dataset,
+            batch_sampler=_Plans(loader.batch_sampler, self.stream, ahead),
             collate_fn=as_it_is,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
             worker_init_fn=WorkerInit(loader.worker_init_fn) if loader.num_workers else None,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            **options,
         )
-        if loader.persistent_workers:
-            self.close_workers()
-            self._inner = (settings, inner)
-        return inner
 
-    def close_workers(self) -> None:
-        """Stop workers that were kept for the next epoch."""
-        if self._inner is not None and (iterator := vars(self._inner[1]).get("_iterator")) is not None:
-            iterator._shutdown_workers()
-        self._inner = None
+
+class CachedRereading:
+    """A `batches.reading.Rereading` of the training loader.
+
+    Args:
+        line: the way of the loader's batches.
+        looking: see `Rereading.looking`.
+        trains: called with the batch that is trained next; None for one without the cache.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        looking: Callable[[], contextlib.AbstractContextManager[None]],
+        trains: Callable[[CachedBatch | None], None],
+    ) -> None:
+        self.looking = looking
+        self._line, self._trains = line, trains
+        self._read: CachedBatch | None = None
+        self._draws = False  # the collate function draws random numbers
+
+    def last_ids(self) -> tuple[Any, ...]:
+        """Return the ids of the samples of the last batch, in the order of its rows."""
+        last = self._line.last
+        if not isinstance(last, CachedBatch):
+            return last.ids if last is not None else ()
+        ids, order = last.plan.ids, last.tape.order
+        return ids if order is None else tuple(ids[position] for position in order)
+
+    def read(self, ids: Sequence[Any]) -> Any:
+        """Return a batch from entries alone; None if some of its samples have none."""
+        before = RandomState.current()
+        found = None if self._draws else self._line.again(ids)
+        if found is None:
+            return None
+        if RandomState.current() != before:
+            before.restore()
+            self._draws = True
+            return None
+        batch, self._read = found
+        return batch
+
+    def trains(self) -> None:
+        """Have the batch read last, or else the last of the loader, go through the front in the next training step."""
+        batch, self._read = self._read, None
+        last = self._line.last
+        self._trains(batch if batch is not None else last if isinstance(last, CachedBatch) else None)
 
 
 class _Plans:

@@ -16,19 +16,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lightning_egeria.batches.tree import change_leaves
-from lightning_egeria.caching.data_state import changed, moving_of
-from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lazy import LazyTensor, plain, show
+from lightning_egeria.batches.data_state import changed, moving_of
 from lightning_egeria.caching.levels import STAMP_BYTES
-from lightning_egeria.caching.manifest import StoreError
-from lightning_egeria.caching.plan import Loaded, Mode, Plan, Sent, operation
-from lightning_egeria.caching.samples import Absent, Opaque, decode, encode, leaves_of, with_leaves
-from lightning_egeria.caching.store import ActivationStore
-from lightning_egeria.caching.tape import Meta, Node, Tape
+from lightning_egeria.caching.plan import Loaded, Mode, Plan
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.sending import send
+from lightning_egeria.lazy.tape import Meta, Tape
+from lightning_egeria.lazy.tensors import LazyTensor, show
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
-
-MAX_STEPS = 20_000  # operations in a collate function that are sent to the training process
+from lightning_egeria.stores.manifest import StoreError
+from lightning_egeria.stores.samples import Absent, Opaque, decode, encode, leaves_of, with_leaves
+from lightning_egeria.stores.store import ActivationStore
 
 
 def _stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
@@ -103,7 +101,7 @@ class PlannedDataset:
         size = len(plan.ids)
         batch = self.collate([found[position] for position in range(size)])
         return Loaded(
-            _send(batch, keep_rows=bool(stored)),
+            send(batch, keep_rows=bool(stored)),
             plan,
             tuple(position in stored for position in range(size)),
             tuple(fields.get(position) for position in range(size)),
@@ -295,65 +293,3 @@ def _with_rows(tape: Tape, leaves: list[Any], position: int) -> list[Any]:
             number += 1
         found.append(leaf)
     return found
-
-
-def _send(batch: Any, keep_rows: bool = False) -> Any:
-    """The batch with its lazy tensors as plain descriptions; a tensor without a name is sent as it is."""
-
-    def send(lazy: LazyTensor) -> Any:
-        order = lazy.node.before(lambda _: False)
-        if lazy.node.key < 0 or len(order) > MAX_STEPS or any(len(node.siblings) > 1 for node in order):
-            return plain(lazy)
-        loaded = all(node.value is not None for node in order if node.row is not None)
-        value = plain(lazy) if loaded else None
-        places = {node: at for at, node in enumerate(order)}
-        stacked = {row for node in order if node.rows is not None for row in node.arguments()}
-        keep = keep_rows or any(node.row is not None and node not in stacked for node in order)
-        steps: list[tuple[Any, ...]] = []
-        for node in order:
-            if node.row is not None:
-                steps.append((node.row, node.meta, node.value if keep else None))
-            elif node.call is not None:
-                flat = tuple(_Step(places[leaf]) if isinstance(leaf, Node) else leaf for leaf in node.call.flat)
-                stack = node.value if node.rows is not None else None  # rows are taken of it, not loaded again
-                steps.append((str(node.call.run), flat, node.call.spec, node.meta, stack))
-            else:
-                steps.append((node.value,))
-        return Sent(tuple(steps), value)
-
-    return change_leaves(batch, LazyTensor, send)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """An earlier step, among the arguments of an operation."""
-
-    number: int
-
-
-def receive(batch: Any, tape: Tape) -> Any:
-    """Return the batch with lazy tensors on ``tape`` for what `PlannedDataset` has described."""
-    rows: dict[tuple[int, int], Node] = {}
-
-    def arrive(sent: Sent) -> Tensor:
-        nodes: list[Node] = []
-        for step in sent.steps:
-            if len(step) == 3:
-                row, meta, value = step
-                if row not in rows:
-                    rows[row] = tape.row(row[0], row[1], meta, value)
-                nodes.append(rows[row])
-            elif len(step) == 1:
-                nodes.append(tape.outside(step[0]))
-            else:
-                name, flat, spec, meta, stack = step
-                arguments = [nodes[leaf.number] if isinstance(leaf, _Step) else leaf for leaf in flat]
-                made = tape.record(name, operation(name), arguments, spec, [meta])
-                if made is None:
-                    raise TypeError(f"an argument of {name} has no name")
-                made[0].value = stack
-                nodes.append(made[0])
-        nodes[-1].value = sent.value
-        return show(nodes[-1])
-
-    return change_leaves(batch, Sent, arrive)

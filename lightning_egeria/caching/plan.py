@@ -7,11 +7,10 @@ import enum
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_egeria.batches.tree import change_leaves
-from lightning_egeria.caching.lazy import LazyTensor
+from lightning_egeria.lazy.tensors import LazyTensor
 
 
 class Mode(enum.Enum):
@@ -87,24 +86,3 @@ def _pinned(tensor: Tensor) -> Tensor:
     if tensor.node.value is not None:
         tensor.node.value = tensor.node.value.pin_memory()
     return tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """A lazy tensor on its way from a worker process: operations in order, the last one is the tensor itself.
-
-    Attributes:
-        steps: for each node, its row or its operation, as plain values.
-        value: the tensor, if it is there.
-    """
-
-    steps: tuple[Any, ...]
-    value: Tensor | None
-
-
-def operation(name: str) -> Any:
-    """Return an operation of torch by its full name, such as ``aten.stack.default``."""
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from lightning_egeria.batches.data_state import changed, digests_of
 from lightning_egeria.caching.batch import Read
-from lightning_egeria.caching.data_state import changed, digests_of
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Mode, Plan
-from lightning_egeria.caching.trial import BatchSizes
+from lightning_egeria.caching.sizes import BatchSizes
 from lightning_egeria.errors import CacheError
 from lightning_egeria.training.notices import Notices
 

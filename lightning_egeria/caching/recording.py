@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.background import WriteBehind
 from lightning_egeria.caching.levels import STAMP_BYTES, Level, Rows, chosen
 from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.stores.background import WriteBehind
 
 
 @dataclasses.dataclass(frozen=True)

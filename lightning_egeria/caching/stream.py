@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.habits import Habits
-from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lengths import Tables, is_padded
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.manifest import StoreError
-from lightning_egeria.caching.origin import Origin
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.recording import Limits
-from lightning_egeria.caching.samples import without_inputs
-from lightning_egeria.caching.stats import Accounts, CacheStats
-from lightning_egeria.caching.tape import Node
-from lightning_egeria.caching.trial import BatchSizes, is_rounding, judge_length, smaller_sizes, try_boundary
+from lightning_egeria.caching.sizes import Tables
+from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
+from lightning_egeria.caching.trial import Trials, is_rounding, judge_length
 from lightning_egeria.errors import CacheError
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
+from lightning_egeria.stores.directory import CacheDirectory
+from lightning_egeria.stores.manifest import StoreError
+from lightning_egeria.stores.samples import without_inputs
 from lightning_egeria.training.notices import Notices
 
-TRIALS = 10  # batches that may show nothing, before the cache stops
 MOVED = 3  # batches in a row with another front, before it is taken for the front
-FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 CHANGES_TO_STOP = 3
 
 
@@ -76,9 +71,10 @@ class Stream:
         self.front: Front | None = None
         self.keys, self.tables = Keys(), Tables()
         self.levels = LevelSet(directory, limits, self.stats, notices, dataset.close)
-        self._name, self._dataset, self._views, self._seed = name, dataset, views, seed
+        self._name, self._dataset, self._views = name, dataset, views
         self._load_elsewhere, self._notices = load_elsewhere, notices
         self._planner = Planner(dataset, self.levels, views, seed, observes, notices)
+        self._trials = Trials(name, dataset, self._planner, self.levels, self.tables, views, seed)
         self._accounts = Accounts(self.stats)
         self._epoch, self._fronts = 0, 0
         self._epochs: int | None = None
@@ -86,8 +82,8 @@ class Stream:
 
     def _forget_front(self) -> None:
         self._habits = Habits()
-        self._trials = self._changes = self._moved = 0
-        self._exact = True
+        self._trials.begin_front()
+        self._changes = self._moved = 0
         self._renewals = self.front.renewals if self.front is not None else 0
 
     def start(self, front: Front | None, keep: bool) -> None:
@@ -225,7 +221,10 @@ class Stream:
         if front is None or batch.front is not front:
             return
         if batch.eager and not batch.calls:
-            self._no_trial("the frozen layers were not called with tensors of the batch")
+            try:
+                self._trials.shows_nothing("the frozen layers were not called with tensors of the batch")
+            except CacheError as error:
+                self.stop(str(error))
             return
         self._accounts.count(batch)
         if self.level_at(front.depth) is None:
@@ -281,7 +280,7 @@ class Stream:
                     f"rows in batches of {batch.samples} differ in their last bits, so these batches are not cached"
                 )
             return verdict is True
-        if same_bits(stored, value) or (not self._exact and is_rounding(stored, value)):
+        if same_bits(stored, value) or (not self._trials.exact and is_rounding(stored, value)):
             return True
         self.stats.wrong += batch.samples
         level.forget(batch.entries)
@@ -311,72 +310,24 @@ class Stream:
         self._accounts.restart()
         self.stats.depth = 0
 
-    def _no_trial(self, reason: str) -> None:
-        self._trials += 1
-        self._planner.trial_planned = False
-        if self._trials >= TRIALS:
-            self.stop(reason)
-
     def _finish_trial(self, batch: CachedBatch, node: Node, value: Tensor, front: Front) -> None:
         if self.level_at(front.depth) is not None:
             return
-        structure = batch.loaded.structure
-        if len(batch.fields) != batch.samples:
-            self._no_trial("samples differ in their structure")
+        try:
+            text = self._trials.open(batch, node, value, front)
+        except (CacheError, StoreError) as error:
+            self.stop(str(error), once="the disk" if isinstance(error, StoreError) else None)
             return
-        if not front.state.is_unchanged() and not front.state.is_same():
-            self._no_trial("the frozen layers change their own buffers or attributes")
+        made = batch.stamps(node, self.levels.all[-1].form.ragged) if text is not None else None
+        if text is None or made is None:
             return
-        with front.state.preserved():
-            problem, self._exact = try_boundary(node, value)
-            smaller = smaller_sizes(node, value) if problem is None and self._exact else []
-        if problem is not None:
-            self.stop(f"at {front.units[-1].path!r}, {problem}")
-            return
-        ragged = self._exact and is_padded(node)
-        made = batch.stamps(node, ragged)
-        if made is None:
-            self._no_trial("samples differ in their structure")
-            return
-        self._planner.inputs = tuple(sorted({leaf.row[1] for leaf in node.leaves() if leaf.row is not None}))
-        self._planner.structure = structure
-        # Texts are small, and an entry may be too short for its next batch.
-        self._planner.leaves_out = self._planner.leaves_out and not ragged
-        self._open(batch, node, value, front, ragged)
-        level = self.level_at(front.depth)
-        if level is None:
-            return
-        self._planner.sizes = BatchSizes(batch.samples, smaller)
-        if ragged:
-            judge_length(level.proven, node, value, self._planner.sizes)
+        self.stats.depth = front.depth
+        self._notices.inform(text)
         if self._is_read_again:
             fields = [without_inputs(one, self._planner.inputs) if one is not None else None for one in batch.fields]
             self.levels.recording.write(self.levels.all, batch.entries, value, fields, batch.lazy, made)
-        if not self._exact:
+        if not self._trials.exact:
             self._notices.inform(
                 "the last bits of a sample's output depend on its place in the batch; they may differ from a run "
                 "without the cache"
             )
-
-    def _open(self, batch: CachedBatch, node: Node, value: Tensor, front: Front, ragged: bool) -> None:
-        only_here = self._planner.has_own_ids or bool(self.tables)
-        origin = Origin(
-            self._name,
-            type(self._dataset.dataset),
-            len(self._dataset),
-            self._planner.structure,
-            self._views,
-            self._seed,
-            uuid.uuid4().hex if only_here else "",
-            self.keys.describe(node.key),
-            node.tape.size,
-            front,
-        )
-        longest = max((len(one) for one in batch.fields if one is not None), default=0)
-        try:
-            text = self.levels.open(origin, value, ragged, max(64, FIELD_SLACK * longest), node.key)
-        except (StoreError, CacheError) as error:
-            self.stop(str(error), once="the disk")
-            return
-        self.stats.depth = front.depth
-        self._notices.inform(text)

@@ -1,20 +1,27 @@
-"""Whether the output at a boundary is, row by row, a function of the samples: tried on one batch."""
+"""Whether the output at a boundary is, row by row, a function of the samples: tried on one batch, then cached."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
 
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.lengths import Lengths, sample_lengths
-from lightning_egeria.caching.replay import replay
-from lightning_egeria.caching.tape import Node, version_of
+from lightning_egeria.caching.batch import CachedBatch
+from lightning_egeria.caching.front import Front
+from lightning_egeria.caching.level_set import LevelSet, Origin
+from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.planner import Planner
+from lightning_egeria.caching.sizes import BatchSizes, Lengths, Tables, is_padded, sample_lengths
+from lightning_egeria.errors import CacheError
+from lightning_egeria.lazy.replay import replay
+from lightning_egeria.lazy.tape import Node, version_of
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
 ROWS = 16  # that are run again, or half of a smaller batch, to compare two lengths
-AGREEING = 2  # batches of another size with the bits of the entries, before it is used
+TRIALS = 10  # batches that may show nothing, before the cache stops
+FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
 
 
@@ -101,28 +108,107 @@ def judge_length(known: Lengths, node: Node, value: Tensor, sizes: BatchSizes) -
         known.keep(length, other, same_bits(found, value[places, :other]))
 
 
-class BatchSizes:
-    """Sizes of batches whose rows have the same bits as those that entries were computed in."""
+class Trials:
+    """Tries the deepest boundary on whole batches until one tells whether it can be cached, and opens its level.
 
-    def __init__(self, size: int | None = None, smaller: Sequence[int] = ()) -> None:
-        self._verdicts = dict.fromkeys([*smaller, *([size] if size is not None else [])], True)
-        self._agreed: dict[int, int] = {}
-        self._smaller = list(smaller)
+    Args:
+        name: ``"training"`` or the name of a validation loader, for the store.
+        dataset: the user's dataset, asked for planned batches.
+        planner: plans whole batches for trials; learns what a trial found.
+        levels: the cached boundaries.
+        tables: tensors of the program that grow with the length of a padded batch.
+        views: variants of each sample to cache.
+        seed: seed of the views.
 
-    def verdict(self, size: int) -> bool | None:
-        """Whether rows of this size have the same bits; None if nobody knows yet."""
-        return self._verdicts.get(size)
+    Attributes:
+        exact: whether the rows of the boundary have the same bits at each place in the batch.
+    """
 
-    def size_for(self, count: int, size: int) -> int:
-        """Return a size to compute some rows in, with the same bits as in a batch of ``size``."""
-        return min((one for one in self._smaller if count <= one < size), default=size)
+    def __init__(
+        self,
+        name: str,
+        dataset: PlannedDataset,
+        planner: Planner,
+        levels: LevelSet,
+        tables: Tables,
+        views: int,
+        seed: int,
+    ) -> None:
+        self._name, self._dataset, self._planner, self._levels = name, dataset, planner, levels
+        self._tables, self._views, self._seed = tables, views, seed
+        self.begin_front()
 
-    def compared(self, size: int, same: bool) -> bool | None:
-        """A batch of a size without verdict had the same bits as its entries, or not; return the verdict."""
-        self._agreed[size] = self._agreed.get(size, 0) + 1
-        if not same or self._agreed[size] >= AGREEING:
-            self._verdicts[size] = same
-        return self._verdicts.get(size)
+    def begin_front(self) -> None:
+        """Another front is frozen, or the same with other weights."""
+        self.exact, self._without_result = True, 0
+
+    def shows_nothing(self, reason: str) -> None:
+        """A whole batch told nothing; another one is tried.
+
+        Raises:
+            CacheError: too many of them told nothing.
+        """
+        self._without_result += 1
+        self._planner.trial_planned = False
+        if self._without_result >= TRIALS:
+            raise CacheError(reason)
+
+    def open(self, batch: CachedBatch, node: Node, value: Tensor, front: Front) -> str | None:
+        """Try the boundary on a whole batch, and open its level; return what it will take, in words, if it did.
+
+        Args:
+            batch: the batch.
+            node: its boundary activation, with all rows loaded.
+            value: the activation, ``[samples, ...]``.
+            front: the frozen front.
+
+        Raises:
+            CacheError: the boundary cannot be cached.
+            StoreError: there is no place for its entries.
+        """
+        if len(batch.fields) != batch.samples:
+            self.shows_nothing("samples differ in their structure")
+            return None
+        if not front.state.is_unchanged() and not front.state.is_same():
+            self.shows_nothing("the frozen layers change their own buffers or attributes")
+            return None
+        with front.state.preserved():
+            problem, self.exact = try_boundary(node, value)
+            smaller = smaller_sizes(node, value) if problem is None and self.exact else []
+        if problem is not None:
+            raise CacheError(f"at {front.units[-1].path!r}, {problem}")
+        ragged = self.exact and is_padded(node)
+        if batch.stamps(node, ragged) is None:
+            self.shows_nothing("samples differ in their structure")
+            return None
+        planner = self._planner
+        planner.inputs = tuple(sorted({leaf.row[1] for leaf in node.leaves() if leaf.row is not None}))
+        planner.structure = batch.loaded.structure
+        # Texts are small, and an entry may be too short for its next batch.
+        planner.leaves_out = planner.leaves_out and not ragged
+        longest = max((len(one) for one in batch.fields if one is not None), default=0)
+        origin = self._origin(node, front)
+        text = self._levels.open(origin, value, ragged, max(64, FIELD_SLACK * longest), node.key)
+        planner.sizes = BatchSizes(batch.samples, smaller)
+        level = self._levels.at(front.depth)
+        if ragged and level is not None:
+            judge_length(level.proven, node, value, planner.sizes)
+        return text
+
+    def _origin(self, node: Node, front: Front) -> Origin:
+        only_here = self._planner.has_own_ids or bool(self._tables)
+        return Origin(
+            self._name,
+            type(self._dataset.dataset),
+            len(self._dataset),
+            self._planner.structure,
+            self._views,
+            self._seed,
+            uuid.uuid4().hex if only_here else "",
+            node.tape.keys.describe(node.key),
+            node.tape.size,
+            front,
+        )
 
 
 def is_rounding(first: Tensor, second: Tensor) -> bool:

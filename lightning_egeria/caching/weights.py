@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lightning_egeria.caching.tape import version_of
+from lightning_egeria.lazy.tape import version_of
 from lightning_egeria.snapshots.digests import digest
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.datasets import CIFAR10, ImageFolder
 
 from lightning_egeria.demos.images import LabelledImages, Sample, balanced_prefix, center_square
-from lightning_egeria.errors import ArgumentError, TrainingDataError
+from lightning_egeria.errors import ArgumentError, TrainingDataError, check_integers
 
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
@@ -39,8 +39,7 @@ class InMemoryData(L.LightningDataModule):
 
     def __init__(self, batch_size: int, num_workers: int) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ArgumentError(f"batch_size must be at least 1, got {batch_size}")
+        check_integers(1, batch_size=batch_size)
         self.batch_size, self.num_workers = batch_size, num_workers
 
     def train_dataloader(self) -> DataLoader[Any]:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar, get_args
 
-from lightning_egeria.errors import ArgumentError, CheckpointError
+from lightning_egeria.errors import ArgumentError, CheckpointError, check_integers
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.scripted import ScriptedPolicy
@@ -58,10 +58,9 @@ def check_arguments(
         raise ArgumentError(f"policy must be an instance, got the class {policy.__name__}. Write {policy.__name__}()")
     if policy is not None and not callable(getattr(policy, "observe", None)):
         raise ArgumentError(f"policy must be a policy such as FreezingPolicy(), got {policy!r}")
-    if evaluate_every_n_steps is not None and evaluate_every_n_steps < 1:
-        raise ArgumentError(f"evaluate_every_n_steps must be at least 1, got {evaluate_every_n_steps}")
-    if evaluation_samples < 2:
-        raise ArgumentError(f"evaluation_samples must be at least 2, got {evaluation_samples}")
+    if evaluate_every_n_steps is not None:
+        check_integers(1, evaluate_every_n_steps=evaluate_every_n_steps)
+    check_integers(2, evaluation_samples=evaluation_samples)
     if precision not in get_args(Precision):
         raise ArgumentError(f"reference_precision must be one of {get_args(Precision)}, got {precision!r}")
     if not timeout_s > 0:

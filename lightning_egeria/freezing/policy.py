@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, check_integers
 from lightning_egeria.freezing.annealing import Annealing
-from lightning_egeria.training.checkpoints import checkpoint_read, count_of, is_whole, number_of
+from lightning_egeria.training.checkpoints import checkpoint_read, count_of, number_of
 from lightning_egeria.training.freezer import Decision
 
 COMPARED = 2  # evaluations after which pre-trained layer modules are compared with one another
@@ -118,8 +118,7 @@ class FreezingPolicy(Annealing):
         super().__init__(unfreeze_on, unfreeze_lr_factor)
         if not tolerance > 0:
             raise ArgumentError(f"tolerance must be greater than 0, got {tolerance}")
-        if not is_whole(patience, least=1):
-            raise ArgumentError(f"patience must be an integer of at least 1, got {patience}")
+        check_integers(1, patience=patience)
         if pretrained not in (True, False, "auto"):
             raise ArgumentError(f"pretrained must be True, False or 'auto', got {pretrained!r}")
         if not 0 <= peer_tolerance < 1:

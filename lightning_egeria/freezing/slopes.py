@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, check_integers
 from lightning_egeria.freezing.annealing import Annealing
 from lightning_egeria.freezing.policy import in_words
 from lightning_egeria.profiling.trend import PlasticitySeries
-from lightning_egeria.training.checkpoints import checkpoint_read, count_of, is_whole, number_of
+from lightning_egeria.training.checkpoints import checkpoint_read, count_of, number_of
 from lightning_egeria.training.freezer import Decision
 
 FIRST_SLOPES = 5  # slopes before one may count as calm: the largest of fewer means little
@@ -91,14 +91,8 @@ class SlopePolicy(Annealing):
         super().__init__(unfreeze_on, unfreeze_lr_factor)
         if not 0 < tolerance < 1:
             raise ArgumentError(f"tolerance must be in (0, 1), got {tolerance}")
-        if not is_whole(window_evaluations, least=2):
-            raise ArgumentError(f"window_evaluations must be an integer of at least 2, got {window_evaluations}")
-        if not is_whole(patience, least=1):
-            raise ArgumentError(f"patience must be an integer of at least 1, got {patience}")
-        if not is_whole(refresh_every_n_evaluations, least=1):
-            raise ArgumentError(
-                f"refresh_every_n_evaluations must be an integer of at least 1, got {refresh_every_n_evaluations}"
-            )
+        check_integers(2, window_evaluations=window_evaluations)
+        check_integers(1, patience=patience, refresh_every_n_evaluations=refresh_every_n_evaluations)
         if not bootstrap_threshold > 0:
             raise ArgumentError(f"bootstrap_threshold must be greater than 0, got {bootstrap_threshold}")
         self.tolerance = tolerance

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
-from lightning_egeria.errors import ArgumentError, CheckpointError, EgeriaError, UnsupportedError
+from lightning_egeria.errors import ArgumentError, CheckpointError, EgeriaError, UnsupportedError, check_integers
 from lightning_egeria.goodput.callback import BatchSizeSteps, Settings, Start
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.goodput.decision import LargestGoodput, ScriptedBatchSizes
@@ -81,13 +81,12 @@ class AdaptiveBatchSize(WrappingDataModule):
         val_dataloaders: Any = None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("max_batch_size", max_batch_size),
-            ("change_every_n_steps", change_every_n_steps),
-            ("measure_every_n_steps", measure_every_n_steps),
-        ):
-            if type(value) is not int or value < 1:
-                raise ArgumentError(f"{name} must be an integer of at least 1, got {value!r}")
+        check_integers(
+            1,
+            max_batch_size=max_batch_size,
+            change_every_n_steps=change_every_n_steps,
+            measure_every_n_steps=measure_every_n_steps,
+        )
         if schedule_by is not None and schedule_by not in COUNTS:
             raise ArgumentError(f"schedule_by must be one of {', '.join(COUNTS)}, or None, got {schedule_by!r}")
         if hints is not None and not Path(hints).name:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import check_integers
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.paused import PausedPrefix
 from lightning_egeria.network.saved import SavedActivations
@@ -70,8 +70,7 @@ def measure_depths(
     >>> len(costs.backward_s), costs.bytes[0] < costs.bytes[-1]
     (2, True)
     """
-    if rounds < 1:
-        raise ArgumentError(f"rounds must be at least 1, got {rounds}")
+    check_integers(1, rounds=rounds)
     paused, depths = PausedPrefix(module, chain), len(chain)
     device = next(module.parameters()).device
     times: list[list[tuple[float, float]]] = [[] for _ in range(depths)]

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from lightning_egeria.batches.reading import BatchSource
-from lightning_egeria.errors import ArgumentError, UnsupportedError
+from lightning_egeria.errors import ArgumentError, UnsupportedError, check_integers
 from lightning_egeria.selecting.figures import figures_of
 from lightning_egeria.selecting.follower import Follower
 from lightning_egeria.selecting.loader import Moved, SelectedBatches, Settings
@@ -95,9 +95,7 @@ class SelectiveBackprop(WrappingDataModule):
             raise ArgumentError(f"share must be a number in (0, 1], got {share!r}")
         if share is not None and mode == "queue":
             raise ArgumentError("share is for mode='in_batch'; with mode='queue', beta decides how much is kept")
-        for name, number in (("staleness", staleness), ("seed", seed)):
-            if type(number) is not int or number < 0:
-                raise ArgumentError(f"{name} must be a whole number of at least 0, got {number!r}")
+        check_integers(0, staleness=staleness, seed=seed)
         if per_sample_loss is not None and not callable(per_sample_loss):
             raise ArgumentError(f"per_sample_loss must be a function, got {per_sample_loss!r}")
         self.beta, self.mode, self.history, self.staleness = beta, mode, history, staleness

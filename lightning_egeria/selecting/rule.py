@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, check_integers
 
 
 class SelectionRule:
@@ -28,8 +28,7 @@ class SelectionRule:
     def __init__(self, beta: float = 1, history: int = 1024) -> None:
         if not hasattr(beta, "__float__") or not 0 <= beta < np.inf:
             raise ArgumentError(f"beta must be a finite number of at least 0, got {beta!r}")
-        if type(history) is not int or history < 1:
-            raise ArgumentError(f"history must be a whole number of at least 1, got {history!r}")
+        check_integers(1, history=history)
         self.beta = beta
         self.history = history
         self._last: NDArray[np.float64] = np.empty(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, check_integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Window:
             raise ArgumentError(
                 f"start and end must be shares of the run with 0 <= start < end <= 1, got {self.start} and {self.end}"
             )
-        if type(self.full_every) is not int or self.full_every < 0:
-            raise ArgumentError(f"full_every must be a whole number of at least 0, got {self.full_every!r}")
+        check_integers(0, full_every=self.full_every)
 
     @property
     def is_whole_run(self) -> bool:

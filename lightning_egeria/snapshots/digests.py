@@ -40,9 +40,9 @@ def bytes_of(tensor: Tensor) -> bytes:
     >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T)
     b'\x01\x03\x02\x04'
     """
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    # A copy in the order of the dimensions: a tensor of one element counts as contiguous with any strides.
-    flat = plain.clone(memory_format=torch.contiguous_format).reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.numel() == 1:  # which counts as contiguous whatever its stride
+        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

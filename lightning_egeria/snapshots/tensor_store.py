@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_egeria.errors import ArgumentError, SnapshotError
+from lightning_egeria.errors import SnapshotError, check_integers
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
 
@@ -42,8 +42,7 @@ class TensorStore:
     """
 
     def __init__(self, most_bytes: int, folder: str | None = None) -> None:
-        if most_bytes < 0:
-            raise ArgumentError(f"most_bytes must be at least 0, got {most_bytes!r}")
+        check_integers(0, most_bytes=most_bytes)
         self._most_bytes = most_bytes
         self._folder = folder
         self._clock = itertools.count()

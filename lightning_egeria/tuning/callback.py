@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import ArgumentError, CheckpointError
+from lightning_egeria.errors import ArgumentError, CheckpointError, check_integers
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
@@ -77,13 +77,10 @@ class BranchTuner(pl.Callback):
         super().__init__()
         if isinstance(searcher, str) and searcher not in SEARCHERS:
             raise ArgumentError(f"searcher must be one of {', '.join(SEARCHERS)} or a function, got {searcher!r}")
-        for name, value in (("max_trials", max_trials), ("first_steps", first_steps)):
-            if type(value) is not int or value < 1:
-                raise ArgumentError(f"{name} must be an integer of at least 1, got {value!r}")
+        check_integers(1, max_trials=max_trials, first_steps=first_steps)
         if type(seed) is not int:
             raise ArgumentError(f"seed must be an integer, got {seed!r}")
-        if type(most_state_bytes) is not int or most_state_bytes < 0:
-            raise ArgumentError(f"most_state_bytes must be an integer of at least 0, got {most_state_bytes!r}")
+        check_integers(0, most_state_bytes=most_state_bytes)
         epochs = list(at_epochs) if isinstance(at_epochs, list | tuple | range) else [-1]
         if not all(type(one) is int and one >= 0 for one in epochs):
             raise ArgumentError(f"at_epochs must be numbers of epochs, such as (0, 10), got {at_epochs!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, check_integers
 
 
 class Advice(enum.Enum):
@@ -39,10 +39,9 @@ class Plateau:
     def __init__(self, mode: str = "min", patience: int = 4, stop_patience: int | None = None) -> None:
         if mode not in ("min", "max"):
             raise ArgumentError(f"mode must be 'min' or 'max', got {mode!r}")
-        if patience < 1:
-            raise ArgumentError(f"patience must be at least 1, got {patience!r}")
-        if stop_patience is not None and stop_patience < 1:
-            raise ArgumentError(f"stop_patience must be at least 1 or None, got {stop_patience!r}")
+        check_integers(1, patience=patience)
+        if stop_patience is not None:
+            check_integers(1, stop_patience=stop_patience)
         self._sign = 1 if mode == "min" else -1
         self._patience = patience
         self._stop_patience = stop_patience

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, check_integers
 from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.training.checkpoints import checkpoint_read, count_of
 from lightning_egeria.workflow.launch import PREEMPTED
@@ -36,8 +36,8 @@ class ResumableCheckpoints(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None, folder: str | os.PathLike[str] | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ArgumentError(f"every_n_steps must be at least 1, or None, got {every_n_steps}")
+        if every_n_steps is not None:
+            check_integers(1, every_n_steps=every_n_steps)
         named = folder or os.environ.get("EGERIA_CHECKPOINTS")
         if not named:
             raise ArgumentError("folder: expected a folder for last.ckpt, since EGERIA_CHECKPOINTS is not set")

@@ -7,12 +7,12 @@ import torch
 from fronts import new_front
 from programs.parts import BATCH, Net, vectors
 
-from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
+from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.training.notices import Notices
 
 

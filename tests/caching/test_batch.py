@@ -7,7 +7,7 @@ from programs.parts import vectors
 from streams import Drive
 
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.lazy import plain
+from lightning_egeria.lazy.tensors import plain
 
 IDS = [3, 1, 8, 20, 5, 11]
 X = vectors()[IDS][0]

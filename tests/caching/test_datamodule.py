@@ -31,9 +31,11 @@ def stats_of(run):
 
 
 @pytest.mark.parametrize("name", ["max_bytes", "min_free_bytes", "host_bytes", "device_bytes", "augmentation_views"])
-def test_argument_must_not_be_negative(tmp_path, name):
-    with pytest.raises(ArgumentError, match=f"{name} must be at least 0, got -1"):
+def test_numbers_are_integers_of_at_least_zero(tmp_path, name):
+    with pytest.raises(ArgumentError, match=f"{name} must be an integer of at least 0, got -1"):
         FrozenPrefixCache(loader(), cache_dir=tmp_path, **{name: -1})
+    with pytest.raises(ArgumentError, match=f"{name} must be an integer of at least 0, got 1.5"):
+        FrozenPrefixCache(loader(), cache_dir=tmp_path, **{name: 1.5})
 
 
 def test_cache_around_a_cache_is_refused(tmp_path):

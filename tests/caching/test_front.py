@@ -11,8 +11,8 @@ from lazies import Source, is_lazy
 from programs.parts import Net
 from torch import nn
 
-from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lazy import plain
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.tensors import plain
 
 X = torch.randn(6, 8)
 OUTPUT = torch.randn(6, 8)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_egeria.caching.habits import COUNTED, OTHER, STRANGE, Habits
+from lightning_egeria.caching.stats import COUNTED, OTHER, STRANGE, Habits
 
 READ = SimpleNamespace(future=SimpleNamespace(done=lambda: True, cancelled=lambda: False))
 

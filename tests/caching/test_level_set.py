@@ -8,11 +8,11 @@ import pytest
 import torch
 from stored import CPU, write
 
-from lightning_egeria.caching.directory import CacheDirectory
 from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.manifest import Manifest, StoreError
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.stores.directory import CacheDirectory
+from lightning_egeria.stores.manifest import Manifest, StoreError
 from lightning_egeria.training.notices import Notices
 
 

@@ -6,7 +6,7 @@ import torch
 from stored import CPU, level_of, new_level, whole_fields, write
 
 from lightning_egeria.caching.levels import MemoryTier, RowForm, chosen, stamps_of
-from lightning_egeria.caching.store import ActivationStore
+from lightning_egeria.stores.store import ActivationStore
 
 BATCHES = {
     "vectors": torch.randn(4, 6),

@@ -10,11 +10,12 @@ from lazies import is_lazy
 from programs.parts import Samples, vectors
 from torch.utils.data import default_collate
 
-from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lazy import LazyTensor, plain
-from lightning_egeria.caching.loading import PlannedDataset, as_it_is, receive, stamp_of
-from lightning_egeria.caching.plan import Mode, Plan, Sent
-from lightning_egeria.caching.tape import Tape
+from lightning_egeria.caching.loading import PlannedDataset, as_it_is, stamp_of
+from lightning_egeria.caching.plan import Mode, Plan
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.sending import Sent, receive
+from lightning_egeria.lazy.tape import Tape
+from lightning_egeria.lazy.tensors import LazyTensor, plain
 
 IDS = (4, 9, 2)
 

@@ -6,9 +6,9 @@ from lazies import Source
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.caching.lazy import plain
-from lightning_egeria.caching.tape import Meta, Unit
 from lightning_egeria.caching.trial import is_rounding, smaller_sizes, try_boundary
+from lightning_egeria.lazy.tape import Meta, Unit
+from lightning_egeria.lazy.tensors import plain
 from lightning_egeria.snapshots.digests import same_bits
 
 X = torch.randn(8, 4)

@@ -21,6 +21,7 @@ from jobs import (
     train_by_hand,
 )
 from lightning.pytorch.strategies import DDPStrategy
+from models import ManualSteps
 from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -212,14 +213,8 @@ def test_compiled_under_ddp():
         torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(theirs))
 
 
-class Manual(Module):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(ManualSteps, Module):
+    pass
 
 
 def run_manual():

@@ -7,7 +7,7 @@ import math
 import lightning as L
 import pytest
 import torch
-from models import Classifier, ConvNet, equal, fit, images, loader, mlp, vectors
+from models import Classifier, ConvNet, ManualSteps, equal, fit, images, loader, mlp, vectors
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.freezing import trial_plan
@@ -152,17 +152,8 @@ def test_where_nothing_learns_plasticity_decides():
 
 
 def test_manual_optimization_compares_layers():
-    class Manual(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+    class Manual(ManualSteps, Classifier):
+        pass
 
     callback = pretrained(evaluate_every_n_steps=1)
     fit(Manual(), callback)

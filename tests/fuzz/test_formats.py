@@ -15,16 +15,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stored import bits
 
-from lightning_egeria.caching.command import main as egeria_cache
-from lightning_egeria.caching.directory import CacheDirectory
-from lightning_egeria.caching.manifest import ENTRIES, INDEX, LOCK, MANIFEST, StoreError, is_in_use, remove_store
-from lightning_egeria.caching.samples import decode, encode
-from lightning_egeria.caching.store import ActivationStore
 from lightning_egeria.errors import CheckpointError, RecordError
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.report import figures
 from lightning_egeria.report.record import LARGEST_BYTES, RunRecord
 from lightning_egeria.snapshots.framing import read_part, write_parts
+from lightning_egeria.stores.command import main as egeria_cache
+from lightning_egeria.stores.directory import CacheDirectory
+from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, StoreError, is_in_use, remove_store
+from lightning_egeria.stores.samples import decode, encode
+from lightning_egeria.stores.store import ActivationStore
 
 FUZZ = settings(deadline=None)
 ERRORS = {"StoreError", "ValueError", "RecordError", "CheckpointError", "no state"}

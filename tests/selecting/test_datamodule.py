@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.rank_zero import WarningCache
-from models import After, Classifier, equal, fit, images, loader
+from models import After, Classifier, ManualSteps, equal, fit, images, loader
 from selected import Checkpoints, Indexed, Noting, trained
 from torch import nn
 from torch.nn import functional as F
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # 
         ({"share": 0.5}, "share is for mode='in_batch'"),
         ({"mode": "batch"}, "mode must be one of 'queue', 'in_batch', got 'batch'"),
         ({"schedule": "epoch"}, "schedule must be one of 'seen', 'used', got 'epoch'"),
-        ({"history": 0}, "history must be a whole number of at least 1, got 0"),
-        ({"staleness": 1.5}, "staleness must be a whole number of at least 0, got 1.5"),
-        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"history": 0}, "history must be an integer of at least 1, got 0"),
+        ({"staleness": 1.5}, "staleness must be an integer of at least 0, got 1.5"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
         ({"beta": "1"}, "beta must be a finite number of at least 0, got '1'"),
         ({"per_sample_loss": 3}, "per_sample_loss must be a function, got 3"),
         ({"start": "0.5"}, "start and end must be shares"),
         ({"start": 0.5, "end": 0.2}, "start and end must be shares of the run"),
-        ({"full_every": 1.5}, "full_every must be a whole number of at least 0, got 1.5"),
+        ({"full_every": 1.5}, "full_every must be an integer of at least 0, got 1.5"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, words):
@@ -187,17 +187,8 @@ class Stream(IterableDataset):
         yield from (Indexed()[index] for index in range(40))
 
 
-class Manual(Noting):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+class Manual(ManualSteps, Noting):
+    pass
 
 
 def cross_entropies(module, batch):

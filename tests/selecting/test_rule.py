@@ -73,7 +73,7 @@ def test_a_wrong_beta_is_refused(beta):
 
 
 def test_a_history_that_is_too_short_is_refused():
-    with pytest.raises(ArgumentError, match="history must be a whole number of at least 1"):
+    with pytest.raises(ArgumentError, match="history must be an integer of at least 1"):
         SelectionRule(history=0)
     with pytest.raises(ArgumentError, match="at least the batch size, got 8 and a batch of 9"):
         SelectionRule(history=8).probabilities(np.zeros(9))

@@ -13,7 +13,7 @@ def test_wrong_shares_are_refused(start, end):
 
 
 def test_negative_interval_is_refused():
-    with pytest.raises(ArgumentError, match="full_every must be a whole number of at least 0, got -1"):
+    with pytest.raises(ArgumentError, match="full_every must be an integer of at least 0, got -1"):
         Window(full_every=-1)
 
 

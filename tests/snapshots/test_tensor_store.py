@@ -89,5 +89,5 @@ def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path):
     kept._file.stream.truncate(3)
     with pytest.raises(SnapshotError, match=r"8 bytes .* and 3 can be read"):
         kept.values()
-    with pytest.raises(ArgumentError, match="most_bytes must be at least 0"):
+    with pytest.raises(ArgumentError, match="most_bytes must be an integer of at least 0"):
         TensorStore(-1)

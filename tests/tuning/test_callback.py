@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from models import Classifier, ConvNet, Validated, equal, fit, images, left_behind, loader
+from models import Classifier, ConvNet, ManualSteps, Validated, equal, fit, images, left_behind, loader
 from planned import Planned
 from ranks import all_well, in_ranks
 from torch.utils.data import TensorDataset
@@ -44,19 +44,8 @@ class Noted(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, "interval": "step"}}
 
 
-class Manual(Classifier):
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.optimizers().zero_grad()
-        self.manual_backward(loss)
-        self.optimizers().step()
-        return loss
+class Manual(ManualSteps, Classifier):
+    pass
 
 
 VARIANTS = {

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import manifest
 
-from lightning_egeria.caching.manifest import Manifest, StoreError, is_in_use, remove_store
-from lightning_egeria.caching.store import ActivationStore
+from lightning_egeria.stores.manifest import Manifest, StoreError, is_in_use, remove_store
+from lightning_egeria.stores.store import ActivationStore
 
 
 @pytest.fixture

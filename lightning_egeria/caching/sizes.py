@@ -1,19 +1,23 @@
-"""Texts that are padded to the longest of their batch: an entry serves every batch that is not longer than itself.
+"""Batches whose rows have the same bits: of other sizes, and texts that are padded to another length.
 
-That is right where the output at a position does not change with the padding behind it; see `judge_length`.
+An entry of a padded batch serves every batch that is not longer, where the output at a position does not change with
+the padding behind it: see `judge_length`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from lightning_egeria.caching.tape import Node
+from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import bytes_of, same_bits
 
 ROOM = 2  # times the length of the first batch: what longer batches compute is not kept
 LEAST_ROOM = 64
+AGREEING = 2  # batches of another size with the bits of the entries, before it is used
 
 
 def is_padded(node: Node) -> bool:
@@ -67,6 +71,30 @@ def _stem(row: Tensor) -> int:
     raw = np.frombuffer(bytes_of(row), np.uint8).reshape(len(row), -1)  # of floats, the bits count
     others = np.flatnonzero((raw != raw[-1]).any(1))
     return int(others[-1]) + 2 if len(others) else 1
+
+
+class BatchSizes:
+    """Sizes of batches whose rows have the same bits as those that entries were computed in."""
+
+    def __init__(self, size: int | None = None, smaller: Sequence[int] = ()) -> None:
+        self._verdicts = dict.fromkeys([*smaller, *([size] if size is not None else [])], True)
+        self._agreed: dict[int, int] = {}
+        self._smaller = list(smaller)
+
+    def verdict(self, size: int) -> bool | None:
+        """Whether rows of this size have the same bits; None if nobody knows yet."""
+        return self._verdicts.get(size)
+
+    def size_for(self, count: int, size: int) -> int:
+        """Return a size to compute some rows in, with the same bits as in a batch of ``size``."""
+        return min((one for one in self._smaller if count <= one < size), default=size)
+
+    def compared(self, size: int, same: bool) -> bool | None:
+        """A batch of a size without verdict had the same bits as its entries, or not; return the verdict."""
+        self._agreed[size] = self._agreed.get(size, 0) + 1
+        if not same or self._agreed[size] >= AGREEING:
+            self._verdicts[size] = same
+        return self._verdicts.get(size)
 
 
 class Lengths:

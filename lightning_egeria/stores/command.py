@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_egeria.caching.directory import CacheDirectory, default_cache_dir
-from lightning_egeria.caching.manifest import StoreError
 from lightning_egeria.errors import ArgumentError, EgeriaError
+from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.stores.manifest import StoreError
 
 DAY_S = 86400
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.caching.keys import Keys, Of
 from lightning_egeria.errors import CacheError
+from lightning_egeria.lazy.keys import Keys, Of
 
 SNAPSHOT_BYTES = 2**20  # larger tensors are not copied when an operation on them is recorded
 UNKNOWN = -1  # key of a value that something outside the tape has made or changed

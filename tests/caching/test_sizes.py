@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lengths import Lengths, Tables, along, content, form_length, is_padded, sample_lengths
-from lightning_egeria.caching.tape import Meta, Tape
+from lightning_egeria.caching.sizes import Lengths, Tables, along, content, form_length, is_padded, sample_lengths
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.tape import Meta, Tape
 
 SAMPLES = [torch.arange(1, 1 + length) for length in (3, 5, 2)]
 

@@ -4,9 +4,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lazy import LazyTensor, plain, show
-from lightning_egeria.caching.tape import Meta, Tape
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.tape import Meta, Tape
+from lightning_egeria.lazy.tensors import LazyTensor, plain, show
 
 X, W = torch.randn(6, 4), torch.randn(4, 4)
 # Functions of a batch, each row by itself.

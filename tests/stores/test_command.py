@@ -7,9 +7,9 @@ import pytest
 from programs.harness import Run
 from programs.parts import Classifier, ConvNet, images, loader
 
-from lightning_egeria.caching.command import main
-from lightning_egeria.caching.manifest import ENTRIES, LOCK, MANIFEST
-from lightning_egeria.caching.store import ActivationStore
+from lightning_egeria.stores.command import main
+from lightning_egeria.stores.manifest import ENTRIES, LOCK, MANIFEST
+from lightning_egeria.stores.store import ActivationStore
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_egeria.caching.data_state import changed, digests_of, moving_of
+from lightning_egeria.batches.data_state import changed, digests_of, moving_of
 
 
 class Data:

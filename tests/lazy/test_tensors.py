@@ -10,7 +10,7 @@ import torch
 from lazies import Source, described, is_lazy, lazy
 from torch.nn import functional as F
 
-from lightning_egeria.caching.lazy import LazyTensor, plain
+from lightning_egeria.lazy.tensors import LazyTensor, plain
 
 X = torch.randn(4, 3, 6)
 INTO = torch.randn(6, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stored import manifest
 
-from lightning_egeria.caching.manifest import (
+from lightning_egeria.stores.manifest import (
     ENTRIES,
     INDEX,
     LOCK,
@@ -16,7 +16,7 @@ from lightning_egeria.caching.manifest import (
     StoreError,
     read_manifest,
 )
-from lightning_egeria.caching.store import ActivationStore
+from lightning_egeria.stores.store import ActivationStore
 
 
 @pytest.fixture

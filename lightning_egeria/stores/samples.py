@@ -15,6 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_egeria.snapshots.digests import bytes_of
+
 _TENSOR, _ARRAY, _BYTES, _PLAIN, _ABSENT, _OPAQUE = "tensor", "array", "bytes", "plain", "absent", "opaque"
 _MAX_DIMENSIONS = 64  # of numpy
 _CACHED_HEAD_BYTES = 1024
@@ -236,14 +238,6 @@ def _checked(array: np.ndarray) -> np.ndarray:
 def is_numbers(value: Any) -> bool:
     """Whether it is a list of numbers: the tokens of a text, say."""
     return type(value) is list and all(type(item) in (bool, int, float) for item in value)
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """The values of a tensor, row by row."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.numel() == 1:  # which counts as contiguous whatever its stride
-        flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from lightning_egeria.caching.levels import STAMP_BYTES, Level, MemoryTier, RowForm
-from lightning_egeria.caching.manifest import Manifest
-from lightning_egeria.caching.samples import bytes_of
-from lightning_egeria.caching.store import ActivationStore
+from lightning_egeria.stores.manifest import Manifest
+from lightning_egeria.stores.samples import bytes_of
+from lightning_egeria.stores.store import ActivationStore
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from lazies import BY_ROW, Source, X, is_lazy
 
-from lightning_egeria.caching.keys import Keys
-from lightning_egeria.caching.lazy import plain
-from lightning_egeria.caching.replay import replay
-from lightning_egeria.caching.tape import Meta
 from lightning_egeria.errors import CacheError
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.replay import replay
+from lightning_egeria.lazy.tape import Meta
+from lightning_egeria.lazy.tensors import plain
 
 
 def test_meta_makes_a_tensor_like_the_first():
@@ -68,7 +68,7 @@ def test_small_tensor_from_outside_may_change_later():
 
 
 def test_large_tensor_from_outside_must_not_change(monkeypatch):
-    monkeypatch.setattr("lightning_egeria.caching.tape.SNAPSHOT_BYTES", 0)
+    monkeypatch.setattr("lightning_egeria.lazy.tape.SNAPSHOT_BYTES", 0)
     offset = torch.ones(4)
     result = Source(X).batch() + offset
     offset.fill_(100)

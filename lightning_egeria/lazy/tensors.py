@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.caching.tape import UNKNOWN, Meta, Node, Tape
+from lightning_egeria.lazy.tape import UNKNOWN, Meta, Node, Tape
 
 # Their kernels without values have other strides, or torch takes other ones for a subclass.
 _OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool")

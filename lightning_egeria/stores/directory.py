@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_egeria.caching.manifest import (
+from lightning_egeria.errors import CacheError
+from lightning_egeria.stores.manifest import (
     LOCK,
     MANIFEST,
     Manifest,
@@ -22,8 +23,7 @@ from lightning_egeria.caching.manifest import (
     read_manifest,
     remove_store,
 )
-from lightning_egeria.caching.store import ActivationStore
-from lightning_egeria.errors import CacheError
+from lightning_egeria.stores.store import ActivationStore
 
 MOST_TIMES_LARGER = 1024  # may the entries of a store be that is there than those that are wanted
 

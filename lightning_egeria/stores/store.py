@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lightning_egeria.caching.manifest import (
+from lightning_egeria.stores.manifest import (
     ENTRIES,
     HEADER,
     INDEX,

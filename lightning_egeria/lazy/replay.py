@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.tape import Node
+from lightning_egeria.lazy.tape import Node
 
 
 def replay(

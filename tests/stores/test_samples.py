@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stored import bits
 
-from lightning_egeria.caching.samples import (
+from lightning_egeria.stores.samples import (
     Absent,
     Opaque,
     decode,

@@ -1,0 +1,103 @@
+"""Lazy tensors on their way from a worker process to the training process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_egeria.batches.tree import change_leaves
+from lightning_egeria.lazy.tape import Node, Tape
+from lightning_egeria.lazy.tensors import LazyTensor, plain, show
+
+MAX_STEPS = 20_000  # operations in a collate function that are sent to the training process
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A lazy tensor on its way from a worker process: operations in order, the last one is the tensor itself.
+
+    Attributes:
+        steps: for each node, its row or its operation, as plain values.
+        value: the tensor, if it is there.
+    """
+
+    steps: tuple[Any, ...]
+    value: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """An earlier step, among the arguments of an operation."""
+
+    number: int
+
+
+def send(batch: Any, keep_rows: bool = False) -> Any:
+    """Return the batch with its lazy tensors as plain descriptions; a tensor without a name is sent as it is.
+
+    Args:
+        batch: a batch of one tape.
+        keep_rows: send the rows that are loaded too, besides the tensors that they are stacked to.
+    """
+
+    def describe(lazy: LazyTensor) -> Any:
+        order = lazy.node.before(lambda _: False)
+        if lazy.node.key < 0 or len(order) > MAX_STEPS or any(len(node.siblings) > 1 for node in order):
+            return plain(lazy)
+        loaded = all(node.value is not None for node in order if node.row is not None)
+        value = plain(lazy) if loaded else None
+        places = {node: at for at, node in enumerate(order)}
+        stacked = {row for node in order if node.rows is not None for row in node.arguments()}
+        keep = keep_rows or any(node.row is not None and node not in stacked for node in order)
+        steps: list[tuple[Any, ...]] = []
+        for node in order:
+            if node.row is not None:
+                steps.append((node.row, node.meta, node.value if keep else None))
+            elif node.call is not None:
+                flat = tuple(_Step(places[leaf]) if isinstance(leaf, Node) else leaf for leaf in node.call.flat)
+                stack = node.value if node.rows is not None else None  # rows are taken of it, not loaded again
+                steps.append((str(node.call.run), flat, node.call.spec, node.meta, stack))
+            else:
+                steps.append((node.value,))
+        return Sent(tuple(steps), value)
+
+    return change_leaves(batch, LazyTensor, describe)
+
+
+def receive(batch: Any, tape: Tape) -> Any:
+    """Return the batch with lazy tensors on ``tape`` for what `send` has described."""
+    rows: dict[tuple[int, int], Node] = {}
+
+    def arrive(sent: Sent) -> Tensor:
+        nodes: list[Node] = []
+        for step in sent.steps:
+            if len(step) == 3:
+                row, meta, value = step
+                if row not in rows:
+                    rows[row] = tape.row(row[0], row[1], meta, value)
+                nodes.append(rows[row])
+            elif len(step) == 1:
+                nodes.append(tape.outside(step[0]))
+            else:
+                name, flat, spec, meta, stack = step
+                arguments = [nodes[leaf.number] if isinstance(leaf, _Step) else leaf for leaf in flat]
+                made = tape.record(name, operation(name), arguments, spec, [meta])
+                if made is None:
+                    raise TypeError(f"an argument of {name} has no name")
+                made[0].value = stack
+                nodes.append(made[0])
+        nodes[-1].value = sent.value
+        return show(nodes[-1])
+
+    return change_leaves(batch, Sent, arrive)
+
+
+def operation(name: str) -> Any:
+    """Return an operation of torch by its full name, such as ``aten.stack.default``."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
