@@ -203,7 +203,7 @@ class RandomInForward(Module):
 
     class Net(ConvNet):
         def forward(self, images):
-            shift = torch.rand_like(images) + random.random() + float(np.random.rand())  # noqa: NPY002
+            shift = torch.rand_like(images) + random.random() + float(np.random.rand())
             return super().forward(images + 0.1 * shift)
 
     def __init__(self):

@@ -244,7 +244,7 @@ def load_in_worker(
     with preserved_random_state():
         rows: Any = DataLoader(
             Rows(planned),  # type: ignore[arg-type]  # it is asked for requests instead of indices
-            batch_sampler=[(plan, places)],  # type: ignore[list-item]
+            batch_sampler=[(plan, places)],  # type: ignore[list-item]  # a request
             collate_fn=as_it_is,
             num_workers=1,
             worker_init_fn=WorkerInit(loader.worker_init_fn),

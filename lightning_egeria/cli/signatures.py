@@ -58,7 +58,7 @@ def parameters_of(target: str, key: str = "") -> tuple[Mapping[str, inspect.Para
     try:
         signature = inspect.signature(built, eval_str=True)  # type: ignore[arg-type]  # pydoc.locate returns object
     except NameError:  # an annotation imported for type checkers only
-        signature = inspect.signature(built)  # type: ignore[arg-type]
+        signature = inspect.signature(built)  # type: ignore[arg-type]  # likewise
     except (TypeError, ValueError):
         return {}, True
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())

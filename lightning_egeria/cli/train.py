@@ -155,8 +155,7 @@ def _job(config: DictConfig) -> float | None:
         if name is not None and name not in metrics:
             raise ArgumentError(f"optimized_metric={name}: the run logged no such metric.{near_match(name, metrics)}")
         return None if name is None else float(metrics[name])
-    except Exception as error:
-        # In a multirun, the sweeper decides whether the other jobs continue.
+    except Exception as error:  # it goes on; in a multirun, the sweeper decides whether the other jobs continue
         if HydraConfig.get().mode is RunMode.RUN:
             _end_with_message(error)
         raise
@@ -188,7 +187,7 @@ def main() -> None:
     try:
         with _hydra_raises(True):
             _job()
-    except Exception as error:
+    except Exception as error:  # it goes on unless it is a mistake in the configuration
         _end_with_message(error)
         raise
 

@@ -33,7 +33,7 @@ def measure_exchange(model: Any, meter: GradientMeter) -> None:
     model.register_comm_hook(meter, _average)
 
 
-# DDP looks at the annotations, and does not know those that are texts.
+# Without annotations: DDP looks at them, and does not know those that are texts.
 def _average(meter, bucket):  # type: ignore[no-untyped-def]
     meter.exchanged_bucket(bucket.parameters(), bucket.gradients())
     gradients = bucket.buffer()

@@ -106,7 +106,7 @@ def rule_of(learning_rate: str | LearningRateRule, adaptive: bool) -> LearningRa
     if learning_rate == "auto":
         return SquareRoot() if adaptive else AdaScale()
     if callable(getattr(learning_rate, "factors", None)) and not isinstance(learning_rate, type):
-        return learning_rate  # type: ignore[return-value]
+        return learning_rate  # type: ignore[return-value]  # a rule, by its method
     if not isinstance(learning_rate, str) or learning_rate not in RULES:
         raise ArgumentError(
             f"learning_rate must be 'auto', one of {', '.join(RULES)}, or a rule, got {learning_rate!r}"

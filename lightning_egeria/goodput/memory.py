@@ -158,7 +158,7 @@ def fits_in_memory(trainer: pl.Trainer, batch: Any, batch_idx: int) -> bool | Ex
     try:
         with repeating(trainer, batch_idx) as run:
             run(batch)
-    except Exception as error:
+    except Exception as error:  # of the user's training step; returned
         if not is_out_of_memory(error):
             return error
     else:

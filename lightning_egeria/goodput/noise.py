@@ -101,7 +101,7 @@ class GradientNoise:
 
     def reset(self, groups: int | None = None) -> None:
         """Forget all estimates: other parameters learn from now on, maybe in another number of groups."""
-        self.__init__(groups or len(self._norms))  # type: ignore[misc]
+        self.__init__(groups or len(self._norms))  # type: ignore[misc]  # there is no subclass
 
     def state(self) -> dict[str, Any]:
         """Return the averages, in plain types."""

@@ -166,7 +166,7 @@ def _reads() -> frozenset[Any]:
 def _memory() -> frozenset[Any]:
     """Methods that hand out the memory of a tensor, or replace it."""
     found = _methods("numpy data_ptr __array__ storage untyped_storage _typed_storage __dlpack__ share_memory_ set_")
-    return found | {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
+    return found | {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]  # a descriptor
 
 
 def _methods(names: str) -> frozenset[Any]:
@@ -183,7 +183,7 @@ class LazyTensor(Tensor):
     node: Node
 
     @staticmethod
-    def __new__(cls, node: Node) -> LazyTensor:  # noqa: D102
+    def __new__(cls, node: Node) -> LazyTensor:  # noqa: D102  # the class says it
         meta = node.meta
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride, dtype=meta.dtype, device=meta.device
@@ -214,7 +214,7 @@ class LazyTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is not annotated alike
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Record the operation, or compute its arguments and run it."""
@@ -243,7 +243,7 @@ class LazyTensor(Tensor):
         result = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda leaf: owners.get(id(leaf), leaf), result)
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch passes tensor_contents
         return repr(plain(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -54,5 +54,6 @@ def looks_trained(layers: Iterable[bool]) -> bool:
 def _differs_by_channel(tensor: Tensor) -> bool:
     if is_lazy(tensor) or tensor.is_meta:
         return False
+    # A DTensor has ``to_local``.
     own: Tensor = tensor.detach().to_local() if is_distributed(tensor) else tensor.detach()  # type: ignore[attr-defined]
     return own.numel() > 1 and bool((own != own.flatten()[0]).any())

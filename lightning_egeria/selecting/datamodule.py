@@ -134,7 +134,7 @@ class SelectiveBackprop(WrappingDataModule):
         table = self._table if self.staleness and self.per_sample_loss is None else None
         by_seen = self.mode == "queue" and self.schedule == "seen"
         self._follower = Follower(lambda: self._batches, self.selection, table, by_seen)
-        trainer.callbacks.insert(0, self._follower)  # type: ignore[attr-defined]
+        trainer.callbacks.insert(0, self._follower)
 
     def train_dataloader(self) -> Any:
         """Return the batches to train.
@@ -242,7 +242,7 @@ class SelectiveBackprop(WrappingDataModule):
             return "the first epoch trains on all samples, and max_epochs is 1"
         return None
 
-    def _check_trainer(self) -> pl.Trainer:
+    def _check_trainer(self) -> Any:
         trainer: Any = self.trainer
         check_combination(methods_of(trainer))
         module, strategy = trainer.lightning_module, type(trainer.strategy).__name__
@@ -279,7 +279,7 @@ class SelectiveBackprop(WrappingDataModule):
         ends = (trainer.max_epochs or -1) > 0 or trainer.max_steps > 0
         if not ends and not self.window.is_whole_run:
             raise UnsupportedError("start and end are shares of a run, and this one has no end. Give max_epochs")
-        return trainer  # type: ignore[no-any-return]
+        return trainer
 
     def _close(self) -> None:
         if self._follower is not None:

@@ -95,7 +95,7 @@ def _explained(compute: Callable[[], Tensor]) -> Tensor:
             f"{error}, and pass SelectiveBackprop(..., per_sample_loss=function): it takes the module and a batch, and "
             "returns one loss a sample"
         ) from error
-    except Exception as error:
+    except Exception as error:  # of the user's training step; it goes on with a note
         error.add_note(
             "SelectiveBackprop ran this training step in evaluation mode, to read off the loss of each sample. If the "
             "step works in training mode only, pass per_sample_loss=function"

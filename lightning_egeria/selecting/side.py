@@ -70,7 +70,7 @@ class TrainerSide:
     @property
     def has_batch_hooks(self) -> bool:
         """Whether the user's model or data module has hooks for batches."""
-        own = list(nested(self._trainer.datamodule))[-1]  # type: ignore[attr-defined]
+        own = list(nested(self._trainer.datamodule))[-1]  # type: ignore[attr-defined]  # the connectors set it
         users = (self._trainer.lightning_module, own)
         return any(is_overridden(hook, user) for user in users for hook in BATCH_HOOKS)
 

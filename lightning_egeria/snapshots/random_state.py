@@ -81,7 +81,7 @@ class RandomState(NamedTuple):
         if self.torch_cuda:
             torch.cuda.set_rng_state_all([_tensor(state) for state in self.torch_cuda])
         name, keys, position, has_gauss, gauss = self.numpy
-        np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+        np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002  # the same one
         random.setstate(self.python)
 
 

@@ -28,7 +28,8 @@ def _above_the_bar() -> contextlib.AbstractContextManager[object]:
     # Without a bar, tqdm would make a lock for several processes first.
     if tqdm is None or not getattr(tqdm.tqdm, "_instances", True):
         return contextlib.nullcontext()
-    return tqdm.tqdm.external_write_mode()  # type: ignore[no-any-return]
+    above: contextlib.AbstractContextManager[object] = tqdm.tqdm.external_write_mode()
+    return above
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def without_logs(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def with_callbacks(trainer: pl.Trainer, *callbacks: pl.Callback) -> Iterator[None]:
     """Let a Trainer have these callbacks only meanwhile."""
-    before, trainer.callbacks = trainer.callbacks, list(callbacks)  # type: ignore[attr-defined]
+    before, trainer.callbacks = trainer.callbacks, list(callbacks)  # type: ignore[attr-defined]  # the connectors set it
     try:
         yield
     finally:

@@ -53,8 +53,9 @@ class OptimizerOption:
 
     def get(self, trainer: pl.Trainer) -> Value:
         """Return the value in the first parameter group that has it."""
-        value: Any = next(self._groups(trainer))[self._name]
-        return value if self._item is None else value[self._item]  # type: ignore[no-any-return]
+        held: Any = next(self._groups(trainer))[self._name]
+        value: Value = held if self._item is None else held[self._item]
+        return value
 
     def set(self, trainer: pl.Trainer, value: Value) -> None:
         """Set the value in all parameter groups that have it."""

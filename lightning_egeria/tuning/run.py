@@ -105,7 +105,7 @@ class SearchRun:
         """Let no error, and no signal, leave training within a branch."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # a signal too; it goes on
             self._trials.leave()
             if self._trying is not None and isinstance(error, Exception):
                 error.add_note(f"tuning: this was in a trial of {describe(self._trying)}")

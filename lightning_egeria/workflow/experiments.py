@@ -43,7 +43,7 @@ def composed(arguments: Sequence[str], variables: Mapping[str, str] = os.environ
             with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
                 config = compose(CONFIG_NAME, [*arguments, "run_dir=results"])
             check(config)
-        except Exception as error:
+        except Exception as error:  # Hydra and the classes that it looks up may raise anything
             message = explain(error, arguments)
             if message is None:
                 raise

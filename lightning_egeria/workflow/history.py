@@ -111,7 +111,7 @@ class History:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield
-            except BaseException:
+            except BaseException:  # a signal too; it goes on
                 self._database.execute("ROLLBACK")
                 raise
             self._database.execute("COMMIT")

@@ -79,7 +79,7 @@ def _noise(data, index):
 
 
 def _numpy_noise(data, index):
-    return data.x[index] + np.random.rand(), data.y[index]  # noqa: NPY002
+    return data.x[index] + np.random.rand(), data.y[index]
 
 
 def _counts(data, index):
@@ -103,7 +103,7 @@ def test_draws_and_counters_are_seen(sample, drew):
 
 
 def test_seeds_decide_all_randomness():
-    dataset = planned(lambda data, index: data.x[index] + torch.rand(()) + np.random.rand())  # noqa: NPY002
+    dataset = planned(lambda data, index: data.x[index] + torch.rand(()) + np.random.rand())
     state = torch.get_rng_state()
     first, again, other = (dataset.fetch([1, 2], seeds) for seeds in ((7, 8), (7, 8), (7, 9)))
     assert torch.get_rng_state().equal(state)

@@ -168,7 +168,7 @@ ACTS = {
     "running statistics": lambda moment: moment.module.net.b[1].running_mean.add_(0.1),
     "setting": lambda moment: setattr(moment.module.net.a[1], "eps", 0.01),
     "draw": lambda moment: moment.run.note(torch.rand(2)),
-    "draw by numpy": lambda moment: moment.run.note(np.random.rand()),  # noqa: NPY002
+    "draw by numpy": lambda moment: moment.run.note(np.random.rand()),
     "one sample": lambda moment: moment.run.note(moment.trainer.train_dataloader.dataset[2]),
     "first batch of the loader": lambda moment: moment.run.note(next(iter(moment.trainer.train_dataloader))),
     "loader's length": lambda moment: moment.run.note(len(moment.trainer.train_dataloader)),

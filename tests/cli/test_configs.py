@@ -50,7 +50,7 @@ def test_every_folder_of_the_configuration_is_tested_here():
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_instantiates(configure, group, option):
     if (group, option) in PACKAGES:
-        pytest.importorskip(PACKAGES[group, option])
+        pytest.importorskip(PACKAGES[group, option], reason="an extra of this option")
     config = configure(f"{group}={option}")
     check(config)  # it finds no mistake
 

@@ -195,8 +195,8 @@ class Jumps:
         self.now = time.time
 
     def __call__(self) -> None:
-        time.time = lambda: self.now() + self.chance.uniform(-3e8, 3e8)  # type: ignore[method-assign]
-        time.time_ns = lambda: int(time.time() * 1e9)  # type: ignore[method-assign]
+        time.time = lambda: self.now() + self.chance.uniform(-3e8, 3e8)
+        time.time_ns = lambda: int(time.time() * 1e9)
 
 
 @fault("cache", "the clock jumps by up to ten years, files are from the future", "as without a cache")

@@ -71,13 +71,13 @@ def once(told: list[str], text: str) -> None:
 @functools.cache
 def baseline(**arguments: Any) -> dict[str, Any]:
     """What a job gives without a fault, and without the cache."""
-    return _alone(lambda folder: run(Job(folder, cached=False, **arguments)).result)  # type: ignore[no-any-return]
+    return _alone(lambda folder: run(Job(folder, cached=False, **arguments)).result)
 
 
 @functools.cache
 def lines(background: bool = False) -> int:
     """Of the package in a job with the cache; where it waits for a worker, no two have quite as many."""
-    return _alone(lambda folder: lines_of(Job(folder, background=background)))  # type: ignore[no-any-return]
+    return _alone(lambda folder: lines_of(Job(folder, background=background)))
 
 
 def _alone(make: Callable[[Path], Any]) -> Any:

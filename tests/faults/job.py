@@ -204,7 +204,7 @@ class Job:
         L.seed_everything(0, verbose=False)
         module = Module(copy.deepcopy(self.net) if self.net is not None else Net(), self.at_step)
         dataset = self.dataset if self.dataset is not None else images()
-        sampler = self.sampler if self.sampler is not None else EpochOrder(len(dataset))  # type: ignore[arg-type]
+        sampler = self.sampler if self.sampler is not None else EpochOrder(len(dataset))
         loader: Any = DataLoader(dataset, self.batch_size, sampler=sampler)
         if self.cached:
             cache_dir = self.cache_dir if self.cache_dir is not None else self.folder / CACHE

@@ -70,7 +70,7 @@ class NotFinite(nn.Module):
 def activations_not_finite(chance: random.Random, folder: Path) -> None:
     torch.manual_seed(0)
     net = Net()
-    net.get_submodule(chance.choice(("stem", "a"))).append(NotFinite(chance.choice(BAD)))  # type: ignore[operator]
+    net.get_submodule(chance.choice(("stem", "a"))).append(NotFinite(chance.choice(BAD)))
     result = ended_well(run(Job(folder, policy=Hasty(), net=net)))
     check(result["events"] == [], f"it froze at {result['events']}")
 

@@ -159,7 +159,7 @@ def after_a_while(chance: random.Random, longest_s: float, number: signal.Signal
 def _in_process(job: Job, begin: Callable[[], None] | None) -> None:
     os.setsid()  # whatever it starts belongs to its session
     # Semaphores have its number in their names: another program's may be left to its resource tracker meanwhile.
-    multiprocessing.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored by what runs in the background
     log = os.open(job.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)

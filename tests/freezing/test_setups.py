@@ -256,7 +256,7 @@ def test_a_second_tower_at_rest_does_not_freeze_the_first_one():
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided")
 def test_under_the_other_name_of_lightning(tmp_path):
     """Its Trainer never asks whether a callback is one of its own class; nor does the callback ask."""
-    other = pytest.importorskip("pytorch_lightning")
+    other = pytest.importorskip("pytorch_lightning", reason="a package of its own")
     if tuple(map(int, other.__version__.split(".")[:2])) < (2, 6):
         pytest.skip("before 2.6 it takes callbacks of its own class only")
 

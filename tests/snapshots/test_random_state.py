@@ -11,8 +11,8 @@ from lightning_egeria.snapshots.random_state import RandomState, preserved_rando
 DRAWS = {
     "torch": lambda: torch.rand(1).item(),
     "torch, odd count of normals": lambda: torch.randn(3).sum().item(),
-    "numpy": lambda: np.random.rand(),  # noqa: NPY002  # what user code draws from
-    "numpy, half of a pair of normals": lambda: np.random.randn(),  # noqa: NPY002
+    "numpy": lambda: np.random.rand(),
+    "numpy, half of a pair of normals": lambda: np.random.randn(),
     "python": lambda: random.random(),
     "python, half of a pair of normals": lambda: random.gauss(0, 1),
 }
@@ -57,7 +57,7 @@ def test_a_preserved_block_leaves_no_trace(name):
     with preserved_random_state():
         draw()
         torch.manual_seed(99)
-        np.random.seed(99)  # noqa: NPY002
+        np.random.seed(99)
         random.seed(99)
     assert [draw() for _ in range(3)] == expected
 

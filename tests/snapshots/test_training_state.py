@@ -329,9 +329,9 @@ def test_others_return_each_time_whatever_they_share():
 
 def test_all_generators_return():
     state = TrainingState(nn.Linear(1, 1))
-    drawn = [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(3)]  # noqa: NPY002
+    drawn = [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(3)]
     state.restore()
-    assert [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(3)] == drawn  # noqa: NPY002
+    assert [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(3)] == drawn
 
 
 @pytest.mark.parametrize("change", ["replaced", "added", "removed", "module"])

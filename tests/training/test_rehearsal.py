@@ -25,7 +25,7 @@ class Noted(Classifier):
         loss = nn.functional.cross_entropy(scores, labels)
         self.accuracy.update(scores, labels)
         self.losses.append(loss.item())
-        self.log_dict({"train/loss": loss, "train/noise": random.random() + np.random.rand()}, on_epoch=True)  # noqa: NPY002
+        self.log_dict({"train/loss": loss, "train/noise": random.random() + np.random.rand()}, on_epoch=True)
         self.log("train/accuracy", self.accuracy, on_epoch=True)
         return loss
 

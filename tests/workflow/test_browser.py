@@ -11,7 +11,7 @@ from lightning_egeria.workflow.home import Home
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright")
 serving = pytest.importorskip("lightning_egeria.workflow.serving", reason="starlette and uvicorn are an extra")
-uvicorn = pytest.importorskip("uvicorn")
+uvicorn = pytest.importorskip("uvicorn", reason="starlette and uvicorn are an extra")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TOKEN, OWNED = "right", "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 

@@ -70,7 +70,7 @@ class _MemoryLogger(Logger):
 
 def draws():
     """A digest of the states of all random generators."""
-    numpy = np.random.get_state()  # noqa: NPY002
+    numpy = np.random.get_state()
     states = pickle.dumps((random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()))
     return hashlib.sha1(states).hexdigest()
 

@@ -38,7 +38,7 @@ class Random(Dataset):
 
 DRAWS = {
     "torch": lambda x, i, d: x + torch.randn(8),
-    "numpy": lambda x, i, d: x + np.random.rand(),  # noqa: NPY002
+    "numpy": lambda x, i, d: x + np.random.rand(),
     "python": lambda x, i, d: x + random.random(),
     "own generator": lambda x, i, d: x + torch.randn(8, generator=d.generator),
     "own numpy generator": lambda x, i, d: x + d.numpy.random(),

@@ -27,7 +27,7 @@ def _open(worker):
 
 
 def _seed(worker):
-    np.random.seed(torch.initial_seed() % 2**32)  # noqa: NPY002
+    np.random.seed(torch.initial_seed() % 2**32)
     random.seed(torch.initial_seed())
 
 
