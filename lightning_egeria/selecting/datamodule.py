@@ -62,6 +62,7 @@ class SelectiveBackprop(WrappingDataModule):
     Attributes:
         datamodule: the user's own.
         selection: what was done, in the last fit so far.
+        losses: the last loss of each sample, by id; filled with ``staleness``.
 
     Raises:
         ArgumentError: an argument is out of its range.
@@ -103,7 +104,7 @@ class SelectiveBackprop(WrappingDataModule):
         self.schedule, self.per_sample_loss, self.seed = schedule, per_sample_loss, seed
         self.selection = SelectionStats()
         self._notices = Notices("selective backprop")
-        self._table = LossTable(staleness)
+        self.losses = LossTable(staleness)
         self._batches: SelectedBatches | None = None
         self._follower: Follower | None = None
         self._resumed: list[dict[str, Any]] | None = None  # from a checkpoint, until there is a loader
@@ -124,14 +125,14 @@ class SelectiveBackprop(WrappingDataModule):
             return
         self._close()
         self._resumed = None
-        self.selection, self._table = SelectionStats(off=None), LossTable(self.staleness)
+        self.selection, self.losses = SelectionStats(off=None), LossTable(self.staleness)
         reason = self._reason_for_nothing()
         if reason is not None:
             self.selection.off = reason
             return
         trainer = self._check_trainer()
         # The training step shows the losses of training forwards only to one who can read them off.
-        table = self._table if self.staleness and self.per_sample_loss is None else None
+        table = self.losses if self.staleness and self.per_sample_loss is None else None
         by_seen = self.mode == "queue" and self.schedule == "seen"
         self._follower = Follower(lambda: self._batches, self.selection, table, by_seen)
         trainer.callbacks.insert(0, self._follower)
@@ -165,7 +166,7 @@ class SelectiveBackprop(WrappingDataModule):
             self._batches.close()
         settings = Settings(self.make_rule(), self.window, self.share, self.seed)
         side = TrainerSide(trainer, self.per_sample_loss, from_cache=source.rereading is not None)
-        self._batches = SelectedBatches(loader, settings, self._table, side, self.selection)
+        self._batches = SelectedBatches(loader, settings, self.losses, side, self.selection)
         if self._resumed is not None:
             with checkpoint_read("selective backprop"):
                 self._batches.load_rank_states(self._resumed)

@@ -97,8 +97,8 @@ def test_fields_of_lazy_samples_come_from_the_older_level(recorder):
 def test_recording_ends_at_max_bytes(recorder):
     one = recorder(max_bytes=20_000)
     for start in range(0, 9, 3):
+        one.recording.restart(others=8000 * start // 3)
         one.write([start, start + 1, start + 2])
-        one.recording._others += 8000
     assert not one.recording.active
     assert 0 < len(one.present) < 9
     (told,) = one.told

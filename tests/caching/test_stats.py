@@ -29,10 +29,11 @@ def accounts(monkeypatch):
     return Accounts(CacheStats())
 
 
-def test_samples_are_counted(accounts):
+def test_samples_are_counted():
+    found = CacheStats()
+    accounts = Accounts(found)
     accounts.count(batch(hits=3, advanced=1, lazy=4))
     accounts.count(batch(lazy=2, touched="step"))
-    found = accounts._stats
     assert (found.hits, found.advanced, found.misses) == (3, 1, 4)
     assert (found.not_loaded, found.loaded_after_all) == (4, 2)
 
@@ -58,10 +59,12 @@ def test_trials_and_mixed_batches_are_not_compared(accounts):
     assert accounts.judgement() is None
 
 
-def test_seconds_saved_are_hits_by_the_difference(accounts):
+def test_seconds_saved_are_hits_by_the_difference():
+    found = CacheStats()
+    accounts = Accounts(found)
     accounts.count(batch(seconds=0.4))
     accounts.count(batch(hits=4, seconds=0.1))
-    assert accounts._stats.seconds_saved == pytest.approx(0.3)
+    assert found.seconds_saved == pytest.approx(0.3)
 
 
 def test_another_boundary_is_compared_anew(accounts):

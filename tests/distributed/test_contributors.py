@@ -91,8 +91,8 @@ def test_each_gradient_is_the_mean_over_contributors(ranks, bucket_bytes):
         assert sum(received for received, _ in results) == pytest.approx(sent)
 
 
-def alone(layers, depths=(0, 0)):
-    mean = ContributorMean(ThreadRanks(2).of(0), layers, lambda _: "net.weight")
+def alone(layers, depths=(0, 0), transport=None):
+    mean = ContributorMean(transport or ThreadRanks(2).of(0), layers, lambda _: "net.weight")
     mean.begin(depths)
     return mean
 
@@ -111,8 +111,9 @@ def test_a_rank_that_failed_is_told():
             raise RuntimeError("Connection closed by peer")
 
     net = network()
-    mean = alone(layers_of(net))
-    mean._transport.start_sum = lambda *_: Failing()
+    transport = ThreadRanks(2).of(0)
+    transport.start_sum = lambda *_: Failing()
+    mean = alone(layers_of(net), transport=transport)
     loss_of(net, 0).backward()
     with pytest.raises(
         ExchangeError, match=r"rank 0 did not get the gradients .*closed by peer\. A rank has failed, or"

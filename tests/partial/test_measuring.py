@@ -17,14 +17,14 @@ from lightning_egeria.training.observers import Observers
 INPUTS = (torch.linspace(-1, 1, 20).reshape(5, 4),)
 
 
-def measured(net, plan, ranks=1):
+def measured(net, plan, ranks=1, each=None):
     chain = LayerChain.trace(net, lambda: step(net, INPUTS))
     layers = [[net.get_parameter(name) for name in one.parameters] for one in chain.layer_modules]
     layers.append(list(net[9].parameters()))
     steps = SuffixSteps(net, chain, plan(len(chain)), [0] * len(chain), ranks=ranks)
-    lines = []
-    device = torch.device("cpu")
-    return steps, SuffixMeasures(net, layers, steps, Ranks(), device, chain.max_depth, lines.append), lines
+    lines, own, device = [], Ranks(), torch.device("cpu")
+    own.each = each or own.each
+    return steps, SuffixMeasures(net, layers, steps, own, device, chain.max_depth, lines.append), lines
 
 
 def train(net, observers, number):
@@ -54,15 +54,14 @@ def test_shorter_suffixes_save_fewer_activations():
 
 def test_slow_ranks_are_balanced_every_ten_steps(monkeypatch):
     net = deep_mlp()
-    steps, measures, lines = measured(net, lambda count: WeightedPlan(2, 0.25, count), ranks=2)
-    observers = Observers(steps, measures)
     rows = []
 
     def gather(values):
         rows.append(values)
         return [[1.0, 2.0, 1.0, 0.5], [2.0, 4.0, 2.0, 1.0]]
 
-    measures._ranks.each = gather
+    steps, measures, lines = measured(net, lambda count: WeightedPlan(2, 0.25, count), ranks=2, each=gather)
+    observers = Observers(steps, measures)
     for number in range(11):
         train(net, observers, number)
     assert len(rows) == 1

@@ -45,5 +45,5 @@ def test_share_of_each_epoch_is_logged(tmp_path):
 def test_losses_of_training_forwards_are_those_of_the_step():
     """With dropout, they are not those of an evaluation."""
     module, _, data = trained(epochs=1 + 1, staleness=5)
-    mean = data._table.of(module.ids[-1]).mean()
+    mean = data.losses.of(module.ids[-1]).mean()
     assert mean == pytest.approx(module.losses[-1], rel=1e-5)

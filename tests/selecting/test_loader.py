@@ -83,8 +83,7 @@ def test_stale_losses_belong_to_their_samples(scores):
         staleness=9,
         history=40,
     )
-    table = data._table
-    assert table.of(range(40)).tolist() == [float(number**2) for number in range(40)]
+    assert data.losses.of(range(40)).tolist() == [float(number**2) for number in range(40)]
     assert scores == []  # the first epoch has given all losses
     counts = np.bincount([one for batch in module.ids[5:] for one in batch], minlength=40)
     assert counts[0] == 0
@@ -169,5 +168,5 @@ def test_samples_of_other_shapes_are_refused_in_the_queue():
 
 def test_workers_stop_and_the_loader_is_the_users():
     module, _, data = trained(epochs=2)
-    assert data._batches is None
+    assert type(data.train_dataloader()) is DataLoader
     assert len(module.ids) > 5

@@ -1,5 +1,6 @@
 """Copies of tensors: exact, shared, and in files beyond a limit."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -77,16 +78,17 @@ def test_a_file_is_closed_with_its_last_copy():
     assert len(list(FILES.iterdir())) == before
 
 
-def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path):
+def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path, monkeypatch):
     store = TensorStore(0, folder=str(tmp_path / "missing"))
     kept = store.keep(torch.ones(2))
     with pytest.raises(SnapshotError, match=r"8 bytes of the state of training .* cannot be written to .*missing"):
         store.settle()
     assert kept.values().tolist() == [1, 1]
-    store = TensorStore(0, folder=str(tmp_path))
+    store, files, make = TensorStore(0, folder=str(tmp_path)), [], tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: files.append(make(**options)) or files[-1])
     kept = store.keep(torch.ones(2))
     store.settle()
-    kept._file.stream.truncate(3)
+    files[0].truncate(3)
     with pytest.raises(SnapshotError, match=r"8 bytes .* and 3 can be read"):
         kept.values()
     with pytest.raises(ArgumentError, match="most_bytes must be an integer of at least 0"):

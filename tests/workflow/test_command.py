@@ -1,4 +1,6 @@
+import contextlib
 import json
+import sqlite3
 import sys
 
 import pytest
@@ -114,7 +116,8 @@ def test_ten_thousand_jobs_are_listed_from_the_end(jobs, tmp_path):
     with History(tmp_path / "home" / "history.sqlite") as history, history.transaction():
         for _ in range(10_000):
             history.add(job, tmp_path, "local", "me")
-        history._database.execute("UPDATE jobs SET state = 'done', started = 1, ended = 2")
+    with contextlib.closing(sqlite3.connect(tmp_path / "home" / "history.sqlite")) as database, database:
+        database.execute("UPDATE jobs SET state = 'done', started = 1, ended = 2")
     lines = jobs("ps")[1].splitlines()
     assert len(lines) == 21
     assert lines[1].startswith("10000  old")

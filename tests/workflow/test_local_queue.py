@@ -80,14 +80,22 @@ def test_nothing_is_lost_or_run_twice_when_the_queue_is_killed(home, history, mo
     assert sorted((home.jobs / "ran").read_text().split()) == [str(id) for id in ids]
 
 
-def test_a_killed_watcher_is_noticed_and_the_job_goes_on(home, history):
+@pytest.fixture
+def watchers(monkeypatch):
+    """The processes that watch jobs of this test."""
+    started, start = [], local_queue.start_execution
+    monkeypatch.setattr(local_queue, "start_execution", lambda *of: started.append(start(*of)) or started[-1])
+    return started
+
+
+def test_a_killed_watcher_is_noticed_and_the_job_goes_on(home, history, watchers):
     script = "test $EGERIA_ATTEMPT = 2 && exit; echo $$ > pid; sleep 60"
     id = add(home, history, script)
     queue = LocalQueue(home, history, 1)
     queue.step(0.0)
     pid = home.folder(id).work / "pid"
     until(lambda: pid.exists() and pid.read_text().strip())
-    (watcher,) = queue._children.values()
+    (watcher,) = watchers
     watcher.kill()
     watcher.wait()
     until(lambda: not alive(int(pid.read_text())))
@@ -148,13 +156,13 @@ class _Ended:
         return 1
 
 
-def test_a_job_that_nobody_watches_can_be_cancelled(home, history):
+def test_a_job_that_nobody_watches_can_be_cancelled(home, history, watchers):
     """Nobody watches the job any more, and its process has ended with who watched it."""
     id = add(home, history, "touch up; exec sleep 60")
     queue = LocalQueue(home, history, 1)
     queue.step(0.0)
     until((home.folder(id).work / "up").exists)
-    (watcher,) = queue._children.values()
+    (watcher,) = watchers
     watcher.kill()
     watcher.wait()
     home.folder(id).ask(State.CANCELLED)
