@@ -246,7 +246,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
         if steps in callbacks:
             # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
-            self.trainer.callbacks = [one for one in callbacks if one is not steps]  # type: ignore[union-attr]
+            self.trainer.callbacks = [one for one in callbacks if one is not steps]  # type: ignore[union-attr]  # not None
 
 
 def _check(trainer: Any) -> None:

@@ -102,7 +102,7 @@ def repeating(trainer: pl.Trainer, batch_idx: int) -> Iterator[Callable[[Any], G
         return {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
 
     # The progress bar stays: its own thread looks for it here.
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # the connectors set it
     bars = [one for one in callbacks if isinstance(one, pl.callbacks.ProgressBar)]
     unsynchronised = _block_parallel_sync_behavior(trainer.strategy, block=True)
     try:

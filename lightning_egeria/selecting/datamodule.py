@@ -288,7 +288,7 @@ class SelectiveBackprop(WrappingDataModule):
             callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
             if self._follower in callbacks:
                 # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
-                self.trainer.callbacks = [one for one in callbacks if one is not self._follower]  # type: ignore[union-attr]
+                self.trainer.callbacks = [one for one in callbacks if one is not self._follower]  # type: ignore[union-attr]  # not None
         if self._batches is not None:
             self._batches.close()
         self._follower = self._batches = None

@@ -76,19 +76,21 @@ class Freezing:
 
 
 class TestGrading:
-    def grading(self):
-        return Grading(GradedPlan(1, 0.25, 2), Freezing(), Ranks())
+    def grading(self, freezing=None):
+        return Grading(GradedPlan(1, 0.25, 2), freezing or Freezing(), Ranks())
 
     def test_each_plasticity_counts_once(self):
-        grading = self.grading()
-        grading._freezing.latest_plasticity = (3, (0.5, 1.0))
+        freezing = Freezing()
+        grading = self.grading(freezing)
+        freezing.latest_plasticity = (3, (0.5, 1.0))
         for step in range(1, 31):
             grading.optimizer_step(step)
             assert grading.plan.counts == ([4, 4] if step < 10 else [2, 4])
 
     def test_a_checkpoint_holds_what_waits(self):
-        grading, again = self.grading(), self.grading()
-        grading._freezing.latest_plasticity = (3, (0.5, 1.0))
+        freezing = Freezing()
+        grading, again = self.grading(freezing), self.grading()
+        freezing.latest_plasticity = (3, (0.5, 1.0))
         grading.optimizer_step(3)
         again.load_state_dict(grading.state_dict())
         again.optimizer_step(10)
