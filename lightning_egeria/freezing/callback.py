@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_egeria.freezing.arguments import check_arguments, explain_missing, policy_for
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison
 from lightning_egeria.freezing.comparison_setup import set_up_comparison
-from lightning_egeria.freezing.display import MetricsLog, share_of_step, why_evaluations_said_nothing
+from lightning_egeria.freezing.display import MetricsLog, share_of_step, tell_why_nothing_froze
 from lightning_egeria.freezing.guide import Guide
 from lightning_egeria.freezing.policy import Policy
 from lightning_egeria.freezing.pretrained import answer_auto
@@ -156,19 +156,8 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         else:
             self._norms = None
         policy.start(freezer.chain.max_depth if state is None else state["max_depth"])
-        comparison = set_up_comparison(
-            trainer,
-            freezer,
-            policy,
-            self.notices,
-            None if state is None else state["comparison"],
-            evaluate_every_n_steps=self.evaluate_every_n_steps,
-            samples=self.evaluation_samples,
-            precision=self.reference_precision,
-            background=self.background,
-            timeout_s=self.timeout_s,
-            deterministic=self.deterministic,
-        )
+        before = None if state is None else state["comparison"]
+        comparison = set_up_comparison(trainer, freezer, policy, self.notices, before, self)
         self._guide = Guide(freezer, policy, comparison)  # from here on, `stop_method` cleans up after an error
         if state is not None:
             self._guide.load_state_dict(state)
@@ -199,16 +188,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the savings and the last metrics."""
         super().on_fit_end(trainer, pl_module)
-        if (held_back := getattr(self.active_policy, "held_back", None)) and not self.events:
-            self.notices.warn(
-                f"nothing froze: {held_back}. A model trained from scratch freezes only after its learning rate "
-                "has dropped to half its peak. Use a decaying schedule, or FreezingPolicy(pretrained=True) if you "
-                "fine-tune trained weights"
-            )
+        if self._guide is not None and not self.events:
+            tell_why_nothing_froze(self._guide, self.notices)
         if self._guide is not None and trainer.is_global_zero:
-            reason = why_evaluations_said_nothing(self._guide)
-            if reason is not None and not self.events:
-                self.notices.inform(f"nothing froze: {reason}")
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             # Use the console of Rich's progress bar; the bar draws over text from other consoles.
             get_console().print(savings_table(self.savings(), metrics))

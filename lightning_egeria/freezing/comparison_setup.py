@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -22,19 +22,24 @@ EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
 LEAST_STEPS_BETWEEN_EVALUATIONS = 8  # in fewer, whatever learns hardly moves either
 
 
+class ComparisonArguments(Protocol):
+    """The arguments of `KnowledgeGuidedFreezing` that the comparison follows."""
+
+    evaluate_every_n_steps: int | None
+    evaluation_samples: int
+    reference_precision: Precision
+    background: bool | None
+    timeout_s: float
+    deterministic: bool | None
+
+
 def set_up_comparison(
     trainer: pl.Trainer,
     freezer: Freezer,
     policy: Policy,
     notices: Notices,
     state: Mapping[str, Any] | None,
-    *,
-    evaluate_every_n_steps: int | None,
-    samples: int,
-    precision: Precision,
-    background: bool | None,
-    timeout_s: float,
-    deterministic: bool | None,
+    arguments: ComparisonArguments,
 ) -> ReferenceComparison:
     """Return a new comparison, with a value for each argument that is None.
 
@@ -44,29 +49,29 @@ def set_up_comparison(
         policy: the policy, after `Policy.start`.
         notices: takes log lines and warnings.
         state: state of the comparison in the checkpoint; None without a checkpoint.
-        evaluate_every_n_steps: as for `KnowledgeGuidedFreezing`, and so are the others.
-        samples: ``evaluation_samples``.
-        precision: ``reference_precision``; a precision in ``state`` replaces it.
-        background: ``background``.
-        timeout_s: ``timeout_s``.
-        deterministic: ``deterministic``.
+        arguments: those of the callback; a precision in ``state`` replaces theirs.
     """
-    waits = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    crops = None
+    samples, timeout_s, every = arguments.evaluation_samples, arguments.timeout_s, arguments.evaluate_every_n_steps
+    waits = arguments.deterministic
+    if waits is None:
+        waits = torch.are_deterministic_algorithms_enabled()
+    precision, crops = arguments.reference_precision, None
     if state is not None:
         precision, crops = state["precision"] or precision, state["crops"] or None
     if precision == "auto" and waits:
         precision = "float32"  # the fastest precision may differ from run to run
     make = functools.partial(ReferenceModel, freezer.chain, samples, precision, crops)
-    background = has_idle_core(trainer.strategy.root_device) if background is None else background
+    background = arguments.background
+    if background is None:
+        background = has_idle_core(trainer.strategy.root_device)
     return ReferenceComparison(
         freezer,
         policy,
         ReferenceRunner(make, freezer.chain.entries, background, timeout_s),
-        evaluate_every_n_steps or evaluation_interval(trainer),
+        every or evaluation_interval(trainer),
         samples,
         wait_s=timeout_s if waits else 0.0,
-        adapt=evaluate_every_n_steps is None,
+        adapt=every is None,
         notices=notices,
     )
 

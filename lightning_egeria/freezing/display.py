@@ -1,4 +1,4 @@
-"""The metrics that knowledge-guided freezing logs."""
+"""What knowledge-guided freezing logs: metrics, and why nothing froze."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import lightning.pytorch as pl
 
 from lightning_egeria.freezing.guide import Guide
+from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.observers import Observer
 
 
@@ -17,7 +18,19 @@ def share_of_step(guide: Guide, depth: int) -> float | None:
     return sum(known) if known and len(known) == len(values) else None
 
 
-def why_evaluations_said_nothing(guide: Guide) -> str | None:
+def tell_why_nothing_froze(guide: Guide, notices: Notices) -> None:
+    """Say why a run froze nothing, and what to do, if there is a reason beside layers that still train."""
+    if held_back := getattr(guide.policy, "held_back", None):
+        notices.warn(
+            f"nothing froze: {held_back}. A model trained from scratch freezes only after its learning rate has "
+            "dropped to half its peak. Use a decaying schedule, or FreezingPolicy(pretrained=True) if you fine-tune "
+            "trained weights"
+        )
+    if guide.freezer.ranks.leads and (reason := _why_evaluations_said_nothing(guide)) is not None:
+        notices.inform(f"nothing froze: {reason}")
+
+
+def _why_evaluations_said_nothing(guide: Guide) -> str | None:
     """Return why the policy saw few or no evaluations, and what to do; None if it saw enough, or needs none."""
     counts, every = guide.comparison.evaluations.counts, guide.comparison.evaluate_every_n_steps
     lost = counts.late + counts.dropped

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 
-from lightning_egeria.errors import ArgumentError, UnsupportedError
+from lightning_egeria.errors import ArgumentError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.finding import LayerFinding, Stage
@@ -18,7 +17,7 @@ from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
 from lightning_egeria.training.progress import BarEntry
-from lightning_egeria.training.support import check_strategy
+from lightning_egeria.training.support import check_optimizers, check_strategy
 
 
 class PrefixFreezing(LayerFinding):
@@ -129,11 +128,8 @@ class PrefixFreezing(LayerFinding):
             UnsupportedError: if an optimizer is LBFGS.
         """
         super().on_fit_start(trainer, pl_module)
-        if self._stage is Stage.LOOKING and any(isinstance(one, torch.optim.LBFGS) for one in trainer.optimizers):
-            raise UnsupportedError(
-                "LBFGS keeps moving frozen weights along the directions it remembers. Use an optimizer that skips "
-                "parameters without a gradient, such as SGD, Adam or AdamW"
-            )
+        if self._stage is Stage.LOOKING:
+            check_optimizers(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -1,10 +1,11 @@
-"""The strategies of Lightning that freezing is tested with."""
+"""The strategies and optimizers that freezing is tested with."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.training.notices import Notices
@@ -36,6 +37,19 @@ def check_strategy(trainer: pl.Trainer, allow_untested: bool) -> None:
     Notices("freezing").warn(
         f"{reason}. Training anyway because of allow_untested=True; it may fail, or give wrong results"
     )
+
+
+def check_optimizers(trainer: pl.Trainer) -> None:
+    """Check that frozen weights stay as they are.
+
+    Raises:
+        UnsupportedError: if an optimizer is LBFGS.
+    """
+    if any(isinstance(one, torch.optim.LBFGS) for one in trainer.optimizers):
+        raise UnsupportedError(
+            "LBFGS keeps moving frozen weights along the directions it remembers. Use an optimizer that skips "
+            "parameters without a gradient, such as SGD, Adam or AdamW"
+        )
 
 
 def _reason_against(strategy: Any) -> str | None:

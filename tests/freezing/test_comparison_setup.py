@@ -23,13 +23,13 @@ def set_up(state=None, **arguments):
     freezer = Freezer(net, LayerChain.trace(net, lambda: net(torch.rand(5, 4)).sum()))
     given = {
         "evaluate_every_n_steps": None,
-        "samples": 4,
-        "precision": "auto",
+        "evaluation_samples": 4,
+        "reference_precision": "auto",
         "background": False,
         "timeout_s": 7.0,
         "deterministic": None,
     }
-    return net, set_up_comparison(trainer(), freezer, Asked(), Told(), state, **given | arguments)
+    return net, set_up_comparison(trainer(), freezer, Asked(), Told(), state, SimpleNamespace(**given | arguments))
 
 
 def precision_of(net, comparison):
@@ -70,11 +70,11 @@ def test_the_setting_of_torch_is_the_default():
 @pytest.mark.parametrize(
     ("arguments", "precision"),
     [
-        ({"precision": "bf16"}, "bf16"),
+        ({"reference_precision": "bf16"}, "bf16"),
         ({"deterministic": True}, "float32"),
         ({"deterministic": True, "state": {"precision": "bf16", "crops": None}}, "bf16"),
-        ({"precision": "bf16", "state": {"precision": "float32", "crops": True}}, "float32"),
-        ({"precision": "bf16", "state": {"precision": None, "crops": False}}, "bf16"),
+        ({"reference_precision": "bf16", "state": {"precision": "float32", "crops": True}}, "float32"),
+        ({"reference_precision": "bf16", "state": {"precision": None, "crops": False}}, "bf16"),
     ],
 )
 def test_the_precision_of_the_checkpoint_comes_first(arguments, precision):

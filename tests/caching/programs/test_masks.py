@@ -219,7 +219,7 @@ class Pooling(Mixing):
 
 
 @pytest.mark.parametrize("collate", [padded_to_the_longest, lists_to_the_longest])
-def test_a_deeper_boundary_without_positions_starts_from_whole_entries(compare, collate):
+def test_deeper_boundary_without_positions_uses_whole_entries(compare, collate):
     def program(run):
         net = Positions("inside")
         net.layers[1] = Pooling()
