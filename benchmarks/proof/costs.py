@@ -1,4 +1,4 @@
-"""What a step costs, by its kind: the frozen depth, and with the cache what that did (see `run.Curve`).
+"""What a step costs, by its kind: the frozen depth, and with the cache what that did (see `curve.Curve`).
 
 Other work on the machine changes the time of a step from minute to minute, and with it the time of a whole run. So the
 kinds are measured in turn, in short fits on a few batches, round after round, and each is said as a share of the step
@@ -20,7 +20,8 @@ from omegaconf import DictConfig
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.proof.controls import SameSuffix
-from benchmarks.proof.run import Curve, about, configured, quiet, trainer_of
+from benchmarks.proof.curve import Curve
+from benchmarks.proof.run import about, configured, quiet, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SelectiveBackprop
 from lightning_egeria.network.prefix import SETTLING_STEPS, follows_slowly

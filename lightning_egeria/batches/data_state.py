@@ -1,4 +1,4 @@
-"""What a dataset holds: labels, counters, generators and settings, as far as a bounded look at them tells."""
+"""What a dataset holds: labels, counters, generators and settings, as far as a bounded look shows."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from lightning_egeria.caching.levels import Flags, Found, Level, Rows
 from lightning_egeria.caching.loading import stamp_of
 from lightning_egeria.caching.plan import Loaded, Mode
 from lightning_egeria.caching.sizes import Tables, along, content, has_samples
+from lightning_egeria.lazy import tape
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.sending import receive
@@ -35,7 +36,7 @@ class Read(NamedTuple):
     rows: Rows | None = None
 
 
-_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_OURS = tuple(str(Path(file).parent) for file in (__file__, tape.__file__, torch.__file__))
 
 
 class Owner(Protocol):

@@ -31,30 +31,29 @@ from lightning_egeria.training.wrapping import WrappingDataModule
 class FrozenPrefixCache(WrappingDataModule):
     """Trains from the cached outputs of the frozen layers, once there are any.
 
-    It finds the `KnowledgeGuidedFreezing` callback by itself. Until that freezes something, and wherever caching would
-    not give the very same training, batches are those of the user's own data module. Attributes that it does not have
-    itself are read from that, and set on it.
+    It finds the `KnowledgeGuidedFreezing` callback by itself. Before the first freeze, and wherever caching would
+    change training, batches are the user's own. Other attributes are read from the user's data module, and set on it.
 
     Args:
         datamodule: the user's own, or just the training DataLoader.
-        cache_dir: folder for what is cached; a later run finds it there, and several runs may share it. None:
-            ``lightning_egeria`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``), and what is cached is
+        cache_dir: folder for entries; later runs find them there, and several runs may share it. None is
+            ``lightning_egeria`` in the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``), and entries are
             removed at the end of `fit`.
-        max_bytes: what all that is in ``cache_dir`` may take on disk; None: half of what is free at the start.
-        min_free_bytes: what must stay free on that disk.
-        host_bytes: what may be kept in the memory of the host as well.
-        device_bytes: what may be kept in the memory of the GPU as well.
+        max_bytes: largest size of all stores in ``cache_dir``; None is half of the space that is free at the start.
+        min_free_bytes: space to leave free on that disk.
+        host_bytes: host memory for entries, besides the disk.
+        device_bytes: GPU memory for entries, besides the disk.
         augmentation_views: with random augmentation, how many variants of each sample to keep: in epoch ``e``, all
             randomness of a sample is a function of ``seed``, the sample and ``e % augmentation_views``, from the first
             freeze on. 0: samples are loaded as they come, and random augmentation turns the cache off.
-        seed: of that randomness.
+        seed: seed of the variants.
         val_dataloaders: for validation, if ``datamodule`` is a DataLoader.
 
     Attributes:
         datamodule: the user's own.
 
     Raises:
-        ArgumentError: an argument is out of its range.
+        ArgumentError: if an argument is out of range.
     """
 
     egeria_method = "caching"
@@ -211,8 +210,9 @@ class FrozenPrefixCache(WrappingDataModule):
     def _reason_against(self, owner: PrefixFreezing | None) -> str | None:
         if owner is None:
             others = ", ".join(type(c).__name__ for c in self._callbacks() if "inetuning" in type(c).__name__)
-            return "there is no KnowledgeGuidedFreezing among the callbacks, so nothing tells what is frozen" + (
-                f" ({others} is not asked)" if others else ""
+            return (
+                "there is no KnowledgeGuidedFreezing among the callbacks, and the cache follows no other freezing code"
+                + (f" ({others} is not asked)" if others else "")
             )
         if getattr(self.trainer, "overfit_batches", 0):
             return "overfit_batches replaces the sampler"

@@ -1,4 +1,4 @@
-"""The cache of one fit: it follows the frozen prefix, and tells every loader's stream."""
+"""The cache of one fit: it follows the frozen prefix on behalf of every loader's stream."""
 
 from __future__ import annotations
 

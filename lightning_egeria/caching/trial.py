@@ -109,7 +109,7 @@ def judge_length(known: Lengths, node: Node, value: Tensor, sizes: BatchSizes) -
 
 
 class Trials:
-    """Tries the deepest boundary on whole batches until one tells whether it can be cached, and opens its level.
+    """Tries the deepest boundary on whole batches until one shows whether it can be cached, and opens its level.
 
     Args:
         name: ``"training"`` or the name of a validation loader, for the store.
@@ -143,10 +143,10 @@ class Trials:
         self.exact, self._without_result = True, 0
 
     def shows_nothing(self, reason: str) -> None:
-        """A whole batch told nothing; another one is tried.
+        """A whole batch showed nothing; another one is tried.
 
         Raises:
-            CacheError: too many of them told nothing.
+            CacheError: too many of them showed nothing.
         """
         self._without_result += 1
         self._planner.trial_planned = False

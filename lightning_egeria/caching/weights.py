@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class FrontState:
-    """Remembers the state of the modules of a frozen front, and tells whether it is still the same.
+    """Remembers the state of the modules of a frozen front, and compares it later.
 
     On the CPU it reads every weight, which costs little beside a forward pass. On a GPU it reads the version counters,
     which do not count writes through ``tensor.data``; `is_same` reads the values there too.
@@ -58,7 +58,7 @@ class FrontState:
         self._values = self._digest_of(self._held)
 
     def is_unchanged(self) -> bool:
-        """Whether everything is the same; on a GPU, as far as a look without waiting for it tells."""
+        """Whether everything is the same; on a GPU, as far as version counters show."""
         if not self._has_same_objects():
             if not self._has_equal_objects():
                 return False

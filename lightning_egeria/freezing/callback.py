@@ -34,8 +34,8 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     freeze, parameters are bit for bit those of a run without the callback.
 
     Args:
-        policy: decides what freezes and when; None is ``FreezingPolicy()``, which tells by the normalisation layers
-            whether the weights are pre-trained. Each `fit` starts with a copy.
+        policy: decides what freezes and when; None is ``FreezingPolicy()``, which recognises pre-trained
+            weights by their normalisation layers. Each `fit` starts with a copy.
         layer_modules: paths of the layer modules, in execution order; None finds them.
         freeze_until: limit of the prefix. A path: up to and including that module. A number in (0, 1]: that share of
             the layer modules at most. None sets no limit. The last layer module never freezes.

@@ -70,7 +70,7 @@ class FreezingPolicy(Annealing):
     The method card gives the reasons.
 
     With ``pretrained=True``, the callback freezes all but 3 layer modules after the second step, and a trial of a few
-    steps tells how deep to stay: it goes shallower as long as steps teach clearly more there. The depth stays then.
+    steps finds the depth: it goes shallower while steps at the next depth lower the loss clearly faster.
     Where steps cannot be repeated (manual optimization), and with ``trial_progress=None``, the first two evaluations
     compare the layer modules with one another instead: the deepest prefix freezes whose last layer module moves less
     than ``peer_tolerance`` times the one that moves most.

@@ -55,7 +55,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         local_batch_sizes: smallest and largest batch of one process. None: from half of the initial one to what fits in
             memory.
         batch_sizes: batch sizes by optimizer step, instead of those of the largest goodput.
-        hints: file that tells a scheduler of this job, written every 30 s, and more often at first; None writes none.
+        hints: file that describes this job to a scheduler, written every 30 s, more often at first; None writes none.
         val_dataloaders: for validation, if ``datamodule`` is a DataLoader.
 
     Attributes:

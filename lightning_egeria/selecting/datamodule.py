@@ -65,7 +65,7 @@ class SelectiveBackprop(WrappingDataModule):
         losses: the last loss of each sample, by id; filled with ``staleness``.
 
     Raises:
-        ArgumentError: an argument is out of its range.
+        ArgumentError: if an argument is out of range.
     """
 
     egeria_method = "selecting"

@@ -123,7 +123,7 @@ class Limits:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))
 
 
-@fault("cache", "a quota: no file grows beyond a random size", "as without a cache, told once; recording may end")
+@fault("cache", "a quota: no file grows beyond a random size", "as without a cache, one warning; recording may end")
 def quota(chance: random.Random, folder: Path) -> None:
     # Checkpoints need more than that: they are left out.
     job = Job(folder, saves=False)
@@ -146,7 +146,7 @@ def _mounted(folder: Path, *arguments: str) -> Iterator[None]:
 @fault(
     "cache",
     "a full disk (a file system of 16 to 64 kB)",
-    "as without a cache; each way in which it shows is told once",
+    "as without a cache; one warning for each way in which it shows",
 )
 def disk_full(chance: random.Random, folder: Path) -> None:
     size = f"size={chance.randrange(16, 64)}k,mode=700"

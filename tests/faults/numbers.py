@@ -86,7 +86,7 @@ class Constant(nn.Module):
         return x * 0 + self.value
 
 
-@fault("numbers", "activations are the same for all samples", "no crash; nothing freezes, and it is told why")
+@fault("numbers", "activations are the same for all samples", "no crash; nothing freezes, with the reason logged")
 def activations_constant(chance: random.Random, folder: Path) -> None:
     torch.manual_seed(0)
     net = Net()
@@ -97,7 +97,7 @@ def activations_constant(chance: random.Random, folder: Path) -> None:
     check(len(told) == 1, f"told {result['told']}")
 
 
-@fault("numbers", "batches of one sample", "no crash; nothing freezes, which is told")
+@fault("numbers", "batches of one sample", "no crash; nothing freezes, with a warning")
 def batches_of_one(chance: random.Random, folder: Path) -> None:
     job = Job(folder, policy=Hasty(), batch_size=1, epochs=2)
     result = ended_well(run(job))
