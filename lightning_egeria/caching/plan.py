@@ -83,6 +83,6 @@ class Loaded:
 def _pinned(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, LazyTensor):
         return tensor.pin_memory()
-    if tensor.node.value is not None:
-        tensor.node.value = tensor.node.value.pin_memory()
+    if tensor.is_known:
+        tensor.node.value = tensor.node.compute().pin_memory()
     return tensor

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,14 +43,3 @@ def is_compiled(module: nn.Module) -> bool:
         or hasattr(part.forward, "_torchdynamo_orig_callable")
         for part in module.modules()
     )
-
-
-def hidden_from_compiler(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
-    """Return a function that `torch.compile` does not compile.
-
-    Args:
-        function: the function to hide.
-        recursive: also do not compile the functions that it calls.
-    """
-    hidden: Callable[..., Any] = torch.compiler.disable(function, recursive=recursive)
-    return hidden

@@ -99,9 +99,8 @@ def _prune(directory: CacheDirectory, unused_days: float) -> int:
 
 
 def _print(table: Table) -> None:
-    console = Console()
     # Where it is no terminal, every column is wanted in full.
-    Console(width=None if console.is_terminal else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _bytes(count: int) -> str:

@@ -137,10 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def is_in_use(folder: Path) -> bool:
     """Whether a process has the store open."""
-    try:
-        check_folder(folder)
-        lock = open_file(folder / LOCK, os.O_RDWR)
-    except OSError:
+    lock = _lock_of(folder)
+    if lock is None:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,10 +151,8 @@ def is_in_use(folder: Path) -> bool:
 
 def remove_store(folder: Path) -> bool:
     """Delete a store that no process has open; returns whether it is gone."""
-    try:
-        check_folder(folder)
-        lock = open_file(folder / LOCK, os.O_RDWR)
-    except OSError:
+    lock = _lock_of(folder)
+    if lock is None:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,6 +165,15 @@ def remove_store(folder: Path) -> bool:
     finally:
         os.close(lock)
     return True
+
+
+def _lock_of(folder: Path) -> int | None:
+    """The open lock file of a store; None without a store of this user's."""
+    try:
+        check_folder(folder)
+        return open_file(folder / LOCK, os.O_RDWR)
+    except OSError:
+        return None
 
 
 def share(lock: int, folder: Path) -> None:

@@ -61,7 +61,9 @@ class Absent(NamedTuple):
 
 
 def leaves_of(sample: Any) -> Iterator[Any]:
-    """What stands in the nested dicts, lists, tuples and named tuples of a sample, in order; a list of numbers is one.
+    """Yield the leaves of the nested dicts, lists, tuples and named tuples of a sample; a list of numbers is one leaf.
+
+    They are numbered as by `torch.utils._pytree`, which would take several times as long for each sample.
 
     >>> list(leaves_of({"image": 1, "boxes": (2, (3, 4)), "text": "abc", "tokens": [7, 8]}))
     [1, 2, 3, 4, 'abc', [7, 8]]

@@ -8,12 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from stored import bits
+from torch.utils import _pytree as pytree
 
 from lightning_egeria.stores.samples import (
     Absent,
     Opaque,
     decode,
     encode,
+    is_numbers,
     leaves_of,
     with_leaves,
     without_inputs,
@@ -112,5 +114,6 @@ def test_damaged_fields_are_fields_or_a_value_error(data):
 @pytest.mark.parametrize("sample", [{"a": 1, "b": (2, Point(3, [4, "x"]))}, Point(1, 2), [1, "a"], 5, (), {}])
 def test_structure_and_leaves(sample):
     leaves = list(leaves_of(sample))
+    assert leaves == pytree.tree_leaves(sample, is_leaf=is_numbers)
     assert with_leaves(sample, iter(leaves)) == sample
     assert type(with_leaves(sample, iter(leaves))) is type(sample)
