@@ -58,5 +58,5 @@ def test_the_cluster_reads_what_is_written(tmp_path):
 
 def test_no_rounds_are_refused():
     net, chain, loss = network()
-    with pytest.raises(ArgumentError, match="rounds must be at least 1"):
+    with pytest.raises(ArgumentError, match="rounds must be an integer of at least 1, got 0"):
         measure_depths(net, chain, loss, rounds=0)
