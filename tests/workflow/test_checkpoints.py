@@ -89,7 +89,7 @@ def test_arguments(tmp_path, monkeypatch):
     monkeypatch.delenv("EGERIA_CHECKPOINTS", raising=False)
     with pytest.raises(ArgumentError, match="EGERIA_CHECKPOINTS is not set"):
         ResumableCheckpoints()
-    with pytest.raises(ArgumentError, match="at least 1, or None, got 0"):
+    with pytest.raises(ArgumentError, match="every_n_steps must be an integer of at least 1, got 0"):
         ResumableCheckpoints(0, tmp_path)
     monkeypatch.setenv("EGERIA_CHECKPOINTS", str(tmp_path))
     assert ResumableCheckpoints().path == tmp_path / "last.ckpt"
