@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys, Of
+from lightning_egeria.snapshots.digests import same_bits
 
 SNAPSHOT_BYTES = 2**20  # larger tensors are not copied when an operation on them is recorded
 UNKNOWN = -1  # key of a value that something outside the tape has made or changed
@@ -228,7 +229,7 @@ class Tape:
     def outside(self, tensor: Tensor) -> Node:
         """Return the node of a tensor that is not lazy. A small one is copied, in case it changes in place later."""
         found = self._outside.get(id(tensor))
-        if found is not None and found[0]() is tensor and found[1] == version_of(tensor):
+        if found is not None and _is_still(tensor, *found):
             return found[2]
         small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES and not isinstance(tensor, torch.nn.Parameter)
         value = tensor.clone() if small else tensor
@@ -324,7 +325,7 @@ class Tape:
             computed_only: not those that only stand for loaded data.
         """
         for lazy in self.held():
-            if computed_only and not any(node.is_unit for node in lazy.node.before(_never)):
+            if computed_only and not any(node.is_unit for node in lazy.node.before(lambda _: False)):
                 continue
             lazy.node.compute()
 
@@ -336,8 +337,12 @@ class Tape:
             lazy.node = Node(self, lazy.node.meta, UNKNOWN, value=value, number=next(self._count))
 
 
-def _never(node: Node) -> bool:
-    return False
+def _is_still(tensor: Tensor, reference: weakref.ref[Tensor], version: int, node: Node) -> bool:
+    """Whether a tensor is that of a node, with the same values: numpy writes to one without counting it."""
+    if reference() is not tensor or version != version_of(tensor):
+        return False
+    comparable = node.value is not tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return not comparable or same_bits(node.value, tensor)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,5 +1,7 @@
 """The batches of one loader: what is planned, served and recorded for them."""
 
+import itertools
+
 import pytest
 import torch
 from programs.parts import Net, Samples, vectors
@@ -250,3 +252,24 @@ def test_gradients_behind_the_boundary_are_the_same(drive):
     one.plain(vectors()[:6][0]).square().sum().backward()
     one.batch(list(range(6))).square().sum().backward()
     assert equal(*([parameter.grad for parameter in net.head.parameters()] for net in (one.plain, one.net)))
+
+
+@pytest.mark.parametrize("copied", [0, 2**20])
+def test_input_that_numpy_changes_between_two_forwards(drive, monkeypatch, copied):
+    """The version of the tensor stays. Small tensors are copied when a call is recorded, large ones are not."""
+    monkeypatch.setattr("lightning_egeria.lazy.tape.SNAPSHOT_BYTES", copied)
+
+    count = itertools.count()
+
+    def step(net, x, y):
+        before = net(x).clone() if next(count) % 2 else None
+        memory = x.numpy()
+        memory *= -1
+        after = net(x)
+        return torch.stack([after, after if before is None else before])
+
+    one = recorded(drive(), step=step)
+    for number, (after, before) in enumerate(one.epoch(step=step)):
+        x = torch.stack([one.data.data[index][0] for index in range(6 * number, 6 * number + 6)])
+        assert after.equal(one.plain(-x))
+        assert before.equal(one.plain(x if number % 2 else -x))

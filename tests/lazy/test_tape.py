@@ -67,6 +67,16 @@ def test_small_tensor_from_outside_may_change_later():
     assert plain(result).equal(X + 1)
 
 
+def test_tensor_that_numpy_changes_is_another_one():
+    tape, tensor = Source(X).tape, torch.ones(3)
+    first = tape.outside(tensor)
+    assert tape.outside(tensor) is first
+    tensor.numpy()[0] = 5  # which its version does not count
+    second = tape.outside(tensor)
+    assert second.key != first.key
+    assert second.value.equal(tensor)
+
+
 def test_large_tensor_from_outside_must_not_change(monkeypatch):
     monkeypatch.setattr("lightning_egeria.lazy.tape.SNAPSHOT_BYTES", 0)
     offset = torch.ones(4)
