@@ -105,15 +105,15 @@ class FrozenPrefix:
         self._hold_in_evaluation()
         self.version += 1
 
-    def begin_batch(self) -> None:
+    def batch_start(self) -> None:
         """Prepare the frozen modules for a forward."""
         self.assert_modes()
         for module in self._settling:
             if module not in self._momentum_before:
                 self._momentum_before[module], module.momentum = module.momentum, SETTLING_MOMENTUM
 
-    def end_batch(self) -> None:
-        """Restore the momentum that `begin_batch` set. Safe to call twice."""
+    def batch_end(self) -> None:
+        """Restore the momentum that `batch_start` set. Safe to call twice."""
         for module, momentum in self._momentum_before.items():
             if module.momentum == SETTLING_MOMENTUM:  # else other code has set it
                 module.momentum = momentum
@@ -198,7 +198,7 @@ class FrozenPrefix:
     def _thaw(self) -> None:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
-        self.end_batch()
+        self.batch_end()
         for module, training in self._training_before:
             if isinstance(vars(module).get("train"), _StayInEvaluation):
                 del vars(module)["train"]

@@ -149,7 +149,7 @@ class Freezer(Observer):
         """Keep frozen modules in evaluation mode."""
         self.step = step
         self._version_before = self.prefix.version
-        self.prefix.begin_batch()
+        self.prefix.batch_start()
 
     def backward_end(self) -> None:
         """Drop the gradient of a frozen parameter. The ranks do not exchange it and would drift apart."""
@@ -159,7 +159,7 @@ class Freezer(Observer):
 
     def batch_end(self) -> None:
         """Restore what `batch_start` set for the batch."""
-        self.prefix.end_batch()
+        self.prefix.batch_end()
 
     def optimizer_step(self, step: int) -> None:
         """Freeze running statistics that settled with this step."""
@@ -171,11 +171,11 @@ class Freezer(Observer):
 
     def abort(self) -> None:
         """Do the same as `batch_end`."""
-        self.prefix.end_batch()
+        self.prefix.batch_end()
 
     def close(self) -> None:
         """Unfreeze everything and restore the user's settings. Safe to call twice."""
-        self.prefix.end_batch()
+        self.prefix.batch_end()
         self.prefix.set_depth(0)
         forget_compiled()
 

@@ -172,7 +172,7 @@ class BatchSize:
         trainer.fit_loop.max_batches = self._length  # as validation knows it
         set_epoch_length(trainer, len(adapted.batches))
 
-    def begin_batch(self, trainer: pl.Trainer) -> None:
+    def batch_start(self, trainer: pl.Trainer) -> None:
         """A batch of training begins: Lightning resumes an epoch at its end without its beginning."""
         set_epoch_length(trainer, len(self._loaded.batches))
 

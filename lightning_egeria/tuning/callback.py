@@ -168,7 +168,7 @@ class BranchTuner(pl.Callback):
     ) -> None:
         """Keep count of the batches in the epoch."""
         if self.tunables.batch_size is not None:
-            self.tunables.batch_size.begin_batch(trainer)
+            self.tunables.batch_size.batch_start(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make a search due, or end training, if validation has stopped getting better."""

@@ -234,9 +234,9 @@ class TestFrozenPrefix:
 
     @staticmethod
     def one_step(prefix, forward=lambda: None):
-        prefix.begin_batch()
+        prefix.batch_start()
         forward()
-        prefix.end_batch()
+        prefix.batch_end()
         settled = prefix.count_step()
         if settled:
             prefix.settle()
@@ -282,7 +282,7 @@ class TestFrozenPrefix:
         prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
         prefix.set_depth(2)
         assert (prefix.settled_depth, net[1].training, net[5].training) == (1, False, True)
-        prefix.begin_batch()
+        prefix.batch_start()
         prefix.set_depth(1)  # an error in the middle of a step, say
         assert (prefix.settled_depth, net[1].training, net[5].training, net[5].momentum) == (1, False, True, 0.01)
 
