@@ -134,7 +134,7 @@ def trained(runs, lr, seed, *callbacks):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(**arguments | quiet, callbacks=list(callbacks), default_root_dir=folder)
+        trainer = L.Trainer(**arguments | quiet | {"default_root_dir": folder}, callbacks=list(callbacks))
         trainer.fit(Samples.counted(module), **data)
     return float(trainer.callback_metrics["val/acc"]), Samples.trained - before
 
