@@ -176,7 +176,12 @@ class Trials:
             problem, self.exact = try_boundary(node, value)
             smaller = smaller_sizes(node, value) if problem is None and self.exact else []
         if problem is not None:
-            raise CacheError(f"at {front.units[-1].path!r}, {problem}")
+            text = f"at {front.units[-1].path!r}, {problem}"
+            if batch.samples not in value.shape[1:]:
+                raise CacheError(text)
+            # The program's own tensors of that length, position embeddings say, pass for rows of the batch.
+            self.shows_nothing(f"{text} (or another dimension is as large as the batch: try another batch size)")
+            return None
         ragged = self.exact and is_padded(node)
         if batch.stamps(node, ragged) is None:
             self.shows_nothing("samples differ in their structure")

@@ -273,3 +273,41 @@ def test_input_that_numpy_changes_between_two_forwards(drive, monkeypatch, copie
         x = torch.stack([one.data.data[index][0] for index in range(6 * number, 6 * number + 6)])
         assert after.equal(one.plain(-x))
         assert before.equal(one.plain(x if number % 2 else -x))
+
+
+class Positions(nn.Module):
+    """Adds a vector for each position, which has as many rows as a text has words."""
+
+    def __init__(self):
+        super().__init__()
+        self.word, self.positions = nn.Linear(1, 8), nn.Embedding(50, 8)
+
+    def forward(self, text):
+        return self.word(text[..., None]) + self.positions(torch.arange(text.shape[1]))
+
+
+class Reader(nn.Sequential):
+    """Texts of one length."""
+
+    def __init__(self):
+        super().__init__(Positions(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def test_text_as_long_as_the_batch_is_tried_again(drive):
+    texts = torch.utils.data.TensorDataset(torch.randn(24, 6), torch.arange(24))
+    one = drive(data=texts, net=Reader(), depth=3)
+    one.epoch(size=6, order=range(6))
+    assert (one.stats.written, one.stats.off) == (0, None)
+    one.epoch(size=8)
+    one.settle()
+    assert equal(one.epoch(SHUFFLED, size=8), expected(one, SHUFFLED, size=8))
+    assert (one.stats.hits, one.stats.off) == (24, None)
+
+
+def test_texts_always_as_long_as_the_batch_end_the_cache(drive):
+    texts = torch.utils.data.TensorDataset(torch.randn(24, 6), torch.arange(24))
+    one = drive(data=texts, net=Reader(), depth=3)
+    with pytest.warns(UserWarning, match="try another batch size"):
+        for _ in range(3):
+            assert equal(one.epoch(size=6), expected(one, size=6))
+    assert one.stats.off is not None
