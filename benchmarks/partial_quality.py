@@ -33,7 +33,7 @@ def trained(options, seed, *callbacks, steps=None, batch_size=64):
         arguments |= {"max_epochs": -1, "max_steps": steps}
     datamodule = hydra.utils.instantiate(config.data)
     with tempfile.TemporaryDirectory() as folder, quiet():
-        trainer = lightning.Trainer(**arguments, callbacks=list(callbacks), default_root_dir=folder)
+        trainer = lightning.Trainer(**arguments | {"default_root_dir": folder}, callbacks=list(callbacks))
         trainer.fit(hydra.utils.instantiate(config.model), datamodule=datamodule)
         if steps is not None:
             trainer.validate(trainer.lightning_module, datamodule=datamodule, verbose=False)
