@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.pipelining.messages import FAILED, check_sendable, receive, send
 from lightning_egeria.pipelining.plan import Plan
+from lightning_egeria.pipelining.preparation import unchanged
 from lightning_egeria.pipelining.schedules import Action, schedule
 from lightning_egeria.pipelining.stage_step import Forms, Loss, StageStep, StepResult
 from lightning_egeria.pipelining.stages import StageWork
@@ -30,10 +31,6 @@ class StageExecutor:
         self._forms: dict[Any, Forms] = {}
         self._schedules: dict[int, tuple[Plan, list[Action]]] = {}
 
-    def knows(self, batch: Any) -> bool:
-        """Whether micro-batches of these shapes were seen before."""
-        return form_of(batch) in self._forms
-
     def learn_forms(self, batch: Any) -> Exception | None:
         """Run one forward, stage by stage, so that each rank knows the form of what it will receive.
 
@@ -50,8 +47,9 @@ class StageExecutor:
         failed = any(value is FAILED for value in values.values())
         if not failed:
             try:
-                with torch.no_grad():
+                with unchanged(self._work.buffers()), torch.no_grad():
                     self._work.compute(values, batch, (0, 0))
+                torch.clear_autocast_cache()  # of casts without gradients
                 for edge, nodes in self._work.sent.items():
                     if edge[0] == self._stage:
                         for node in nodes:
@@ -102,5 +100,8 @@ class StageExecutor:
 
 
 def form_of(batch: Any) -> tuple[Any, ...]:
-    """Return shapes and dtypes of a batch."""
-    return tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in tensor_leaves(batch))
+    """Return shapes and dtypes of a batch, and those that autocast gives to what is computed from it."""
+    leaves = list(tensor_leaves(batch))
+    kinds = {leaf.device.type for leaf in leaves}
+    casts = [(kind, str(torch.get_autocast_dtype(kind))) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+    return (*((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves), *casts)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,19 @@ from torch.optim import Optimizer
 
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import ArgumentError, PipelineError, PlanError, UnsupportedError
-from lightning_egeria.pipelining.costs import learning_now, measured_graph
 from lightning_egeria.pipelining.executor import StageExecutor, form_of
-from lightning_egeria.pipelining.graph import ComputationGraph
 from lightning_egeria.pipelining.plan import Plan, plan_of_named
 from lightning_egeria.pipelining.planner import Limits, plan_graph
+from lightning_egeria.pipelining.preparation import prepared
 from lightning_egeria.pipelining.processes import Processes
 from lightning_egeria.pipelining.splitting import split
-from lightning_egeria.pipelining.stage_step import Loss
+from lightning_egeria.pipelining.stage_step import Loss, StepResult
 from lightning_egeria.pipelining.stages import Homes, works
 from lightning_egeria.pipelining.timeline import Span
-from lightning_egeria.pipelining.tracing import CutForward, Forward, TracedModel, tensors_of
-from lightning_egeria.pipelining.units import check_stages, find_units
+from lightning_egeria.pipelining.tracing import Forward
+from lightning_egeria.pipelining.units import check_stages
 from lightning_egeria.pipelining.weights import StageWeights
 from lightning_egeria.snapshots.digests import bytes_of
-from lightning_egeria.snapshots.random_state import preserved_random_state
 
 _MESSAGE = 600  # characters of a failed rank's message
 
@@ -87,30 +85,36 @@ class GraphPipeline:
             self._processes.shared(tensor.data)
         self._seed = int(self._processes.shared(torch.tensor(torch.initial_seed() % 2**62)))
         example = split(example_batch, self._limits.micro_batches)[0][0]
-        call = forward or (lambda model, batch: model(batch))
         if stages is not None:
             check_stages(model, stages)
-        with _unchanged(list(model.buffers())):
-            self._traced = self._trace(call, example, stages)
-        has_statistics = self._measure(example)
-        graph = self._graph_now()
+        call = forward or (lambda model, batch: model(batch))
+        self._prepared = prepared(model, call, example, stages, self._processes.size)
+        if self._prepared.has_statistics:  # which the devices of a stage would not share
+            self._limits = dataclasses.replace(self._limits, max_width=1)
+        self._use(self._plan_of_rank_0(self._first_plan(stages, plan)))
+
+    def _first_plan(self, stages: Mapping[str, Sequence[str]] | None, plan: Plan | None) -> Plan:
+        graph, size = self._prepared.graph(self._recompute), self._processes.size
+        if stages is not None and plan is None:
+            named = plan_of_named(graph, self._prepared.groups, stages, self._limits.micro_batches, self._limits.group)
+            if named.devices != size:
+                raise PlanError(
+                    f"the plan has stages for {named.devices} processes, and there are {size}. Start as many, or name "
+                    "as many stages"
+                )
+            return named
         if plan is None:
-            plan = (
-                plan_of_named(graph, self._groups, stages, self._limits.micro_batches, self._limits.group)
-                if stages is not None
-                else plan_graph(graph, self._limits)
-            )
-        elif [node.name for node in plan.graph.nodes] != [node.name for node in graph.nodes]:
+            return plan_graph(graph, self._limits)
+        if [node.name for node in plan.graph.nodes] != [node.name for node in graph.nodes]:
             raise PlanError(f"the plan is for other modules, expected {[node.name for node in graph.nodes]}")
-        else:
-            plan = dataclasses.replace(plan, graph=graph)
-        plan = self._plan_of_rank_0(plan)
-        if has_statistics and any(stage.width > 1 for stage in plan.stages):
+        if plan.devices > size:
+            raise PlanError(f"the plan has stages for {plan.devices} processes, and there are {size}. Start as many")
+        if self._prepared.has_statistics and any(stage.width > 1 for stage in plan.stages):
             raise UnsupportedError(
                 "a stage has several devices and the model has batch statistics, which they would not share. Pass "
                 "limits with max_width=1"
             )
-        self._use(plan)
+        return dataclasses.replace(plan, graph=graph)
 
     def _check_setup(self, model: nn.Module, devices: int | None) -> None:
         if devices is not None and devices != self._processes.size:
@@ -128,58 +132,28 @@ class GraphPipeline:
         if other:
             raise PipelineError(f"rank {other[0]} has another model than rank 0. Create the same one on all ranks")
 
-    def _trace(self, call: Forward, example: Any, stages: Mapping[str, Sequence[str]] | None) -> TracedModel:
-        def trace(units: list[str]) -> TracedModel:
-            cut = call.cut(units, example) if isinstance(call, CutForward) else None
-            return TracedModel(self.model, call, units, cut)
-
-        if stages is not None:
-            return trace([path for paths in stages.values() for path in paths])
-        total = sum(parameter.numel() for parameter in self.model.parameters())
-        try:  # with parts as small as torch.fx allows
-            return trace(find_units(self.model, total // (4 * self._processes.size)))
-        except UnsupportedError:
-            return trace(find_units(self.model, total))
-
-    def _measure(self, example: Any) -> bool:
-        """Check and measure the trace; return whether a forward changes buffers."""
-        buffers = list(self.model.buffers())
-        if not self._traced.reads(self._traced.output):
-            raise UnsupportedError(
-                "the output of the model depends on no module with parameters. Return it from forward"
-            )
-        with _unchanged(buffers):
-            expected = self._traced.expected(example)
-        before = [buffer.clone() for buffer in buffers]
-        with _unchanged(buffers):
-            _check_alike(expected, self._traced.find_random(example))
-            has_statistics = not all(torch.equal(old, new) for old, new in zip(before, buffers, strict=True))
-            self._measured, self._groups = measured_graph(self._traced, self.model, example)
-        return has_statistics
-
-    def _graph_now(self) -> ComputationGraph:
-        graph = learning_now(self._measured, self._groups, self._traced, self.model)
-        return graph.recomputed() if self._recompute else graph
-
     def _plan_of_rank_0(self, plan: Plan) -> Plan:
-        shared = Plan.from_json(self._processes.text(plan.to_json()))
-        if shared.devices != self._processes.size:
-            raise PlanError(
-                f"the plan has stages for {shared.devices} processes, and there are {self._processes.size}. Start as "
-                "many, name as many stages, or plan them with more micro_batches"
-            )
-        return shared
+        return Plan.from_json(self._processes.text(plan.to_json()))
 
     def _use(self, plan: Plan) -> None:
         self.plan = plan
+        if plan.devices < self._processes.size and self._processes.rank == 0:
+            warnings.warn(
+                f"the fastest plan needs {plan.devices} of {self._processes.size} processes; the others compute "
+                "nothing. Start fewer, pass more micro_batches, or name the stages",
+                stacklevel=2,
+            )
         self._modes_now, self._parameters = self._modes(), list(map(id, self.model.parameters()))
         home = {node: number for number, stage in enumerate(plan.stages) for node in stage.nodes}
-        stage_of = {unit: home[node] for node, group in enumerate(self._groups) for unit in group}
-        last = self._traced.reads(self._traced.output)[-1]
-        homes = Homes(self._traced, plan, stage_of, stage_of[self._traced.unit_of[last]])
+        stage_of = {unit: home[node] for node, group in enumerate(self._prepared.groups) for unit in group}
+        traced = self._prepared.traced
+        last = traced.reads(traced.output)[-1]
+        homes = Homes(traced, plan, stage_of, stage_of[traced.unit_of[last]])
         ranks = works(homes, self._seed, self._recompute)
-        self._work = ranks[self._processes.rank]
-        self._executor = StageExecutor(self._work)
+        # None where the plan needs fewer processes than there are: it exchanges what all exchange, and holds nothing.
+        own = ranks[self._processes.rank] if self._processes.rank < plan.devices else None
+        self._executor = StageExecutor(own) if own is not None else None
+        self._known: set[Any] = set()
         holders = {
             name: tuple(work.rank for work in ranks if id(parameter) in work.parameters)
             for name, parameter in self.model.named_parameters()
@@ -188,7 +162,7 @@ class GraphPipeline:
             stages = [stage for unit, stage in stage_of.items() if name.startswith(f"{unit}.")]
             holders[name] = tuple(plan.ranks(stages[0])) if stages else ()
         modules = dict(self.model.named_modules())
-        foreign = [modules[unit] for unit, stage in stage_of.items() if stage != self._work.stage]
+        foreign = [modules[unit] for unit, stage in stage_of.items() if own is None or stage != own.stage]
         self._weights = StageWeights(self.model, self._processes, holders, foreign)
 
     def step(self, batch: Any, loss_fn: Loss) -> Tensor:
@@ -223,15 +197,15 @@ class GraphPipeline:
         self._weights.release()
         self.steps += 1
         for part, _ in parts:
-            if not self._executor.knows(part):
-                with _unchanged(self._work.buffers()):
-                    failure = self._executor.learn_forms(part)
-                self._agree(failure, 0.0)
+            if (form := form_of(part)) not in self._known:
+                self._agree(self._executor.learn_forms(part) if self._executor is not None else None, 0.0)
+                self._known.add(form)
         before = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         for parameter, _ in before:
             parameter.grad = None
         try:
-            result = self._executor.step(parts, loss_fn, self.steps)
+            executor = self._executor
+            result = executor.step(parts, loss_fn, self.steps) if executor is not None else StepResult()
             loss = self._agree(result.failure, result.loss)
             self._weights.sum_shared_gradients()
         except BaseException:
@@ -255,15 +229,14 @@ class GraphPipeline:
     @property
     def is_outdated(self) -> bool:
         """Whether other parameters train than when the stages were planned."""
-        learns = self._graph_now().nodes
+        learns = self._prepared.graph(self._recompute).nodes
         pairs = zip(self.plan.graph.nodes, learns, strict=True)
         return any((old.backward_s > 0) != (new.backward_s > 0) for old, new in pairs)
 
     def replan(self, optimizers: Iterable[Optimizer] = ()) -> Plan:
         """Plan again for what trains now, such as after a freeze, and move weights and optimizer state.
 
-        Every process must call it between steps. Stages that were named, or came with a plan, stay; so do
-        all where the fastest plan would leave processes without work.
+        Every process must call it between steps. Stages that were named, or came with a plan, stay.
 
         Args:
             optimizers: those of this process.
@@ -274,11 +247,9 @@ class GraphPipeline:
         Raises:
             PlanError: if nothing fits into memory.
         """
-        graph = self._graph_now()
-        plan = stay = dataclasses.replace(self.plan, graph=graph)
-        if self._is_planned:
-            plan = plan_graph(graph, self._limits)
-        plan = self._plan_of_rank_0(plan if plan.devices == self._processes.size else stay)
+        graph = self._prepared.graph(self._recompute)
+        plan = plan_graph(graph, self._limits) if self._is_planned else dataclasses.replace(self.plan, graph=graph)
+        plan = self._plan_of_rank_0(plan)
         self.gather()
         before = self._weights
         self._use(plan)
@@ -315,14 +286,14 @@ class GraphPipeline:
 
     def _follow_modes(self) -> None:
         """Keep the stages, with backwards for those that learn now, and expect random numbers everywhere."""
-        self._traced.expect_random_anywhere()
+        self._prepared.traced.expect_random_anywhere()
         whole, before = self._weights.are_whole, self._weights
-        self._use(self._plan_of_rank_0(dataclasses.replace(self.plan, graph=self._graph_now())))
+        self._use(self._plan_of_rank_0(dataclasses.replace(self.plan, graph=self._prepared.graph(self._recompute))))
         if not whole:
             self._weights.take_over(before)
 
     def _check_same(self, batch: Any) -> None:
-        digest = xxhash.xxh3_64(f"{form_of(batch)} {self._modes()} {self._traced.refresh()}".encode())
+        digest = xxhash.xxh3_64(f"{form_of(batch)} {self._modes()} {self._prepared.traced.refresh()}".encode())
         for leaf in tensor_leaves(batch):
             digest.update(bytes_of(leaf))
         own = torch.tensor(digest.intdigest() >> 1)
@@ -342,25 +313,3 @@ class GraphPipeline:
             stage = self.plan.stages[self.plan.place(rank)[0]].name
             raise PipelineError(f"rank {rank}, stage {stage!r}, failed: {told}") from failure
         return float(sum(value for _, value in found))
-
-
-def _check_alike(expected: Any, traced: Any) -> None:
-    pairs = list(zip(tensors_of(expected), tensors_of(traced), strict=False))
-    if not pairs or not all(torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True) for pair in pairs):
-        raise UnsupportedError(
-            "the traced model computes something else than the model, which changes a tensor in place or decides by "
-            "values or draws numbers between modules. Put this into a module, and name that in stages"
-        )
-
-
-@contextlib.contextmanager
-def _unchanged(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Restore buffers and random numbers after the body."""
-    kept = [(buffer, buffer.clone()) for buffer in buffers]
-    with preserved_random_state():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in kept:
-                    buffer.copy_(before)

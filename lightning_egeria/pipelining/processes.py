@@ -57,22 +57,20 @@ class Processes:
         >>> Processes().text("plan")
         'plan'
         """
-        data = text.encode()
+        return self.data(text.encode(), source).decode()
+
+    def data(self, data: bytes, source: int = 0) -> bytes:
+        """Return the bytes of one rank on all."""
         size = int(self.shared(torch.tensor(len(data)), source))
-        return _decoded(self.shared(_bytes(data, size), source), size)
+        return bytes(self.shared(_bytes(data, size), source)[:size].numpy())
 
     def texts(self, text: str) -> list[str]:
         """Return the texts of all ranks."""
         data = text.encode()
         sizes = [int(size) for size in self.gathered(torch.tensor(len(data)))]
-        return [
-            _decoded(found, size) for found, size in zip(self.gathered(_bytes(data, max(sizes))), sizes, strict=True)
-        ]
+        found = self.gathered(_bytes(data, max(sizes)))
+        return [bytes(one[:size].numpy()).decode() for one, size in zip(found, sizes, strict=True)]
 
 
 def _bytes(data: bytes, size: int) -> Tensor:
     return torch.frombuffer(bytearray(data[:size].ljust(max(1, size))), dtype=torch.uint8)
-
-
-def _decoded(data: Tensor, size: int) -> str:
-    return bytes(data[:size].numpy()).decode()

@@ -179,9 +179,12 @@ class StageStep:
                 inputs[node] = [next(left) for _ in self._forms[number][node][0]]
                 for leaf in inputs[node]:
                     leaf.requires_grad_(self._plan.learns[stage] and leaf.is_floating_point())
-        with torch.set_grad_enabled(self._work.learns and not self._work.recomputes):
+        learns = self._work.learns and not self._work.recomputes
+        with torch.set_grad_enabled(learns):
             values = self._computed(number, inputs)
             loss = self._loss_of(number, values) if self._work.has_loss else None
+        if not learns:
+            torch.clear_autocast_cache()  # of casts without gradients
         kept = {node: values[node] for nodes in self._work.sent.values() for node in nodes if node in values}
         self._flying[number] = _Flying(inputs, kept, loss)
 
@@ -223,7 +226,8 @@ class StageStep:
                     ends.append(leaf)
                     gradients.append(gradient)
         if ends:
-            torch.autograd.backward(ends, gradients)
+            with torch.autocast(ends[0].device.type, enabled=False):  # operations have the dtypes of the forward
+                torch.autograd.backward(ends, gradients)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -24,7 +23,8 @@ from lightning_egeria.errors import ArgumentError
 from lightning_egeria.pipelining.pipeline import GraphPipeline
 from lightning_egeria.pipelining.planner import Limits
 from lightning_egeria.pipelining.processes import Processes
-from lightning_egeria.pipelining.strategy_support import check_logged, check_support
+from lightning_egeria.pipelining.strategy_support import check_support
+from lightning_egeria.pipelining.training_log import log_everywhere
 from lightning_egeria.pipelining.training_step import TrainingStep
 from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.training.combinations import check_combination, methods_of
@@ -34,9 +34,9 @@ class GraphPipelineStrategy(DDPStrategy):
     """Trains a LightningModule in stages that form a graph, one process for each.
 
     The first training batch makes the pipeline. From then on a process holds the weights, gradients and optimizer state
-    of its stage. `training_step` runs once for each micro-batch, in the process of the last stage; what it logs is
-    averaged and logged in all of them. Validation, tests and predictions run with all weights, on the same batches in
-    each process. Checkpoints are those of the plain model.
+    of its stage. `training_step` runs once for each micro-batch, in the process of the last stage; in all processes,
+    numbers that it logs are averaged, and metrics see the whole batch. Validation, tests and predictions run with all
+    weights, on the same batches in each process. Checkpoints are those of the plain model.
 
     Args:
         devices: number of processes; None takes it from ``Trainer(devices=...)``.
@@ -97,7 +97,7 @@ class GraphPipelineStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             check_support(trainer, self.lightning_module, self.optimizers)
-        self.precision_plugin = PipelinePrecision(self)
+        self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]  # over all stages
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -115,10 +115,11 @@ class GraphPipelineStrategy(DDPStrategy):
         batch, *others = args
         assert self.lightning_module is not None
         if self.pipeline is None:
-            self.pipeline, self._step = self._created(batch, others)
+            with self.precision_plugin.train_step_context():
+                self.pipeline, self._step = self._created(batch, others)
         assert self._step is not None
         step, pipeline = self._step, self.pipeline
-        step.arguments, step.logged = (*others, *kwargs.values()), []
+        step.arguments, step.logged, step.calls = (*others, *kwargs.values()), [], []
         if self._stages is None and pipeline.is_outdated:
             pipeline.replan(self.optimizers)
         parameters = list(self.lightning_module.parameters())
@@ -128,12 +129,13 @@ class GraphPipelineStrategy(DDPStrategy):
         try:
             # It seeds dropout, also of a run that goes on from a checkpoint.
             pipeline.steps = self.lightning_module.trainer.fit_loop.total_batch_idx
-            loss = pipeline.step(batch, step.loss)
+            with self.precision_plugin.train_step_context():
+                loss = pipeline.step(batch, step.loss)
+                log_everywhere(self.lightning_module, step.metrics, step.logged, step.calls)
             gradients = [parameter.grad for parameter in parameters]
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-        self._log(step)
         loss = loss.to(torch.get_default_dtype())
         anchor = torch.ones((), requires_grad=True)
         return _Gradients.apply(anchor, loss, list(zip(parameters, gradients, strict=True)))  # type: ignore[no-any-return]
@@ -154,18 +156,9 @@ class GraphPipelineStrategy(DDPStrategy):
         pipeline.keep_own_state(self.optimizers)
         return pipeline, step
 
-    def _log(self, step: TrainingStep) -> None:
-        """Log the mean of each number over the micro-batches, in all processes."""
-        found = [(name, value, check_logged(name, given), samples) for name, value, given, samples in step.logged]
-        entries = [entry for text in Processes().texts(json.dumps(found)) for entry in json.loads(text)]
-        for name in dict.fromkeys(entry[0] for entry in entries):
-            own = [entry for entry in entries if entry[0] == name]
-            samples = sum(entry[3] for entry in own)
-            given = {**own[-1][2], "sync_dist": True}  # as it is; else Lightning warns
-            if given.get("batch_size") is not None:
-                given["batch_size"] = sum(entry[2]["batch_size"] for entry in own)
-            assert self.lightning_module is not None
-            self.lightning_module.log(name, sum(entry[1] * entry[3] for entry in own) / samples, **given)
+    def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if self.pipeline is not None:
+            self.pipeline.clip_gradient_norm(float(clip_val))
 
     def on_validation_start(self) -> None:
         """Bring all weights to all processes."""
@@ -206,19 +199,6 @@ class GraphPipelineStrategy(DDPStrategy):
             metric.sync_on_compute = True
         self._synced.clear()
         super().teardown()
-
-
-class PipelinePrecision(Precision):
-    """Clips gradients by their norm over all stages."""
-
-    def __init__(self, strategy: GraphPipelineStrategy) -> None:
-        super().__init__()
-        self._strategy = strategy
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Scale the gradients of all stages."""
-        if self._strategy.pipeline is not None:
-            self._strategy.pipeline.clip_gradient_norm(float(clip_val))
 
 
 class _Gradients(torch.autograd.Function):

@@ -42,8 +42,11 @@ def check_support(trainer: pl.Trainer, module: pl.LightningModule, optimizers: S
             "a graph pipeline needs automatic optimization. With manual optimization, use GraphPipeline itself"
         )
     precision = str(strategy.precision_plugin.precision)
-    if precision != "32-true":
-        raise UnsupportedError(f"a graph pipeline needs precision='32-true', got {precision!r}")
+    if precision not in ("32-true", "bf16-mixed"):
+        raise UnsupportedError(
+            f"a graph pipeline needs precision='32-true' or 'bf16-mixed', got {precision!r}. A scaler of gradients "
+            "would skip a step in one process and not in another"
+        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise UnsupportedError("a graph pipeline splits batches: training_step must get a batch, not dataloader_iter")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -265,9 +265,9 @@ class TracedModel:
         values: dict[fx.Node, Any] = {}
         for node in self.nodes:
             inputs = [leaf for one in node.all_input_nodes for leaf in tensors_of(values[one])]
-            versions, before = [leaf._version for leaf in inputs], torch.get_rng_state()
+            versions, before = [leaf._version for leaf in inputs], [one.get_state() for one in _generators()]
             values[node] = self.evaluate(node, values, batch)
-            if not torch.equal(before, torch.get_rng_state()):
+            if not all(map(torch.equal, before, [one.get_state() for one in _generators()])):
                 self.random.add(node)
             if versions != [leaf._version for leaf in inputs]:
                 raise UnsupportedError(
@@ -312,10 +312,17 @@ def tensors_of(value: Any) -> list[Tensor]:
 @contextlib.contextmanager
 def seeded(*key: int) -> Iterator[None]:
     """Draw random numbers by a key in the body, and go on as before after it."""
-    before = torch.get_rng_state()
+    before = [(generator, generator.get_state()) for generator in _generators()]
     digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-    torch.manual_seed(int.from_bytes(digest, "little"))
+    for generator, _ in before:  # torch.manual_seed keeps a stack trace for each back end that is not in use
+        generator.manual_seed(int.from_bytes(digest, "little"))
     try:
         yield
     finally:
-        torch.set_rng_state(before)
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def _generators() -> list[torch.Generator]:
+    own = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
+    return [torch.default_generator, *own]

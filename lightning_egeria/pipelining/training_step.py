@@ -16,8 +16,11 @@ from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.forwards import Forward, ForwardReplacements
 from lightning_egeria.pipelining.attributes import Attributes
+from lightning_egeria.pipelining.metric_calls import Call, MetricCalls, kept
 from lightning_egeria.pipelining.tracing import Cut
 
+Logged = tuple[str, Any, dict[str, Any], int]
+"""Name, number or path of a metric, other arguments of ``log``, and samples of the micro-batch."""
 _READ = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__")
 
 
@@ -33,13 +36,17 @@ class TrainingStep:
 
     Attributes:
         arguments: as above.
-        logged: name, value and other arguments of each number logged so far, and the samples of its micro-batch.
+        metrics: those of the module.
+        logged: what was logged so far.
+        calls: calls of metrics so far, for each micro-batch.
     """
 
     def __init__(self, module: Any, arguments: Sequence[Any] = ()) -> None:
         self._module, self.arguments = module, tuple(arguments)
         self._cut = Cut((), ())
-        self.logged: list[tuple[str, Any, dict[str, Any], int]] = []
+        self.metrics = MetricCalls(module)
+        self.logged: list[Logged] = []
+        self.calls: list[list[Call]] = []
 
     def cut(self, units: Collection[str], batch: Any) -> Cut:
         """Run the step once and return where it is cut: at its last call of a unit.
@@ -54,14 +61,15 @@ class TrainingStep:
             for path, module in self._module.named_modules()
             if not any(f"{path}.".startswith(f"{unit}.") for unit in units)
         ]
-        with self._logging(lambda name, value, given: reads.read(value)), reads.recording(), reads:
+        taken = self.metrics.taken(lambda call: reads.read(call[2:]))
+        with taken, self._logging(lambda name, value, given: reads.read(value)), reads.recording(), reads:
             found = loss_of(self._module.training_step(batch, *self.arguments))
         reads.read(found)
         changed = [".".join(filter(None, (path, name))) for path, before in outside for name in before.restore()]
         if changed:
             raise UnsupportedError(
                 f"training_step changes {changed[0]!r}, which only the process of the last stage would see. Change it "
-                "in a hook such as on_train_batch_end; of a metric, use the function"
+                "in a hook such as on_train_batch_end"
             )
         if not reads.calls:
             raise UnsupportedError("training_step calls no module with parameters, so there is nothing to share out")
@@ -75,14 +83,14 @@ class TrainingStep:
 
     def __call__(self, module: nn.Module, batch: Any) -> Any:
         """Run the step, as a trace does, which ends it at the last call of a unit."""
-        with self._logging(lambda *_: None):
+        with self.metrics.taken(lambda _: None), self._logging(lambda *_: None):
             return self._module.training_step(batch, *self.arguments)
 
     def expected(self, batch: Any) -> Any:
         """Return the outputs that the rest of the step reads, computed without a pipeline."""
         modules = dict(self._module.named_modules())
         reads = _Reads({path: modules[path] for path in self._cut.calls})
-        with self._logging(lambda *_: None), reads.recording():
+        with self.metrics.taken(lambda _: None), self._logging(lambda *_: None), reads.recording():
             self._module.training_step(batch, *self.arguments)
         return tuple(reads.values[number] for number in self._cut.outputs)
 
@@ -99,9 +107,16 @@ class TrainingStep:
         samples = next((len(leaf) for leaf in tensor_leaves(batch) if leaf.ndim), 1)
 
         def collect(name: str, value: Any, given: dict[str, Any]) -> None:
-            self.logged.append((name, _number(name, value), given, samples))
+            self.logged.append((name, self.metrics.path(value) or _number(name, value), given, samples))
 
-        with self._logging(collect), self._served(dict(zip(self._cut.outputs, output, strict=True))):
+        def collect_call(call: Call) -> None:
+            if any(isinstance(leaf, fx.Proxy) for leaf in torch.utils._pytree.tree_leaves(call[2:])):
+                raise UnsupportedError(_NOT_READ.format(f"the metric {call[0]!r}"))
+            self.calls[-1].append(kept(call))
+
+        self.calls.append([])
+        taken = self.metrics.taken(collect_call)
+        with taken, self._logging(collect), self._served(dict(zip(self._cut.outputs, output, strict=True))):
             loss = loss_of(self._module.training_step(batch, *self.arguments))
         if not isinstance(loss, Tensor):
             raise UnsupportedError(_NOT_READ.format("the loss"))
@@ -202,8 +217,8 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value.detach() if isinstance(value, Tensor) else value)  # type: ignore[arg-type]
     raise UnsupportedError(
-        f"self.log({name!r}) in training_step must get one number in a graph pipeline, got {type(value).__name__}. Of "
-        "a metric, log what its call returns"
+        f"self.log({name!r}) in training_step must get one number or a metric of the module in a graph pipeline, got "
+        f"{type(value).__name__}"
     )
 
 

@@ -6,10 +6,12 @@ from unittest import mock
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from pipeline_runs import same_costs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_egeria import GraphPipelineStrategy, KnowledgeGuidedFreezing
 from lightning_egeria.errors import EgeriaError
@@ -41,6 +43,8 @@ class TwoTowers(L.LightningModule):
         self.head = nn.Linear(16, 3)
         self.scale = nn.Parameter(torch.ones(()))
         self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.trained = MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)], prefix="trained_")
+        self.mean = MeanMetric()
         self.seen = {}
 
     def forward(self, image, text):
@@ -56,7 +60,14 @@ class TwoTowers(L.LightningModule):
         loss = nn.functional.cross_entropy(logits, label)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("right", (logits.argmax(1) == label).float().mean(), batch_size=len(label))
+        self.trained(logits, label)
+        self.log_dict(self.trained, on_step=True, on_epoch=True)
+        self.mean.update(image)
         return {"loss": loss + 0.01 * self.current_epoch}
+
+    def on_train_epoch_end(self):
+        self.log("mean", self.mean.compute(), sync_dist=True)
+        self.mean.reset()
 
     def validation_step(self, batch, batch_idx):
         image, text, label = batch
@@ -105,7 +116,7 @@ def fit(folder, strategy="auto", epochs=2, resume=None, module=None, **arguments
     return module, trainer, notes
 
 
-@mock.patch("lightning_egeria.pipelining.pipeline.measured_graph", same_costs)
+@mock.patch("lightning_egeria.pipelining.preparation.measured_graph", same_costs)
 def in_stages(folder, plain_folder):
     """Everything that one start of the ranks can show."""
     settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
@@ -156,10 +167,10 @@ class Counts(TwoTowers):
         return super().training_step(batch, batch_idx)
 
 
-class Meters(TwoTowers):
+class Computes(TwoTowers):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.accuracy(torch.ones(2, 3), torch.ones(2, dtype=torch.int64))
+        self.log("mean", self.mean.compute())
         return loss
 
 
@@ -185,7 +196,7 @@ class Skips(TwoTowers):
 
 class LogsAMetric(TwoTowers):
     def training_step(self, batch, batch_idx):
-        self.log("accuracy", self.accuracy)
+        self.log("accuracy", MulticlassAccuracy(3))
         return super().training_step(batch, batch_idx)
 
 
@@ -200,10 +211,11 @@ class Twice(TwoTowers):
         return torch.optim.LBFGS(self.parameters())
 
 
+SCALED = [MixedPrecision("16-mixed", "cpu")]
 REFUSED = {
     "changes an attribute": (Counts, {}, "training_step changes 'steps'"),
-    "updates a metric": (Meters, {}, "training_step changes 'accuracy."),
-    "logs a metric": (LogsAMetric, {}, "self.log('accuracy') in training_step must get one number"),
+    "computes a metric": (Computes, {}, "training_step calls compute() of the metric 'mean'"),
+    "logs a metric": (LogsAMetric, {}, "self.log('accuracy') in training_step must get one number or a metric of"),
     "reads weights": (Penalty, {}, "training_step reads the weights of 'image.0' without calling it"),
     "returns more": (Returns, {}, "training_step returns ['loss', 'preds'], expected only the loss"),
     "gathers": (Gathers, {}, "training_step calls all_gather"),
@@ -211,7 +223,8 @@ REFUSED = {
     "manual": (Manual, {}, "needs automatic optimization"),
     "LBFGS": (Twice, {}, "LBFGS computes several losses a step"),
     "other devices": (TwoTowers, {"devices": 2}, "got Trainer(devices=2) and 1 of the strategy"),
-    "precision": (TwoTowers, {"precision": "bf16-mixed"}, "needs precision='32-true'"),
+    "precision": (TwoTowers, {"precision": "64-true"}, "needs precision='32-true' or 'bf16-mixed'"),
+    "scaled gradients": (TwoTowers, {"plugins": SCALED}, "'bf16-mixed', got '16-mixed'. A scaler of gradients"),
 }
 
 

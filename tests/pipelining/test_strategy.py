@@ -68,10 +68,15 @@ def test_other_methods_are_refused(tmp_path):
     assert "a graph pipeline runs without other methods" in with_freezing(tmp_path)
 
 
-def test_one_process_trains_as_without_it(tmp_path):
-    plain, _, _ = fit(tmp_path / "plain", devices=1)
-    module, _, _ = fit(tmp_path / "one", GraphPipelineStrategy(devices=1, micro_batches=2))
-    close(weights_of(module), weights_of(plain))
+@pytest.mark.parametrize(("precision", "near"), [("32-true", 1e-4), ("bf16-mixed", 0.02)])
+def test_one_process_trains_as_without_it(precision, near, tmp_path):
+    plain, _, expected = fit(tmp_path / "plain", devices=1, precision=precision)
+    strategy = GraphPipelineStrategy(devices=1, micro_batches=2)
+    module, _, notes = fit(tmp_path / "one", strategy, precision=precision)
+    for name, value in weights_of(module).items():
+        torch.testing.assert_close(value, weights_of(plain)[name], rtol=near, atol=near)
+    assert "trained_MulticlassF1Score_step" in expected.metrics[0]
+    assert notes.metrics == [pytest.approx(one, rel=near, abs=near) for one in expected.metrics]
 
 
 @pytest.mark.parametrize("name", ["devices", "micro_batches"])

@@ -1,0 +1,62 @@
+"""What a training step logged, and what it gave its metrics, in all processes."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_egeria.pipelining.metric_calls import Call, MetricCalls
+from lightning_egeria.pipelining.processes import Processes
+from lightning_egeria.pipelining.strategy_support import check_logged
+from lightning_egeria.pipelining.training_step import Logged
+
+
+def log_everywhere(
+    module: pl.LightningModule, metrics: MetricCalls, logged: list[Logged], calls: list[list[Call]]
+) -> None:
+    """Log the mean of each number over the micro-batches and each metric of the batch. Every process must call it.
+
+    Args:
+        module: its `log` is called.
+        metrics: its metrics.
+        logged: what this process logged.
+        calls: of metrics, for each micro-batch of this process.
+    """
+    processes = Processes()
+    found = [(name, value, check_logged(name, given), samples) for name, value, given, samples in logged]
+    texts = [json.loads(text) for text in processes.texts(json.dumps([found, any(calls)]))]
+    callers = [rank for rank, (_, called) in enumerate(texts) if called]
+    if callers:
+        parts = [_shared(calls, rank, processes, module.device) for rank in callers]
+        # Devices of a stage take turns with the micro-batches.
+        longest = max(map(len, parts))
+        metrics.repeat([part[turn] for turn in range(longest) for part in parts if turn < len(part)])
+    _log([entry for entries, _ in texts for entry in entries], module)
+
+
+def _shared(calls: list[list[Call]], rank: int, processes: Processes, device: torch.device) -> list[list[Call]]:
+    data = io.BytesIO()
+    if processes.rank == rank:
+        torch.save(calls, data)
+    shared = processes.data(data.getvalue(), rank)
+    found: list[list[Call]] = torch.load(io.BytesIO(shared), weights_only=True, map_location=device)
+    return found
+
+
+def _log(entries: list[Logged], module: pl.LightningModule) -> None:
+    named: dict[str, Any] = dict(module.named_modules())
+    for name in dict.fromkeys(entry[0] for entry in entries):
+        own = [entry for entry in entries if entry[0] == name]
+        given, value = dict(own[-1][2]), own[-1][1]
+        if isinstance(value, str):
+            module.log(name, named[value], **given)
+            continue
+        samples = sum(entry[3] for entry in own)
+        if given.get("batch_size") is not None:
+            given["batch_size"] = sum(entry[2]["batch_size"] for entry in own)
+        given["sync_dist"] = True  # it stays as it is; else Lightning warns
+        module.log(name, sum(entry[1] * entry[3] for entry in own) / samples, **given)
