@@ -51,6 +51,11 @@ def test_a_subclass_with_such_an_argument_names_itself():
         Freezing(patience=2)
 
 
+def test_a_class_in_the_place_of_a_policy_is_named():
+    with pytest.raises(ArgumentError, match=r"^policy must be an instance, got the class FreezingPolicy\. Write Fr"):
+        KnowledgeGuidedFreezing(FreezingPolicy)
+
+
 def test_a_misspelled_argument_is_a_type_error_as_everywhere():
     with pytest.raises(TypeError, match="unexpected keyword argument 'polcy'"):
         KnowledgeGuidedFreezing(polcy=None)
