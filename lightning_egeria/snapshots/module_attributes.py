@@ -16,6 +16,7 @@ _KEPT = ("_parameters", "_modules")  # other code owns them
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_egeria", "torchmetrics", "timm", "transformers"}
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CONTAINERS = (*_MAPPINGS, list, set, collections.deque)
+_CONSTANTS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 
 class ModuleAttributes:
@@ -44,13 +45,13 @@ class ModuleAttributes:
         self._without = (*_KEPT, *without)
         parts = list(module.modules())
         known = _Known({type(part).__module__.partition(".")[0] for part in parts} - _LIBRARIES, {*map(id, parts)})
-        self._attributes = [(part, _attributes(vars(part), known, self._without)) for part in parts]
+        self._attributes = [(part, _Attributes(vars(part), known, self._without)) for part in parts]
 
     def restore(self) -> None:
         """Return to the moment of the capture, any number of times."""
         done: set[int] = set()
         for part, attributes in self._attributes:
-            _restore(vars(part), attributes, done, self._without)
+            attributes.restore(vars(part), done, self._without)
 
 
 class _Known:
@@ -75,15 +76,39 @@ class _Known:
         return own and hasattr(value, "__dict__") and not callable(getattr(value, "__get__", None))
 
 
-def _attributes(own: Mapping[str, Any], known: _Known, without: Sequence[str] = ()) -> dict[str, _Kept]:
-    return {name: _Kept.of(value, known) for name, value in own.items() if name not in without}
+class _Attributes:
+    """The attributes of one object. Most of a module are constants or empty, which this is quick with."""
 
+    __slots__ = ("constants", "empty", "kept")
 
-def _restore(own: dict[str, Any], attributes: Mapping[str, _Kept], done: set[int], without: Sequence[str] = ()) -> None:
-    for name in [name for name in own if name not in attributes and name not in without]:
-        del own[name]
-    for name, kept in attributes.items():
-        own[name] = kept.restored(done)
+    def __init__(
+        self, own: Mapping[str, Any], known: _Known, without: Sequence[str] = (), outside: Sequence[str] = ()
+    ) -> None:
+        self.constants: dict[str, Any] = {}
+        self.empty: dict[str, Any] = {}
+        self.kept: dict[str, _Kept] = {}
+        for name, value in own.items():
+            kind = type(value)
+            if name in without:
+                continue
+            if kind in _CONSTANTS:
+                self.constants[name] = value
+            elif kind in _CONTAINERS and not value:
+                self.empty[name] = value
+            else:
+                self.kept[name] = _Kept.of(value, known, name in outside)
+
+    def restore(self, own: dict[str, Any], done: set[int], without: Sequence[str] = ()) -> None:
+        """Return to these attributes in the dictionary of the object."""
+        for name in own.keys() - self.constants.keys() - self.empty.keys() - self.kept.keys() - {*without}:
+            del own[name]
+        own |= self.constants
+        own |= self.empty
+        for value in self.empty.values():
+            if value:
+                value.clear()
+        for name, kept in self.kept.items():
+            own[name] = kept.restored(done)
 
 
 class _Kept:
@@ -94,7 +119,7 @@ class _Kept:
     def __init__(self, value: Any) -> None:
         self.value = value
         self.held: Any = None
-        self.attributes: dict[str, _Kept] | None = None
+        self.attributes: _Attributes | None = None
 
     @classmethod
     def of(cls, value: Any, known: _Known, outside: bool = False) -> _Kept:
@@ -113,10 +138,8 @@ class _Kept:
             return known.kept[id(value)]
         kept = known.kept[id(value)] = cls(value)  # before its items, which may refer to it
         if is_object:
-            is_module = isinstance(value, nn.Module)
-            kept.attributes = {
-                name: cls.of(item, known, is_module and name == "_parameters") for name, item in vars(value).items()
-            }
+            outside_parameters = ("_parameters",) if isinstance(value, nn.Module) else ()
+            kept.attributes = _Attributes(vars(value), known, outside=outside_parameters)
         elif is_tensor:
             kept.held = None if isinstance(value, nn.Parameter) and not outside else value.detach().clone()
         elif isinstance(value, dict):
@@ -131,7 +154,7 @@ class _Kept:
             return self.value
         done.add(id(self))
         if self.attributes is not None:
-            _restore(vars(self.value), self.attributes, done)
+            self.attributes.restore(vars(self.value), done)
             return self.value
         if isinstance(self.value, Tensor):
             with torch.inference_mode(self.value.is_inference()), torch.no_grad():
