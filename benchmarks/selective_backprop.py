@@ -4,7 +4,8 @@
 
 The cost of an epoch is a share of a plain one. It should be the measured time of its scoring forwards plus the share of
 the samples that it trained: what is over is selection itself. Variants alternate; medians over the rounds are shown.
-With ``--frozen`` so many layer modules are frozen and cached in all runs, and the plain one is that with the cache.
+With ``--frozen`` so many layer modules are frozen and cached in all runs, also in the plain ones. Then a batch is read
+from the cache to score it, which the last column counts as well.
 """
 
 import argparse
@@ -13,12 +14,14 @@ import logging
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SelectiveBackprop
+from lightning_egeria.batches.reading import BatchSource
 from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.selecting.scoring import Scorer
@@ -28,14 +31,16 @@ BEFORE, BEFORE_CACHED = 1, 3  # epochs before them: the first is whole, and a ca
 
 
 class Epochs(L.Callback):
-    """Seconds of each epoch, and those of scoring in it."""
+    """Seconds of each epoch, and those of scoring and of reading what is scored in it."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.scoring: list[float] = []
+        self.reading: list[float] = []
 
     def on_train_epoch_start(self, *_: object) -> None:
         self.scoring.append(0.0)
+        self.reading.append(0.0)
         self._began = time.perf_counter()
 
     def on_train_epoch_end(self, *_: object) -> None:
@@ -44,8 +49,8 @@ class Epochs(L.Callback):
 
 def fit(
     batches: int, batch_size: int, frozen: int, **options: object
-) -> tuple[float, float, list[tuple[int, int, int, int]]]:
-    """Seconds of the epochs in which samples are selected, those of scoring forwards in them, and samples."""
+) -> tuple[float, float, float, list[tuple[int, int, int, int]]]:
+    """Seconds of the epochs in which samples are selected, of scoring forwards, of reading for them; and samples."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(batches * batch_size, 3, 32, 32), torch.randint(0, 10, (batches * batch_size,)))
     model = ImageClassifier(CifarResNet(20), 10, functools.partial(torch.optim.SGD, lr=0.01))
@@ -54,7 +59,7 @@ def fit(
     if frozen:
         loader, callbacks = FrozenPrefixCache(loader), [KnowledgeGuidedFreezing(ScriptedPolicy({1: frozen}))]
     wrapped, epochs = SelectiveBackprop(loader, **options), Epochs()
-    losses = Scorer.losses
+    losses, read = Scorer.losses, BatchSource.__iter__
 
     def timed(*arguments: object) -> object:
         began = time.perf_counter()
@@ -63,7 +68,18 @@ def fit(
         finally:
             epochs.scoring[-1] += time.perf_counter() - began
 
-    Scorer.losses = timed
+    def timed_reading(source: BatchSource) -> Iterator[object]:
+        batches = read(source)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            if epochs.reading:
+                epochs.reading[-1] += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    Scorer.losses, BatchSource.__iter__ = timed, timed_reading
     try:
         trainer = L.Trainer(
             max_epochs=before + EPOCHS,
@@ -76,8 +92,9 @@ def fit(
         )
         trainer.fit(model, datamodule=wrapped)
     finally:
-        Scorer.losses = losses
-    return sum(epochs.seconds[before:]), sum(epochs.scoring[before:]), wrapped.selection.epochs[before:]
+        Scorer.losses, BatchSource.__iter__ = losses, read
+    spent = (sum(seconds[before:]) for seconds in (epochs.seconds, epochs.scoring, epochs.reading))
+    return *spent, wrapped.selection.epochs[before:]
 
 
 def main() -> None:
@@ -95,15 +112,15 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, arguments in variants.items():
             size = options.batches, options.batch_size, options.frozen
-            plain, _, _ = fit(*size, beta=0)
-            seconds, scoring, counts = fit(*size, **arguments)
+            plain, _, _, _ = fit(*size, beta=0)
+            seconds, scoring, reading, counts = fit(*size, **arguments)
             samples = EPOCHS * options.batches * options.batch_size
             trained = sum(count for _, _, _, count in counts) / samples
-            found[name].append((seconds / plain, scoring / plain + trained, scoring / plain))
-    print("variant | cost | scoring + trained share | scoring")
+            formula = scoring / plain + trained
+            found[name].append((seconds / plain, scoring / plain, formula, formula + reading / plain))
+    print("variant | cost | scoring | scoring + trained share | with reading")
     for name, rows in found.items():
-        cost, formula, scoring = (statistics.median(column) for column in zip(*rows, strict=True))
-        print(f"{name} | {cost:.3f} | {formula:.3f} | {scoring:.3f}")
+        print(name, *(f"{statistics.median(column):.3f}" for column in zip(*rows, strict=True)), sep=" | ")
 
 
 if __name__ == "__main__":
