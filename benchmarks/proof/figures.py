@@ -26,6 +26,7 @@ SUMMARY = re.compile(r"(<!-- make figures: summary -->\n)(.*?)(?=<!-- end -->)",
 # Rows of the table in the README, by workload and size.
 SUMMARIZED = {
     ("trashnet_efficientnet", "small"): "fine-tune EfficientNet-Lite0 with ImageNet weights, 6 epochs",
+    ("banking77_minilm", "small"): "fine-tune MiniLM, 4 epochs",
     ("finetune_imagenette_resnet20", "tight"): "fine-tune ResNet-20, 6 epochs",
     ("finetune_imagenette_resnet56", "tight"): "fine-tune ResNet-56, 6 epochs",
     ("finetune_imagenette_resnet20", "small"): "fine-tune ResNet-20, 12 epochs: more than it needs",
