@@ -13,6 +13,7 @@ import tempfile
 
 import hydra
 import lightning
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from benchmarks.proof.run import configured, quiet
@@ -60,7 +61,7 @@ def main():
         partial = StructuredPartialBackprop(options.depths)
         accuracy, _ = trained(options, seed, partial)
         shares = [rank.backward_share for rank in partial.savings().ranks]
-        cost = (1 + 2 * statistics.fmean(shares)) / 3
+        cost = of_first_rank((1 + 2 * statistics.fmean(shares)) / 3)  # shares are measured times
         note(options.depths, accuracy, cost)
         note("plain, as short", trained(options, seed, steps=round(cost * steps))[0], cost)
         note("plain, smaller batches", trained(options, seed, batch_size=round(64 * cost))[0], cost)
@@ -71,6 +72,13 @@ def main():
         differences = [ours - other for ours, other in zip(accuracies, plain, strict=True)]
         cells = [f"{statistics.fmean(costs):.2f}", spread(accuracies), "" if method == "plain" else spread(differences)]
         tell(f"| {method} | {' | '.join(cells)} |")
+
+
+def of_first_rank(value):
+    """The number that the first rank has: all must take as many steps."""
+    shared = torch.tensor(value, dtype=torch.float64)
+    torch.distributed.broadcast(shared, 0)
+    return float(shared)
 
 
 def spread(values):
