@@ -176,6 +176,8 @@ class CachedBatch:
             form = read.level.form
             if start is None or start.key != read.level.key or not form.takes(start.meta.shape[1:]):
                 continue  # another computation, or samples of another size
+            if start is not node and form.rounds:
+                continue  # it would be rounded twice
             own = start.meta.shape[1] if form.ragged else 1
             made = self.stamps(start, form.ragged)
             if made is None:
@@ -222,6 +224,7 @@ class CachedBatch:
                 whole[torch.from_numpy(places).to(front.device)] = rows
         if computed:
             self._owner.computed(self, node, whole)
+            whole = level.form.rounded(whole)
         return whole
 
     def _replayed(self, node: Node, places: Rows, start: Node | None, rows: Tensor | None) -> Tensor | None:
@@ -236,12 +239,16 @@ class CachedBatch:
         found = replay(node, padded, given)
         return found[: len(places)] if found is not None and found.shape[1:] == node.meta.shape[1:] else None
 
-    def reached(self, node: Node) -> None:
-        """The output at the deepest boundary was computed for the whole batch."""
-        if self.front is not None and self.front is self._owner.front and node.value is not None:
-            self.ended = self.ended or mark(self.front.device)
-            self._owner.computed(self, node, node.value)
-            self.tape.is_over = self.tape.is_over or self.eager  # in a trial, labels are lazy too
+    def reached(self, node: Node, value: Tensor) -> Tensor:
+        """The output at the deepest boundary was computed for the whole batch; return it as an entry would be."""
+        front = self.front
+        if front is None or front is not self._owner.front:
+            return value
+        self.ended = self.ended or mark(front.device)
+        self._owner.computed(self, node, value)
+        self.tape.is_over = self.tape.is_over or self.eager  # in a trial, labels are lazy too
+        level = self._owner.level_at(front.depth)
+        return level.form.rounded(value) if level is not None and level.key == node.key else value
 
     def rows(self, level: Level, length: int) -> Tensor | None:
         """Return the rows of all samples from a level, of a length if it is ragged; None if one is missing."""

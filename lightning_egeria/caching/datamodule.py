@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -17,9 +17,10 @@ from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
-from lightning_egeria.errors import CacheError, check_integers
+from lightning_egeria.errors import ArgumentError, CacheError, check_integers
 from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.stores.rows import Precision
 from lightning_egeria.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.loops import is_asked_by_loop
@@ -43,6 +44,9 @@ class FrozenPrefixCache(WrappingDataModule):
         min_free_bytes: space to leave free on that disk.
         host_bytes: host memory for entries, besides the disk.
         device_bytes: GPU memory for entries, besides the disk.
+        entry_precision: ``"bf16"`` or ``"int8"`` keeps entries in fewer bits. What the frozen layers give is then
+            rounded in all steps from the first entry on, so training differs from that without the cache. None keeps
+            entries as they are.
         augmentation_views: with random augmentation, how many variants of each sample to keep: in epoch ``e``, all
             randomness of a sample is a function of ``seed``, the sample and ``e % augmentation_views``, from the first
             freeze on. 0: samples are loaded as they come, and random augmentation turns the cache off.
@@ -66,6 +70,7 @@ class FrozenPrefixCache(WrappingDataModule):
         min_free_bytes: int = 2 * 10**9,
         host_bytes: int = 10**9,
         device_bytes: int = 0,
+        entry_precision: Precision | None = None,
         augmentation_views: int = 0,
         seed: int = 0,
         val_dataloaders: Any = None,
@@ -74,12 +79,16 @@ class FrozenPrefixCache(WrappingDataModule):
         check_integers(0, max_bytes=0 if max_bytes is None else max_bytes, min_free_bytes=min_free_bytes)
         check_integers(0, host_bytes=host_bytes, device_bytes=device_bytes)
         check_integers(0, augmentation_views=augmentation_views, seed=seed)
+        if entry_precision not in (None, *get_args(Precision)):
+            known = ", ".join(map(repr, get_args(Precision)))
+            raise ArgumentError(f"entry_precision must be {known} or None, got {entry_precision!r}")
         self._is_temporary = cache_dir is None
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
         self.host_bytes = host_bytes
         self.device_bytes = device_bytes
+        self.entry_precision = entry_precision
         self.augmentation_views = augmentation_views
         self.seed = seed
         self._notices = Notices("cache")
@@ -156,7 +165,8 @@ class FrozenPrefixCache(WrappingDataModule):
             loader = connector._prepare_dataloader(loader, training, stage)
         owner = cache.owner
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
-        limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, self.device_bytes if training else 0)
+        device_bytes = self.device_bytes if training else 0
+        limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, device_bytes, self.entry_precision)
         views, observes = (self.augmentation_views, owner.will_compare) if training else (0, _never)
 
         stats = self._stats if training else self._validation_stats

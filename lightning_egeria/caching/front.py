@@ -38,8 +38,8 @@ class Batch(Protocol):
     def boundary(self, depth: int, node: Node) -> Tensor | None:
         """The cached output at the boundary of ``depth``; None if it has to be computed."""
 
-    def reached(self, node: Node) -> None:
-        """The output at the deepest boundary was computed."""
+    def reached(self, node: Node, value: Tensor) -> Tensor:
+        """The output at the deepest boundary was computed; return what the program gets."""
 
     def finish(self) -> None:
         """The batch is over."""
@@ -231,8 +231,7 @@ class FrontUnit:
             served = batch.boundary(self.depth, node)
             if self.depth == self.front.depth:
                 if served is None:
-                    served = node.compute()
-                    batch.reached(node)
+                    served = batch.reached(node, node.compute())
                     node.value = None  # the program may change it in place
                 shown[self.output_leaf] = served
         return shown[0] if structure.is_leaf() else pytree.tree_unflatten(shown, structure)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.levels import Level, MemoryTier, RowForm, Rows
+from lightning_egeria.caching.levels import Level, MemoryTier, Rows
 from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.sizes import form_length
 from lightning_egeria.caching.stats import CacheStats
@@ -23,6 +23,7 @@ from lightning_egeria.errors import CacheError
 from lightning_egeria.stores.background import ReadAhead
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.stores.manifest import FORMAT, Manifest, StoreError
+from lightning_egeria.stores.rows import RowForm
 from lightning_egeria.training.notices import Notices
 
 COUNT_EVERY_S = 1.0
@@ -65,11 +66,11 @@ class Origin:
             "samples": str(self.samples),
             "loader": self.loader,
             "augmentation_views": str(self.views),
-            "row": f"{'x'.join(map(str, form.shape))} {form.dtype}",
+            "row": f"{'x'.join(map(str, form.shape))} {form.dtype}{f' as {form.precision}' if form.rounds else ''}",
         }
         entries = self.samples * max(1, self.views)
         return Manifest(
-            self._fingerprint(form), entries, form.row_bytes, field_bytes, str(form.dtype), form.order, about
+            self._fingerprint(form), entries, form.row_bytes, field_bytes, str(form.stored_dtype), form.order, about
         )
 
     def _fingerprint(self, form: RowForm) -> str:
@@ -157,7 +158,7 @@ class LevelSet:
         Raises:
             StoreError, CacheError: it cannot be opened.
         """
-        form, device = RowForm.of(value), origin.front.device
+        form, device = RowForm.of(value, self._limits.precision), origin.front.device
         row_bytes = form.row_bytes
         if ragged:
             form = form.with_room(form_length(value.shape[1]))

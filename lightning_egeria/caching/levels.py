@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import threading
 from typing import Any, NamedTuple
 
@@ -15,92 +13,12 @@ import xxhash
 from torch import Tensor
 
 from lightning_egeria.caching.sizes import Lengths
+from lightning_egeria.stores.rows import RowForm
 from lightning_egeria.stores.store import ActivationStore
 
 Rows = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 STAMP_BYTES = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class RowForm:
-    """What a batch of activations looks like in memory, so that it can be put back bit for bit, strides included.
-
-    Attributes:
-        shape: of a row, which is the activation of one sample, in memory order.
-        order: dimensions of the batch from the slowest to the fastest in memory.
-        dtype: of the values.
-        ragged: whether rows may be shorter in their first dimension: texts that are padded to the longest of a batch.
-    """
-
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-    ragged: bool = False
-
-    @classmethod
-    def of(cls, batch: Tensor) -> RowForm:
-        """The form of ``batch``: ``[samples, ...]``.
-
-        >>> RowForm.of(torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        RowForm(shape=(4, 5, 3), order=(0, 2, 3, 1), dtype=torch.float32, ragged=False)
-        """
-        strides = batch.stride()
-        order = (0, *sorted(range(1, batch.ndim), key=lambda dim: (-strides[dim], dim)))
-        return cls(tuple(batch.shape[dim] for dim in order[1:]), order, batch.dtype)
-
-    def with_room(self, length: int) -> RowForm:
-        """Return the form of rows of at most ``length`` in their first dimension.
-
-        >>> RowForm.of(torch.rand(2, 3, 4)).with_room(5)
-        RowForm(shape=(5, 4), order=(0, 1, 2), dtype=torch.float32, ragged=True)
-        """
-        return dataclasses.replace(self, shape=(length, *self.shape[1:]), ragged=True)
-
-    def fits(self, batch: Tensor) -> bool:
-        """Whether rows of a batch have this form."""
-        form = RowForm.of(batch)
-        if not self.ragged or len(form.shape) != len(self.shape) or form.shape[0] > self.shape[0]:
-            return form == self
-        return form.with_room(self.shape[0]) == self
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether rows of a shape, as the network gives them, have a place in this form."""
-        if self.ragged and len(shape) == len(self.shape):
-            return shape[0] <= self.shape[0] and shape[1:] == self.batch_shape[1:]
-        return shape == self.batch_shape
-
-    @property
-    def length(self) -> int:
-        """Length of the longest row; 1 if all rows have one shape."""
-        return self.shape[0] if self.ragged else 1
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one row."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @functools.cached_property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Of a row as the network gives it."""
-        return tuple(self.from_memory(torch.empty((0, *self.shape), device="meta")).shape[1:])
-
-    def to_memory(self, batch: Tensor) -> Tensor:
-        """The rows of ``batch`` in memory order, contiguous; `from_memory` is the inverse."""
-        return batch.permute(self.order).contiguous()
-
-    def empty(self, samples: int, length: int, device: torch.device) -> Tensor:
-        """Return a batch of any values, and of rows of a length."""
-        return self.from_memory(torch.empty((samples, *self.of_length(length)), dtype=self.dtype, device=device))
-
-    def of_length(self, length: int) -> tuple[int, ...]:
-        """Return the shape of a row of a length."""
-        return (length, *self.shape[1:]) if self.ragged else self.shape
-
-    def from_memory(self, rows: Tensor) -> Tensor:
-        """A batch with the strides of the original."""
-        inverse = sorted(range(len(self.order)), key=lambda dim: self.order[dim])
-        return rows.permute(inverse)
 
 
 class MemoryTier:
@@ -121,7 +39,7 @@ class MemoryTier:
         self._ragged = form.ragged
         self._place = np.full(entries if self.capacity else 0, -1, np.int32)
         # Memory of the host is taken page by page as it is written.
-        self._rows = torch.empty((self.capacity, *form.shape), dtype=form.dtype, device=device)
+        self._rows = torch.empty((self.capacity, *form.stored_shape), dtype=form.stored_dtype, device=device)
         self._used = 0
         self._putting = threading.Lock()  # entries come from the reading and from the writing thread
 
@@ -249,14 +167,14 @@ class Level:
         longest = int(lengths.max(initial=1)) if held.all() and lengths.all() else form.length
         if held.all() and not pin:
             return Found(host.take(entries, longest), sound, self.stamps[entries], lengths)
-        data = torch.empty((len(entries), *form.of_length(longest)), dtype=form.dtype, pin_memory=pin)
+        data = torch.empty((len(entries), *form.of_length(longest)), dtype=form.stored_dtype, pin_memory=pin)
         raw = _as_bytes(data)
         if held.any():
             raw[held] = _as_bytes(host.take(entries[held], longest))
         for place in np.flatnonzero(~held):
             number = int(entries[place])
             shape = self._read_one(number, raw[place])
-            if shape is None or shape != (form.of_length(shape[0]) if form.ragged and shape else form.shape):
+            if shape is None or shape != (form.of_length(shape[0]) if form.ragged and shape else form.stored_shape):
                 sound[place] = False
                 self.forget(entries[place : place + 1])
             elif form.ragged:

@@ -15,16 +15,18 @@ from torch import Tensor
 from lightning_egeria.caching.levels import STAMP_BYTES, Level, Rows, chosen
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.stores.background import WriteBehind
+from lightning_egeria.stores.rows import Precision
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How much room the cache may take, in bytes."""
+    """How much room the cache may take, in bytes, and in what precision entries are kept."""
 
     max_bytes: int
     min_free_bytes: int
     host_bytes: int
     device_bytes: int
+    precision: Precision | None = None
 
 
 class Recording:

@@ -24,6 +24,7 @@ from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.stores.manifest import StoreError
+from lightning_egeria.stores.rows import LARGEST_STEP
 from lightning_egeria.stores.samples import without_inputs
 from lightning_egeria.training.notices import Notices
 
@@ -272,7 +273,7 @@ class Stream:
         stored, sizes = batch.rows(level, value.shape[1] if level.form.ragged else 1), self._planner.sizes
         if stored is None:
             return sizes.verdict(batch.samples) is not None
-        stored = stored.to(value.device)
+        stored, value = stored.to(value.device), level.form.rounded(value)
         if sizes.verdict(batch.samples) is None:
             verdict = sizes.compared(batch.samples, same_bits(stored, value))
             if verdict is False:
@@ -280,7 +281,8 @@ class Stream:
                     f"rows in batches of {batch.samples} differ in their last bits, so these batches are not cached"
                 )
             return verdict is True
-        if same_bits(stored, value) or (not self._trials.exact and is_rounding(stored, value)):
+        step = LARGEST_STEP if level.form.rounds else None
+        if same_bits(stored, value) or (not self._trials.exact and is_rounding(stored, value, step)):
             return True
         self.stats.wrong += batch.samples
         level.forget(batch.entries)

@@ -12,7 +12,7 @@ from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet, Origin
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.planner import Planner
-from lightning_egeria.caching.sizes import BatchSizes, Lengths, Tables, is_padded, sample_lengths
+from lightning_egeria.caching.sizes import BatchSizes, Lengths, Tables, has_samples, is_padded, sample_lengths
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node, version_of
@@ -42,7 +42,7 @@ def try_boundary(node: Node, value: Tensor) -> tuple[str | None, bool]:
     leaves = node.leaves()
     if value.ndim == 0 or value.shape[0] != size:
         return f"its shape {tuple(value.shape)} does not begin with the {size} samples of the batch", False
-    if not any(leaf.row is not None for leaf in leaves) and not any(_has_rows(leaf, size) for leaf in leaves):
+    if not any(leaf.row is not None for leaf in leaves) and not any(map(has_samples, leaves)):
         return "it depends on no tensor of the batch", False
     if any(leaf.row is None and leaf.value is not None and leaf.version != version_of(leaf.value) for leaf in leaves):
         return "the frozen layers change their input in place", False
@@ -177,9 +177,10 @@ class Trials:
             smaller = smaller_sizes(node, value) if problem is None and self.exact else []
         if problem is not None:
             text = f"at {front.units[-1].path!r}, {problem}"
-            if batch.samples not in value.shape[1:]:
+            outside = any(leaf.row is None and has_samples(leaf) for leaf in node.leaves())
+            if not outside or batch.samples not in value.shape[1:]:
                 raise CacheError(text)
-            # The program's own tensors of that length, position embeddings say, pass for rows of the batch.
+            # A tensor of the program with that length, position embeddings say, passes for rows of the batch.
             self.shows_nothing(f"{text} (or another dimension is as large as the batch: try another batch size)")
             return None
         ragged = self.exact and is_padded(node)
@@ -216,19 +217,15 @@ class Trials:
         )
 
 
-def is_rounding(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of one shape differ by a few last bits of their largest value at most."""
+def is_rounding(first: Tensor, second: Tensor, step: float | None = None) -> bool:
+    """Whether two tensors of one shape differ by a few last bits, or a share, of their largest value at most."""
     if first.shape != second.shape or not first.dtype.is_floating_point:
         return False
     largest = second.abs().amax().double()
-    most = ROUNDING * torch.finfo(first.dtype).eps * largest
+    most = largest * (ROUNDING * torch.finfo(first.dtype).eps if step is None else step)
     return bool((first.double() - second.double()).abs().amax() <= most)
 
 
 def _spread(size: int) -> list[int]:
     """Some places of a batch; all of a small one, where a few values could agree by chance."""
     return list(range(size)) if size <= 16 else [1, 2, size // 2, size - 1]
-
-
-def _has_rows(leaf: Node, size: int) -> bool:
-    return leaf.value is not None and leaf.value.ndim > 0 and leaf.value.shape[0] == size

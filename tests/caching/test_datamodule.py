@@ -37,6 +37,11 @@ def test_numbers_are_integers_of_at_least_zero(tmp_path, name):
         FrozenPrefixCache(loader(), cache_dir=tmp_path, **{name: 1.5})
 
 
+def test_precision_is_a_known_one(tmp_path):
+    with pytest.raises(ArgumentError, match="entry_precision must be 'bf16', 'int8' or None, got 'fp8'"):
+        FrozenPrefixCache(loader(), cache_dir=tmp_path, entry_precision="fp8")
+
+
 def test_cache_around_a_cache_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="datamodule is a FrozenPrefixCache already"):
         FrozenPrefixCache(FrozenPrefixCache(loader(), cache_dir=tmp_path), cache_dir=tmp_path)

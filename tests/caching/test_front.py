@@ -41,8 +41,9 @@ class Batch:
         self.boundaries.append(depth)
         return self.output if depth == self.front.depth else None
 
-    def reached(self, node):
-        self.computed.append(node.value)
+    def reached(self, node, value):
+        self.computed.append(value)
+        return value
 
     def finish(self):
         pass

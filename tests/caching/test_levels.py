@@ -6,7 +6,8 @@ import torch
 from stored import CPU, level_of, new_level, whole_fields, write
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_egeria.caching.levels import MemoryTier, RowForm, chosen, stamps_of
+from lightning_egeria.caching.levels import MemoryTier, chosen, stamps_of
+from lightning_egeria.stores.rows import RowForm
 from lightning_egeria.stores.store import ActivationStore
 
 BATCHES = {

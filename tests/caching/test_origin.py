@@ -8,7 +8,7 @@ from fronts import new_front
 from programs.parts import Net
 
 from lightning_egeria.caching.level_set import Origin
-from lightning_egeria.caching.levels import RowForm
+from lightning_egeria.stores.rows import RowForm
 
 FORM = RowForm.of(torch.empty(1, 8))
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from stored import new_level, whole_fields
 
-from lightning_egeria.caching.levels import RowForm
 from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.stores.rows import RowForm
 
 ROWS = torch.arange(12.0).view(3, 4)
 

@@ -311,3 +311,47 @@ def test_texts_always_as_long_as_the_batch_end_the_cache(drive):
         found = [one.epoch(size=6) for _ in range(3)]
     assert one.stats.off is not None
     assert all(equal(outputs, expected(one, size=6)) for outputs in found)
+
+
+def rounded(drive, order, depth=2, size=6):
+    """The outputs of the network with the boundary's output as an entry gives it back."""
+    parts = [drive.plain.a, drive.plain.b, drive.plain.c, drive.plain.head]
+    form = drive.stream.level_at(depth).form
+    found = []
+    for start in range(0, len(order), size):
+        x = torch.stack([drive.data.data[i][0] for i in order[start : start + size]])
+        found.append(nn.Sequential(*parts[depth:])(form.rounded(nn.Sequential(*parts[:depth])(x))))
+    return found
+
+
+@pytest.mark.parametrize(("precision", "row_bytes"), [("bf16", 16), ("int8", 9)])
+def test_rounded_outputs_are_the_same_served_or_computed(drive, precision, row_bytes):
+    one = drive(precision=precision)
+    first = one.epoch(range(12))
+    one.settle()
+    assert equal(first, rounded(one, range(12)))
+    assert not equal(first, expected(one, range(12)))
+    for _ in range(2):
+        assert equal(one.epoch(SHUFFLED), rounded(one, SHUFFLED))
+        one.settle()
+    assert (one.stats.hits, one.stats.misses, one.stats.wrong) == (36, 24, 0)
+    assert one.stream.level_at(2).form.row_bytes == row_bytes
+
+
+def test_rounded_entries_lead_to_no_deeper_ones(drive):
+    one = recorded(drive(depth=1, precision="int8"))
+    one.freeze(2)
+    for _ in range(3):
+        found = one.epoch(SHUFFLED)
+        one.settle()
+    assert equal(found, rounded(one, SHUFFLED))
+    assert (one.stats.advanced, one.stats.wrong, one.stats.off) == (0, 0, None)
+
+
+def test_runs_of_another_precision_share_no_entries(drive):
+    one = recorded(drive())
+    folder = one.stream.level_at(2).store.folder
+    one.close()
+    other = recorded(drive(precision="bf16"))
+    assert other.stream.level_at(2).store.folder != folder
+    assert other.stats.misses == 24
