@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.loader import CachedRereading, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.recording import Limits
+from lightning_egeria.caching.recording import Budget, Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.errors import ArgumentError, CacheError, check_integers
@@ -42,7 +42,7 @@ class FrozenPrefixCache(WrappingDataModule):
             removed at the end of `fit`.
         max_bytes: largest size of all stores in ``cache_dir``; None is half of the space that is free at the start.
         min_free_bytes: space to leave free on that disk.
-        host_bytes: host memory for entries, besides the disk.
+        host_bytes: host memory for entries of training and validation together, besides the disk.
         device_bytes: GPU memory for entries, besides the disk.
         entry_precision: ``"bf16"`` or ``"int8"`` keeps entries in fewer bits. What the frozen layers give is then
             rounded in all steps from the first entry on, so training differs from that without the cache. None keeps
@@ -93,6 +93,7 @@ class FrozenPrefixCache(WrappingDataModule):
         self.seed = seed
         self._notices = Notices("cache")
         self._cache: PrefixCache | None = None
+        self._host = Budget(0)  # of a `fit`
         self._directory: CacheDirectory | None = None
         self._bar_entry: BarEntry | None = None
         self._stats = CacheStats(off="fit has not begun")
@@ -127,7 +128,7 @@ class FrozenPrefixCache(WrappingDataModule):
             if reason is not None:
                 self._turn_off(reason)
             elif owner is not None:
-                self._cache = PrefixCache(owner, self._notices)
+                self._cache, self._host = PrefixCache(owner, self._notices), Budget(self.host_bytes)
                 self._stats, self._validation_stats = CacheStats(), CacheStats()
                 owner.observers.add(self._cache)
 
@@ -166,7 +167,7 @@ class FrozenPrefixCache(WrappingDataModule):
         owner = cache.owner
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
         device_bytes = self.device_bytes if training else 0
-        limits = Limits(max_bytes, self.min_free_bytes, self.host_bytes, device_bytes, self.entry_precision)
+        limits = Limits(max_bytes, self.min_free_bytes, self._host, device_bytes, self.entry_precision)
         views, observes = (self.augmentation_views, owner.will_compare) if training else (0, _never)
 
         stats = self._stats if training else self._validation_stats

@@ -125,6 +125,7 @@ class LevelSet:
         self._levels: list[Level] = []
         self._dropped: list[Path] = []
         self._recorded, self._counted_at = 0.0, 0.0
+        self._host_bytes = 0  # that the newest level may use
 
     def __iter__(self) -> Iterator[Level]:
         return iter(self._levels)
@@ -166,12 +167,14 @@ class LevelSet:
         entries = manifest.entries
         size = entries * (row_bytes + manifest.field_bytes + manifest.header_bytes)
         store, room = self._directory.open(manifest, size, self._limits.max_bytes, self._limits.min_free_bytes)
-        host = MemoryTier(self._limits.host_bytes, form, entries, torch.device("cpu"))
+        for older in self._levels:
+            older.release_memory()
+        self._limits.host.free += self._host_bytes
+        self._host_bytes = self._limits.host.take(entries * form.row_bytes)
+        host = MemoryTier(self._host_bytes, form, entries, torch.device("cpu"))
         device_bytes = self._limits.device_bytes if device.type != "cpu" else 0
         known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool), np.zeros(entries, np.int32)
         tier = MemoryTier(device_bytes, form, entries, device)
-        for older in self._levels:
-            older.release_memory()
         self._levels.append(Level(origin.front.depth, key, form, store, host, tier, *known))
         self.recording.restart(self._taken_by_others())
         share = "" if size <= room else f", of which {room / size:.0%} fit"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import mmap
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +22,7 @@ from lightning_egeria.stores.store import ActivationStore
 Rows = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 STAMP_BYTES = 8
+MAPPED_BYTES = 2**18
 
 
 class MemoryTier:
@@ -167,7 +171,7 @@ class Level:
         longest = int(lengths.max(initial=1)) if held.all() and lengths.all() else form.length
         if held.all() and not pin:
             return Found(host.take(entries, longest), sound, self.stamps[entries], lengths)
-        data = torch.empty((len(entries), *form.of_length(longest)), dtype=form.stored_dtype, pin_memory=pin)
+        data = _room((len(entries), *form.of_length(longest)), form.stored_dtype, pin)
         raw = _as_bytes(data)
         if held.any():
             raw[held] = _as_bytes(host.take(entries[held], longest))
@@ -235,12 +239,23 @@ def chosen(rows: Tensor, places: Rows, length: int | None = None) -> Tensor:
         some = rows[torch.from_numpy(places).to(rows.device)]
         return some if length is None else some[:, :length].contiguous()
     shape = rows.shape[1:] if length is None else (length, *rows.shape[2:])
-    found = torch.empty((len(places), *shape), dtype=rows.dtype)
+    found = _room((len(places), *shape), rows.dtype)
     if found.numel():
         into = _as_bytes(found)
         # With "raise", numpy would copy twice.
         np.take(_as_bytes(rows)[:, : into.shape[1]], places, axis=0, out=into, mode="clip")
     return found
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype, pin: bool = False) -> Tensor:
+    """Return a tensor of any values, whose memory goes back to the system with it.
+
+    Other memory of a thread stays with its process, so that each reading thread would keep its largest batches.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if pin or size < MAPPED_BYTES:
+        return torch.empty(shape, dtype=dtype, pin_memory=pin)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)
 
 
 def _as_bytes(rows: Tensor) -> npt.NDArray[np.uint8]:

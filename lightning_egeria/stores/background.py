@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 READ_AHEAD_BATCHES = 3
-MAX_WAITING_BYTES = 256 * 2**20
+MAX_WAITING_BYTES = 64 * 2**20
 
 
 class ReadAhead:

@@ -9,7 +9,7 @@ from programs.parts import BATCH, Net, vectors
 
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.recording import Limits
+from lightning_egeria.caching.recording import Budget, Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.stores.directory import CacheDirectory
@@ -47,7 +47,8 @@ class Drive:
         self.plain = copy.deepcopy(self.net)
         self.data = Counting(vectors() if data is None else data)
         self.planned = PlannedDataset(self.data, torch.utils.data.default_collate)
-        room = Limits(**{"max_bytes": 10**9, "min_free_bytes": 0, "host_bytes": 10**9, "device_bytes": 0} | limits)
+        host = Budget(limits.pop("host_bytes", 10**9))
+        room = Limits(**{"max_bytes": 10**9, "min_free_bytes": 0, "host": host, "device_bytes": 0} | limits)
         directory, self.notices = CacheDirectory(folder / "cache"), Notices("cache")
         self.stream = Stream(
             "training", self.planned, directory, room, views, 0, observes, None, self.notices, CacheStats()

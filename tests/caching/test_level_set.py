@@ -9,7 +9,7 @@ import torch
 from stored import CPU, write
 
 from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.recording import Limits
+from lightning_egeria.caching.recording import Budget, Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.stores.manifest import Manifest, StoreError
@@ -19,7 +19,7 @@ from lightning_egeria.training.notices import Notices
 @pytest.fixture
 def levels(tmp_path):
     released = []
-    room = Limits(max_bytes=10**9, min_free_bytes=0, host_bytes=10**6, device_bytes=0)
+    room = Limits(max_bytes=10**9, min_free_bytes=0, host=Budget(10**6), device_bytes=0)
     made = LevelSet(CacheDirectory(tmp_path), room, CacheStats(), Notices("cache"), lambda: released.append(1))
     yield made
     made.close(remove=True)
@@ -54,6 +54,19 @@ def test_only_the_deepest_keeps_rows_in_memory(levels):
     first = opened(levels, 1)
     second = opened(levels, 2)
     assert (first.host.capacity, second.host.capacity) == (0, 10)
+
+
+def test_loaders_share_the_memory_of_the_host(levels, tmp_path):
+    room = Limits(max_bytes=10**9, min_free_bytes=0, host=Budget(200), device_bytes=0)
+    one, other = (
+        LevelSet(CacheDirectory(tmp_path), room, CacheStats(), Notices("cache"), lambda: None) for _ in range(2)
+    )
+    capacities = [opened(one, 1).host.capacity, opened(other, 2).host.capacity, opened(one, 3).host.capacity]
+    assert capacities == [10, 2, 10]
+    assert room.host.free == 0
+    one.close(remove=True)
+    other.close(remove=True)
+    opened(levels, 1)
 
 
 def test_a_replaced_level_is_dropped_with_the_next_epoch(levels):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stored import new_level, whole_fields
 
-from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
+from lightning_egeria.caching.recording import Budget, Limits, Recording, bytes_on_disk
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.stores.rows import RowForm
 
@@ -20,7 +20,7 @@ class Recorder:
     """A recording into the levels of a folder."""
 
     def __init__(self, folder, levels=1, **limits):
-        room = {"max_bytes": 10**9, "min_free_bytes": 0, "host_bytes": 0, "device_bytes": 0} | limits
+        room = {"max_bytes": 10**9, "min_free_bytes": 0, "host": Budget(0), "device_bytes": 0} | limits
         self.told, self.stats = [], CacheStats()
         self.recording = Recording(Limits(**room), self.stats, lambda text, cause: self.told.append(text))
         form = RowForm.of(ROWS)
