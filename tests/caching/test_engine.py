@@ -6,6 +6,8 @@ from programs import harness
 from programs.parts import Classifier, ConvNet, Net, Samples, Validated, data_of, images, loader, on
 from torch import nn
 
+from lightning_egeria.stores.background import WriteBehind
+
 LATER = {2: 1, 8: 2}
 
 
@@ -125,8 +127,16 @@ def _noted(data, index):
     return data.x[index], data.y[index]
 
 
-def test_samples_are_loaded_until_they_are_recorded(tmp_path):
+def test_samples_are_loaded_until_they_are_recorded(tmp_path, monkeypatch):
     """Inputs and labels come from the entries then."""
+    submit = WriteBehind.submit
+
+    def submit_and_wait(writer, *arguments):
+        taken = submit(writer, *arguments)
+        writer.finish()
+        return taken
+
+    monkeypatch.setattr(WriteBehind, "submit", submit_and_wait)
     LOADED.clear()
     run = harness.Run(True, tmp_path / "run")
     run.fit(Classifier(), loader(Samples(_noted)), max_epochs=6)
