@@ -117,7 +117,9 @@ class Loop:
             accumulate_grad_batches=1,
             progress_bar_callback=None,
             loggers=[],
-            _data_connector=types.SimpleNamespace(_datahook_selector=None),
+            _data_connector=types.SimpleNamespace(
+                _datahook_selector=None, _prepare_dataloader=lambda loader, *_: loader
+            ),
             fit_loop=types.SimpleNamespace(),
             strategy=types.SimpleNamespace(model=None, root_device=torch.device("cpu")),
         )
