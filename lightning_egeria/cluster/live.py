@@ -298,7 +298,13 @@ def run_jobs(
     with held(folder / LOCK) as free, quiet(), contextlib.closing(status), contextlib.ExitStack() as stack:
         if not free:
             raise JobError(f"another run has the jobs in {folder}. Wait for it, or name another folder")
-        stack.enter_context(started(address))
+
+        def end_jobs() -> None:
+            status.close()
+            for job in jobs:
+                kill_marked(folder / job.name)
+
+        stack.enter_context(started(address, end_jobs))
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0) >= 1]
         if not nodes:
             raise JobError(f"the Ray cluster has no {resource}")

@@ -5,62 +5,112 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from lightning_egeria.errors import JobError
+from lightning_egeria.programs.locks import held
+from lightning_egeria.programs.processes import kill_marked
 
 CONNECT_S, STARTS = 5.0, 3
+LOOK_S, LOOKS = 1.0, 3  # Ray is lost if it was not there so often
+LOST = 2  # exit status
+TEMPORARY, PREFIX, LOCK = Path("/tmp"), "ray-egeria-", "egeria.lock"  # Ray's sockets need a short path
+MARK = "EGERIA_RAY_FOLDER"  # in the environment of all processes of a Ray that was started here
 _QUIETLY: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 @contextlib.contextmanager
-def started(address: str | None) -> Iterator[None]:
-    """Ray, started on this machine unless it runs already."""
+def started(address: str | None, end_jobs: Callable[[], None]) -> Iterator[None]:
+    """Ray, started on this machine unless it runs already.
+
+    Where Ray is lost meanwhile, this process ends with a message and status 2: Ray itself would wait for ever, or end
+    the process after a minute.
+
+    Args:
+        address: of a Ray cluster, or ``"auto"``; None starts Ray here.
+        end_jobs: ends what Ray has started, before the process ends.
+
+    Raises:
+        JobError: Ray does not start or answer.
+    """
     if ray.is_initialized():
-        yield
+        with _watched(end_jobs):
+            yield
         return
-    # Ray's sockets need a short path.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temporary:
+    with contextlib.ExitStack() as stack:
         if address is None:
+            temporary = stack.enter_context(temporary_folder())
             _start_here(temporary)
         else:
+            temporary = None
             _connect(address)
+        stack.callback(_shut_down)
+
+        def end() -> None:
+            end_jobs()
+            if temporary is not None:
+                _remove(temporary)
+
+        with _watched(end), _sigterm_as_interrupt():
+            yield
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder of Ray. What runs that were killed have left is removed."""
+    for folder in TEMPORARY.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+                with held(folder / LOCK) as free:
+                    if free:
+                        _remove(folder)
+    hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=TEMPORARY))
+    with held(hidden / LOCK):
+        folder = hidden.rename(hidden.with_name(hidden.name.removeprefix(".")))  # only now can others see it
         try:
-            with _sigterm_as_interrupt():
-                yield
+            yield folder
         finally:
-            with _uninterrupted():
-                ray.shutdown()
+            _remove(folder)
 
 
-def _start_here(temporary: str) -> None:
+def _remove(folder: Path) -> None:
+    """Remove the folder of a Ray, and end the processes of it that still run."""
+    deadline = time.monotonic() + CONNECT_S
+    while kill_marked(folder, MARK) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shut_down() -> None:
+    with _uninterrupted():
+        ray.shutdown()
+
+
+def _start_here(temporary: Path) -> None:
     """Start Ray. On a busy machine it may take longer than Ray waits for itself, so it is tried again."""
-    for attempt in range(STARTS):
-        before = _children()
-        try:
-            ray.init(_temp_dir=temporary, include_dashboard=False, **_QUIETLY)
-            return
-        except Exception as error:  # a bare one if it takes too long
-            for process in _children() - before:  # Ray forgets them
-                with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(process, signal.SIGKILL)
-                    os.waitpid(process, 0)
-            if attempt == STARTS - 1:
-                raise JobError(f"Ray does not start on this machine: {error}") from error
-
-
-def _children() -> set[int]:
-    """Process ids of the children of this process; none where the system does not tell."""
-    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {int(child) for task in tasks for child in task.read_text().split()}
+    os.environ[MARK] = str(temporary)
+    try:
+        for attempt in range(STARTS):
+            try:
+                ray.init(_temp_dir=str(temporary), include_dashboard=False, **_QUIETLY)
+                return
+            except Exception as error:  # a bare one if it takes too long
+                kill_marked(temporary, MARK)  # Ray forgets its processes
+                if attempt == STARTS - 1:
+                    raise JobError(f"Ray does not start on this machine: {error}") from error
+    finally:
+        del os.environ[MARK]
 
 
 def _connect(address: str) -> None:
@@ -80,6 +130,65 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise JobError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+@contextlib.contextmanager
+def _watched(end: Callable[[], None]) -> Iterator[None]:
+    """End this process once the head of the cluster takes no connections, or Ray has ended on this machine."""
+    context = ray.get_runtime_context()
+    head, here = context.gcs_address, context.get_node_id()
+
+    def has_left() -> bool:
+        try:
+            return not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == here)
+        except Exception:  # the head has ended meanwhile, and Ray has a class of its own for each way
+            return False
+
+    # Ray asks the head for its nodes, and waits a minute for a head that has ended: a thread each.
+    looks: dict[str, Callable[[], bool]] = {
+        f"its head at {head} does not answer": lambda: refuses(head),
+        "it does not run on this machine any more": has_left,
+    }
+    over = threading.Event()
+
+    def watch(message: str, is_lost: Callable[[], bool]) -> None:
+        times = 0
+        while times < LOOKS:
+            if over.wait(LOOK_S):
+                return
+            times = times + 1 if is_lost() else 0
+        _end_process(message, end)
+
+    threads = [threading.Thread(target=watch, args=look, name="egeria-ray", daemon=True) for look in looks.items()]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:  # Ray would start again if it was asked for its nodes after its end
+            thread.join()
+
+
+def refuses(address: str) -> bool:
+    """Whether nobody listens. A machine that is too busy to answer does not count."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _end_process(lost: str, end: Callable[[], None]) -> None:
+    try:
+        end()
+    finally:
+        message = f"egeria-cluster: Ray has ended: {lost}. The jobs were stopped; the same command goes on"
+        print(message, file=sys.stderr, flush=True)
+        os._exit(LOST)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.epoch_length import set_epoch_length
+from lightning_egeria.training.loops import count_epoch_behind_an_end
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
 
@@ -147,6 +148,7 @@ class BatchSizeSteps(pl.Callback):
         place = start.state["place"] if start.state is not None else None
         if place is not None and place["over"]:
             # The checkpoint is of the last batch of an epoch, which ends now.
+            count_epoch_behind_an_end(trainer)
             set_epoch_length(trainer, self._done)
             self._done = 0
             self.control.progress.begin_epoch()

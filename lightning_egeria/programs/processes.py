@@ -152,13 +152,13 @@ class ProgramProcess:
             os.killpg(self.pid, number)
 
 
-def kill_marked(folder: Path) -> int:
+def kill_marked(folder: Path, mark: str = MARK) -> int:
     """Kill the processes of a job, wherever they are on this machine; return how many there were.
 
-    Each process of a job has its folder in its environment. Only Linux shows that.
+    Each process of a job has its folder in its environment, as the variable ``mark``. Only Linux shows that.
     """
     killed = 0
-    wanted = f"{MARK}={folder}".encode(errors="surrogateescape")
+    wanted = f"{mark}={folder}".encode(errors="surrogateescape")
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if int(place.name) != os.getpid() and wanted in (place / "environ").read_bytes().split(b"\0"):

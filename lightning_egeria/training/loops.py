@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 
@@ -21,3 +22,22 @@ def is_asked_by_loop() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def resumes_at_an_end(trainer: pl.Trainer) -> bool:
+    """Whether the checkpoint was written behind the last batch of an epoch, before the epoch ended."""
+    loop: Any = trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress
+    return bool(loop.restarted_mid_epoch and progress.is_last_batch and progress.current.processed > 0)
+
+
+def count_epoch_behind_an_end(trainer: pl.Trainer) -> None:
+    """Count the first epoch of a run that `resumes_at_an_end`, as its training starts. Safe to call twice.
+
+    Lightning leaves that epoch out of its counters of epochs that have begun. A checkpoint from the middle of a later
+    epoch then looks like one between two epochs, and the run that goes on from it trains an epoch twice.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress
+    if resumes_at_an_end(trainer) and epochs.current.ready == epochs.current.processed:
+        epochs.increment_ready()
+        epochs.increment_started()

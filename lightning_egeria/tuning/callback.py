@@ -12,6 +12,7 @@ from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError, CheckpointError, check_integers
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.loops import resumes_at_an_end
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.panels import Panel
 from lightning_egeria.training.progress import BarEntry
@@ -22,7 +23,7 @@ from lightning_egeria.tuning.record import SearchRecord
 from lightning_egeria.tuning.rounds import Limits, Result
 from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFactory
-from lightning_egeria.tuning.setups import TOO_SHORT, check_trainer, most_steps, resumes_at_an_end
+from lightning_egeria.tuning.setups import TOO_SHORT, check_trainer, most_steps
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.trials import Trials
 from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of

@@ -86,10 +86,3 @@ def batches_before_validation(trainer: pl.Trainer, ready: int, length: int | Non
     if trainer.check_val_every_n_epoch is None:  # batches of earlier epochs count
         ready += loop.batch_progress.total.ready - loop.batch_progress.current.ready
     return int(every) - 1 - ready % int(every)
-
-
-def resumes_at_an_end(trainer: pl.Trainer) -> bool:
-    """Whether the checkpoint was written behind the last batch of an epoch, before the epoch ended."""
-    loop: Any = trainer.fit_loop
-    progress = loop.epoch_loop.batch_progress
-    return bool(loop.restarted_mid_epoch and progress.is_last_batch and progress.current.processed > 0)

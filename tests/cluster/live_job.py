@@ -56,7 +56,7 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder, save_last=True, save_top_k=0)],
+        callbacks=[ModelCheckpoint(folder, save_last=True, save_top_k=1, save_on_train_epoch_end=True)],
     )
     last = folder / "last.ckpt"
     trainer.fit(module, data, ckpt_path=last if last.exists() else None)

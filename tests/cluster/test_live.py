@@ -22,6 +22,7 @@ from lightning_egeria.cluster.job_files import JobDescription
 from lightning_egeria.cluster.live import LOCK, LOG, run_jobs
 from lightning_egeria.cluster.policies import POLICIES
 from lightning_egeria.cluster.pollux import Pollux
+from lightning_egeria.cluster.ray_session import PREFIX, TEMPORARY
 from lightning_egeria.errors import ArgumentError, JobError
 from lightning_egeria.programs.locks import held
 
@@ -94,22 +95,33 @@ def test_jobs_arrive_share_and_end(tmp_path):
 
 
 class Listening(Pollux):
-    """Keeps what each job said of itself when devices were given away."""
+    """Keeps what each job said of itself when devices were given away.
 
-    def __init__(self):
+    The second job is not shown to it before the first one knows two ranks, and has a checkpoint that says so.
+    """
+
+    def __init__(self, folder):
         super().__init__()
         self.known = {}
+        self._folder, self._shown_at = folder, None
 
     def allocate(self, jobs, cluster, current, now):
         for job in jobs:
             self.known.setdefault(job.name, []).append(job.model)
+        first = next((job for job in jobs if job.name == "first"), None)
+        if first is not None:
+            begun = len(epochs_of(self._folder, "first")) if first.profiled else 0
+            if self._shown_at is None and first.profiled == 2:
+                self._shown_at = begun + 2
+            if self._shown_at is None or begun < self._shown_at:
+                jobs = [first]
         return super().allocate(jobs, cluster, current, now)
 
 
 def test_pollux_follows_the_hints_of_jobs_that_adapt(tmp_path):
     """Jobs with `AdaptiveBatchSize`: they tell their goodput, get devices by it, and see each sample once an epoch."""
-    epochs, policy = {"first": 400, "second": 20}, Listening()
-    jobs = [adaptive_job("first", epochs["first"]), adaptive_job("second", epochs["second"], 15.0)]
+    epochs, policy = {"first": 400, "second": 20}, Listening(tmp_path)
+    jobs = [adaptive_job("first", epochs["first"]), adaptive_job("second", epochs["second"])]
     fleet, changes = run(jobs, tmp_path, policy)
     assert {one.state for one in fleet.jobs.values()} == {"done"}
     for name, count in epochs.items():
@@ -166,6 +178,15 @@ def test_a_killed_process_goes_on_from_its_checkpoint(word, tmp_path):
     assert not alive(str(tmp_path))
 
 
+def folder_of_ray(command):
+    """The one that the Ray of a running command has."""
+    children = [
+        pid for task in Path(f"/proc/{command.pid}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+    started = " ".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children)
+    return Path(re.search(rf"{TEMPORARY}/{PREFIX}\w+", started).group())
+
+
 def start_command(folder, epochs):
     described = {"command": list(job("job", epochs).command), "environment": {"CUDA_VISIBLE_DEVICES": ""}}
     (folder / "jobs.yaml").write_text(yaml.safe_dump({"jobs": {"job": described}}))
@@ -178,12 +199,14 @@ def start_command(folder, epochs):
 def test_a_stopped_command_leaves_nothing_and_goes_on(number, tmp_path):
     command = start_command(tmp_path, 60)
     wait_for((tmp_path / "out" / "job" / "last.ckpt").exists)
+    temporary = folder_of_ray(command)
     command.send_signal(number)
     printed, _ = command.communicate(timeout=90)
     if number is signal.SIGINT:
         assert command.returncode == 130, printed
         assert "stopped. The same command goes on" in printed
     wait_for(lambda: not alive(f"live_job.py {tmp_path}"))
+    assert number is signal.SIGKILL or not temporary.exists()
     assert not (tmp_path / "out" / "job" / "done").exists()
     begun = epochs_of(tmp_path / "out", "job")
     again = start_command(tmp_path, 60)
@@ -191,6 +214,30 @@ def test_a_stopped_command_leaves_nothing_and_goes_on(number, tmp_path):
     assert again.returncode == 0, printed
     assert_each_sample_once_an_epoch(tmp_path / "out", "job", 60)
     assert len(epochs_of(tmp_path / "out", "job")) < len(begun) + 60  # it did not begin anew
+    assert not temporary.exists()
+    assert not alive(str(temporary))
+
+
+@pytest.mark.parametrize("part", ["gcs/gcs_server", "raylet/raylet"])
+def test_a_killed_ray_ends_the_command_with_a_message(part, tmp_path):
+    """And the same command goes on. Ray notes after 15 s at most that it has ended on a machine."""
+    command = start_command(tmp_path, 240)
+    wait_for((tmp_path / "out" / "job" / "last.ckpt").exists)
+    temporary = folder_of_ray(command)
+    (killed,) = alive(f"{part} .*{temporary}")
+    os.kill(killed, signal.SIGKILL)
+    printed, _ = command.communicate(timeout=60)
+    assert command.returncode == 2, printed
+    assert printed.splitlines()[-1].startswith("egeria-cluster: Ray has ended: ")
+    wait_for(lambda: not alive(str(tmp_path)) and not alive(str(temporary)))
+    assert not temporary.exists()
+    assert not (tmp_path / "out" / "job" / "done").exists()
+    begun = epochs_of(tmp_path / "out", "job")
+    again = start_command(tmp_path, 240)
+    printed, _ = again.communicate(timeout=180)
+    assert again.returncode == 0, printed
+    assert_each_sample_once_an_epoch(tmp_path / "out", "job", 240)
+    assert len(epochs_of(tmp_path / "out", "job")) < len(begun) + 240
 
 
 def test_a_job_that_fails_too_often_is_given_up(tmp_path):

@@ -101,6 +101,15 @@ def test_a_resumed_run_may_reach_its_end_of_epoch(tmp_path):
     assert resumed.seen == whole.seen[5:]
 
 
+def test_a_run_that_resumed_there_resumes_again(tmp_path):
+    """Lightning leaves the epoch behind such a checkpoint out of its counters."""
+    whole, _ = trained(adaptive(numbered(40, **own_generator())), SavesAfter(tmp_path / "one", 5), epochs=4)
+    data = adaptive(numbered(40, **own_generator()))
+    trained(data, SavesAfter(tmp_path / "two", 7), epochs=4, ckpt_path=tmp_path / "one")
+    resumed, _ = trained(adaptive(numbered(40, **own_generator())), epochs=4, ckpt_path=tmp_path / "two")
+    assert resumed.seen == whole.seen[12:]
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_a_sampler_that_does_not_repeat_begins_again(tmp_path):
     class Counting(torch.utils.data.Sampler):

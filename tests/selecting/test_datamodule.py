@@ -143,6 +143,23 @@ def test_resumed_at_any_step_it_goes_on(tmp_path):
         assert equal(resumed, whole)
 
 
+def test_resumed_at_the_end_of_an_epoch_it_resumes_again(tmp_path):
+    """Lightning leaves the epoch behind such a checkpoint out of its counters."""
+
+    def run(module, *callbacks, **options):
+        data = SelectiveBackprop(DataLoader(Indexed(), 8, shuffle=True), mode="in_batch")
+        return fit(module, *callbacks, data=data, epochs=4, **options)
+
+    whole = Noting()
+    steps = run(whole, Checkpoints(tmp_path)).global_step // 4
+    (tmp_path / "again").mkdir()
+    run(Noting(), Checkpoints(tmp_path / "again"), ckpt_path=tmp_path / f"{steps}")
+    resumed = Noting()
+    run(resumed, ckpt_path=tmp_path / "again" / f"{2 * steps + 1}")
+    assert resumed.ids == whole.ids[2 * steps + 1 :]
+    assert equal(resumed, whole)
+
+
 class HookedModel(Noting):
     def on_after_batch_transfer(self, batch, dataloader_idx):
         x, labels, ids = batch

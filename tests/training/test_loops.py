@@ -1,8 +1,11 @@
-"""Who asks for a loader."""
+"""Who asks for a loader, and the counters of epochs."""
 
+import lightning as L
+import pytest
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from models import After, Classifier, fit, loader
 
-from lightning_egeria.training.loops import is_asked_by_loop
+from lightning_egeria.training.loops import count_epoch_behind_an_end, is_asked_by_loop
 
 
 class Fetcher(_DataFetcher):
@@ -16,3 +19,35 @@ def test_a_loop_is_told_from_all_others():
     assert Fetcher().ask(is_asked_by_loop)
     assert Fetcher().ask(lambda: [is_asked_by_loop() for _ in range(1)]) == [True]
     assert not is_asked_by_loop()
+
+
+class Counting(L.Callback):
+    """Keeps Lightning's counters right, and the batches."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_start(self, trainer, pl_module):
+        count_epoch_behind_an_end(trainer)
+        count_epoch_behind_an_end(trainer)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batches.append((trainer.current_epoch, batch_idx))
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_run_that_resumed_at_the_end_of_an_epoch_resumes_again(tmp_path):
+    def run(*save, ckpt_path=None):
+        def keep(trainer, module):
+            trainer.save_checkpoint(tmp_path / str(trainer.global_step))
+
+        counting = Counting()
+        saving = [After(keep, *save)] if save else []
+        fit(Classifier(), counting, *saving, data=loader(), epochs=4, ckpt_path=ckpt_path)
+        return counting.batches
+
+    whole = run()
+    length = whole.index((1, 0))
+    run(length)
+    assert run(2 * length + 1, ckpt_path=tmp_path / str(length)) == whole[length:]
+    assert run(ckpt_path=tmp_path / str(2 * length + 1))[0] == (2, 1)
