@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's
 
@@ -30,6 +31,17 @@ class Bucket:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
     @property
+    def is_of_one(self) -> bool:
+        """Whether one rank of several computes the gradients."""
+        return len(self.contributors) == 1 < self.size
+
+    def empty(self) -> Tensor:
+        """Return a tensor with room for all gradients in a row."""
+        first = self.parameters[0]
+        count = sum(parameter.numel() for parameter in self.parameters)
+        return torch.empty(count, dtype=first.dtype, device=first.device)
+
+    @property
     def receivers(self) -> tuple[int, ...]:
         """Ranks of the broadcast: the first contributor, which sends, and all that do not contribute."""
         rest = set(range(self.size)) - set(self.contributors)
@@ -40,7 +52,6 @@ class Bucket:
 
         All ranks together receive ``2 (k - 1) P + (n - k) P``, and as many bytes are sent.
 
-        >>> import torch
         >>> weight = nn.Parameter(torch.zeros(6))
         >>> bucket = Bucket((weight,), contributors=(1, 2), size=3)
         >>> [bucket.received(rank) for rank in range(3)], bucket.receivers

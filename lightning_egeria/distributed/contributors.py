@@ -30,6 +30,9 @@ class Transport(Protocol):
     def start_broadcast(self, tensor: Tensor, root: int, ranks: Collection[int]) -> Pending:
         """Start to copy a tensor from the rank ``root`` to some ranks, in place."""
 
+    def start_copy(self, tensor: Tensor, root: int) -> Pending:
+        """Start to copy a tensor from the rank ``root`` to all others, in place and in any order among the sums."""
+
     def close(self) -> None:
         """Drop what `ensure` has made."""
 
@@ -38,9 +41,9 @@ class ContributorMean(GradientExchange):
     """Gives every rank the mean of each gradient over the ranks that computed it.
 
     A bucket is summed among its contributors as soon as backward has filled it. After backward, the first contributor
-    sends it to the ranks that did not compute it. All ranks start collectives in the same order, so none waits for
-    another forever. With ``k`` contributors among ``n`` ranks, a gradient of ``P`` bytes takes
-    ``2 (k - 1) P + (n - k) P`` bytes, against ``2 (n - 1) P`` among all.
+    sends it to the ranks that did not compute it; one contributor alone sends it at once. All ranks start collectives
+    in the same order, so none waits for another forever. With ``k`` contributors among ``n`` ranks, a gradient of ``P``
+    bytes takes ``2 (k - 1) P + (n - k) P`` bytes, against ``2 (n - 1) P`` among all.
 
     Args:
         transport: collectives among some of the ranks.
@@ -66,7 +69,8 @@ class ContributorMean(GradientExchange):
         self._own: list[Bucket] = []  # of this step, that this rank contributes to
         self._place: dict[nn.Parameter, int] = {}  # in them
         self._filled: list[set[nn.Parameter]] = []
-        self._sums: list[tuple[Tensor, Pending | None]] = []  # of those that are started
+        self._sums: list[tuple[Tensor, Pending]] = []  # of those that are started
+        self._copies: list[tuple[Tensor, Pending]] = []  # from ranks that contribute alone
         self._buckets: tuple[Bucket, ...] | None = None  # between `begin` and `finish`
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
 
@@ -80,7 +84,9 @@ class ContributorMean(GradientExchange):
         self._own = [bucket for bucket in buckets if self._transport.rank in bucket.contributors]
         self._place = {parameter: place for place, bucket in enumerate(self._own) for parameter in bucket.parameters}
         self._filled = [set() for _ in self._own]
-        self._sums = []
+        self._sums, self._copies = [], []
+        if all(bucket.parameters[0].device.type == "cpu" for bucket in buckets):
+            self._start_copies()  # they arrive beside the backward; on a GPU they would hold up its sums
         for parameter in self._place:
             if parameter not in self._hooks:  # a frozen one takes no hook before it trains
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -159,38 +165,56 @@ class ContributorMean(GradientExchange):
                 return
             self._sums.append(self._started(bucket))
 
-    def _started(self, bucket: Bucket) -> tuple[Tensor, Pending | None]:
+    def _start_copies(self) -> None:
+        """Start to receive what other ranks contribute alone."""
+        for bucket in self._buckets or ():
+            if bucket.is_of_one and self._transport.rank not in bucket.contributors:
+                flat = bucket.empty()
+                self._copies.append((flat, self._transport.start_copy(flat, bucket.contributors[0])))
+
+    def _started(self, bucket: Bucket) -> tuple[Tensor, Pending]:
         gradients = [parameter.grad for parameter in bucket.parameters]
         flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients if gradient is not None])
-        if len(bucket.contributors) == 1:
-            return flat, None
+        if bucket.is_of_one:
+            return flat, self._transport.start_copy(flat, self._transport.rank)
         flat.mul_(1 / len(bucket.contributors))  # before the sum, as DDP does
         return flat, self._transport.start_sum(flat, bucket.contributors)
 
     @torch.no_grad()
     def _finish(self, buckets: tuple[Bucket, ...]) -> None:
-        sums = iter(self._sums)
+        if not self._copies:
+            self._start_copies()
+        sums, copies = iter(self._sums), iter(self._copies)
         filled: list[tuple[Bucket, Tensor, Pending | None]] = []
         for bucket in buckets:
-            if self._transport.rank in bucket.contributors:
+            contributes = self._transport.rank in bucket.contributors
+            sent: Pending | None = None
+            if bucket.is_of_one:
+                flat, sent = next(sums if contributes else copies)
+            elif contributes:
                 flat, pending = next(sums)
-                if pending is not None:
-                    pending.wait()
+                pending.wait()
             else:
-                first = bucket.parameters[0]
-                count = sum(parameter.numel() for parameter in bucket.parameters)
-                flat = torch.empty(count, dtype=first.dtype, device=first.device)
-            sent = None
-            if self._transport.rank in bucket.receivers and len(bucket.receivers) > 1:
+                flat = bucket.empty()
+            if not bucket.is_of_one and self._transport.rank in bucket.receivers and len(bucket.receivers) > 1:
                 sent = self._transport.start_broadcast(flat, bucket.contributors[0], bucket.receivers)
             filled.append((bucket, flat, sent))
         for bucket, flat, sent in filled:
             if sent is not None:
                 sent.wait()
-            pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
-            for parameter, piece in zip(bucket.parameters, pieces, strict=True):
-                if parameter.grad is None:
-                    # In the layout of the weight, as backward makes it: the optimizer must round alike on all ranks.
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(piece.view(parameter.shape))
-        self._sums = []
+            if bucket.contributors != (self._transport.rank,):  # else its gradients are the means
+                _set_gradients(bucket, flat)
+        self._sums, self._copies = [], []
+
+
+def _set_gradients(bucket: Bucket, flat: Tensor) -> None:
+    pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
+    for parameter, piece in zip(bucket.parameters, pieces, strict=True):
+        mean = piece.view(parameter.shape)
+        # In the layout of the weight, as backward makes it: the optimizer must round alike on all ranks.
+        if parameter.grad is None and parameter.is_contiguous():
+            parameter.grad = mean
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(mean)

@@ -55,11 +55,15 @@ class _Transport:
     def start_broadcast(self, tensor, root, ranks):
         return self._start("broadcast", tensor, tuple(ranks), root)
 
-    def _start(self, kind, tensor, ranks, root):
+    def start_copy(self, tensor, root):
+        return self._start("copy", tensor, tuple(range(self.size)), root, order="copies")
+
+    def _start(self, kind, tensor, ranks, root, order=None):
         assert self.rank in ranks
-        number = self._count[ranks] = self._count.get(ranks, 0) + 1
+        order = order or ranks
+        number = self._count[order] = self._count.get(order, 0) + 1
         with self.shared._lock:
-            key = (ranks, number)
+            key = (ranks, order, number)
             kinds, tensors = self.shared._open.setdefault(key, (kind, {}))
             assert kinds == kind, "ranks start other collectives"
             tensors[self.rank] = tensor.clone()
@@ -74,7 +78,7 @@ class _Pending:
         self._shared, self._key, self._tensor, self._root = shared, key, tensor, root
 
     def wait(self):
-        ranks, _ = self._key
+        ranks, _, _ = self._key
         with self._shared._lock:
             _, tensors = self._shared._open[self._key]
             assert self._shared._lock.wait_for(lambda: len(tensors) == len(ranks), 30), "a rank did not come"
