@@ -107,6 +107,12 @@ def images(samples=40, size=8, seed=1):
     return TensorDataset(torch.randn(samples, 1, size, size, generator=generator), torch.arange(samples) % 3)
 
 
+def bright(samples=80):
+    """Noise as bright as its labels, which a network learns in a few steps."""
+    noise, labels = images(samples).tensors
+    return TensorDataset(noise / 4 + labels.view(-1, 1, 1, 1), labels)
+
+
 def vectors(samples=40, width=6, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(torch.randn(samples, width, generator=generator), torch.arange(samples) % 3)

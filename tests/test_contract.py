@@ -185,7 +185,7 @@ def leaves(state):
 def test_its_state_is_of_plain_types(name, tmp_path):
     method, callbacks, states = METHODS[name], METHODS[name].active(), []
     states.extend(callback.state_dict() for callback in callbacks)
-    look = After(lambda *_: states.extend(callback.state_dict() for callback in callbacks), 1, 9, 15)
+    look = After(lambda *_: states.extend(callback.state_dict() for callback in callbacks), 1, 10, 15)
     _, trainer = train(method, callbacks, tmp_path / "cache", None, look)
     states.extend(callback.state_dict() for callback in callbacks)
     assert len(states) == 5 * len(callbacks)

@@ -133,7 +133,8 @@ def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Or
     """Search for the fastest setting, as MLtuner does (Cui et al., arXiv:1803.07445).
 
     With ``doubling``, each round adds a setting, trains all branches for the same number of steps, and gives up those
-    that diverge. The steps double from round to round until a branch converges. After that, and without
+    that diverge. The steps double from round to round until a branch converges with another setting than the present
+    one: a steady fall alone does not tell how long it takes to see a better one. After that, and without
     ``doubling``, each further setting has one trial of that length. The search ends when the speeds of the five best
     branches differ by less than 10 %, when there is nothing left to try, or at a limit.
 
@@ -178,7 +179,7 @@ class _Rounds:
 
     @property
     def converging(self) -> bool:
-        return any(branch.label is Label.CONVERGING for branch in self.branches)
+        return any(branch.label is Label.CONVERGING for branch in self.branches[1:])
 
     @property
     def only_one_left(self) -> bool:

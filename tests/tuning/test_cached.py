@@ -3,7 +3,7 @@
 import pytest
 import torch
 from methods import scripted, tuner
-from models import Classifier, ConvNet, equal, fit, images, loader
+from models import Classifier, ConvNet, bright, equal, fit, loader
 
 from lightning_egeria import Choice, FrozenPrefixCache, LogUniform, PrefixFreezing
 from lightning_egeria.errors import TrainingDataError
@@ -14,9 +14,9 @@ OPTIONS = {"first_steps": 3, "max_trials": 5}
 
 def run(callbacks, folder=None, lr=0.05):
     torch.manual_seed(0)
-    module, plain = Classifier(ConvNet(dropout=0), lr=lr), loader(images(80))
+    module, plain = Classifier(ConvNet(dropout=0), lr=lr), loader(bright())
     data = FrozenPrefixCache(plain, cache_dir=folder, min_free_bytes=0) if folder else plain
-    fit(module, *callbacks, data=data, epochs=4)
+    fit(module, *callbacks, data=data, epochs=6)
     return module, callbacks[-1].searches, data.stats if folder else None
 
 

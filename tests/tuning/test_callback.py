@@ -7,10 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from models import Classifier, ConvNet, ManualSteps, Validated, equal, fit, images, left_behind, loader
+from models import Classifier, ConvNet, ManualSteps, Validated, bright, equal, fit, images, left_behind, loader
 from planned import Planned
 from ranks import all_well, in_ranks
-from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_egeria import BranchTuner, Choice, Custom, KnowledgeGuidedFreezing, LogUniform, PrefixFreezing
@@ -426,14 +425,13 @@ def on_a_rank():
     fit(plain, data=loader(images(80)), devices=2, strategy="ddp")
     several = tuner(at_epochs=(1, 2), max_trials=4)
     other = Classifier(ConvNet(dropout=0))
-    fit(other, several, data=loader(images(80)), devices=2, strategy="ddp")
+    fit(other, several, data=loader(bright()), devices=2, strategy="ddp")
     records = [{**one.state(), "seconds": None} for one in several.searches]
     slow = Classifier(ConvNet(dropout=0), lr=1e-12)
     sizes = BranchTuner(
         {"lr": Choice([0.02]), "batch_size": Choice([4])}, first_steps=2, max_share=100, searcher="grid"
     )
-    bright = TensorDataset(images(80).tensors[0] / 4 + images(80).tensors[1].view(-1, 1, 1, 1), images(80).tensors[1])
-    steps = fit(slow, sizes, data=loader(bright), devices=2, strategy="ddp").global_step
+    steps = fit(slow, sizes, data=loader(bright()), devices=2, strategy="ddp").global_step
     changed = [sizes.setting, steps, digest(dict(slow.named_parameters()))]
     return equal(module, plain), digest(dict(other.named_parameters())), records, changed
 

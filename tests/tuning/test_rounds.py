@@ -61,6 +61,19 @@ def test_steps_double_until_a_branch_converges():
     assert [rate for rate, _ in searcher.told] == [0.05, 0.5, 0.1]
 
 
+def test_the_present_setting_alone_does_not_tell_how_long_trials_last():
+    """From a rate that is far too small the loss falls steadily; better ones begin with a rise."""
+
+    def losses(rate, steps):
+        if rate == 0.1:
+            return [100 - 0.1 * step for step in range(steps)]
+        return [100 + (3 * step if step < 4 else 16 - rate * step) for step in range(steps)]
+
+    orders, outcome, *_ = ran([2.0, 1.0], losses, present=0.1)
+    assert [steps for branch, _, steps in orders if branch == 0] == [4, 8, 16, 32, 64]
+    assert outcome.branches[outcome.winner].setting == {"lr": 2.0}
+
+
 def test_after_that_each_setting_has_one_trial():
     orders, outcome, *_ = ran([3.0, 2.0, 1.0], lambda rate, steps: [100 - rate * i for i in range(steps)])
     assert orders == [(0, 0.0, 4), (0, 0.0, 8), (1, 3.0, 8), (2, 2.0, 8), (3, 1.0, 8)]
