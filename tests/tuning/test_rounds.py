@@ -61,7 +61,7 @@ def test_steps_double_until_a_branch_converges():
     assert [rate for rate, _ in searcher.told] == [0.05, 0.5, 0.1]
 
 
-def test_the_present_setting_alone_does_not_tell_how_long_trials_last():
+def test_the_present_setting_alone_does_not_end_doubling():
     """From a rate that is far too small the loss falls steadily; better ones begin with a rise."""
 
     def losses(rate, steps):
