@@ -123,12 +123,12 @@ def _connect(address: str) -> None:
 
 def _check_reachable(address: str) -> None:
     """Refuse an address where nobody listens, which Ray would call for minutes."""
-    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    place = address.rpartition("://")[2]
+    _, colon, port = place.rpartition(":")
     if not colon or not port.isdigit():
         return  # "auto", and what Ray itself refuses
-    try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    error = _error_of_calling(place)
+    if error is not None:
         raise JobError(f"no Ray cluster answers at {address}: {error}") from error
 
 
@@ -172,14 +172,17 @@ def _watched(end: Callable[[], None]) -> Iterator[None]:
 
 def refuses(address: str) -> bool:
     """Whether nobody listens. A machine that is too busy to answer does not count."""
+    return isinstance(_error_of_calling(address), ConnectionRefusedError)
+
+
+def _error_of_calling(address: str) -> Exception | None:
+    """What hinders a connection to ``HOST:PORT``; None if somebody listens."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
+    except (OSError, OverflowError) as error:
+        return error
+    return None
 
 
 def _end_process(lost: str, end: Callable[[], None]) -> None:

@@ -32,8 +32,8 @@ class Bucket:
 
     @property
     def is_of_one(self) -> bool:
-        """Whether one rank of several computes the gradients."""
-        return len(self.contributors) == 1 < self.size
+        """Whether one rank alone computes the gradients."""
+        return len(self.contributors) == 1
 
     def empty(self) -> Tensor:
         """Return a tensor with room for all gradients in a row."""

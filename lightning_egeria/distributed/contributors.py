@@ -14,6 +14,9 @@ from lightning_egeria.distributed.exchange import GradientExchange
 from lightning_egeria.distributed.groups import Pending
 from lightning_egeria.errors import ExchangeError, UnsupportedError
 
+# Where a broadcast that was started early holds up nothing. On a GPU it would hold up the sums of the backward.
+EARLY_DEVICES = ("cpu",)
+
 
 class Transport(Protocol):
     """What `ContributorMean` sends with; `RankGroups` is one."""
@@ -28,10 +31,7 @@ class Transport(Protocol):
         """Start to sum a tensor over some ranks, in place."""
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: Collection[int]) -> Pending:
-        """Start to copy a tensor from the rank ``root`` to some ranks, in place."""
-
-    def start_copy(self, tensor: Tensor, root: int) -> Pending:
-        """Start to copy a tensor from the rank ``root`` to all others, in place and in any order among the sums."""
+        """Start to copy a tensor from the rank ``root`` to some ranks, in place; to all in any order among the sums."""
 
     def close(self) -> None:
         """Drop what `ensure` has made."""
@@ -70,7 +70,7 @@ class ContributorMean(GradientExchange):
         self._place: dict[nn.Parameter, int] = {}  # in them
         self._filled: list[set[nn.Parameter]] = []
         self._sums: list[tuple[Tensor, Pending]] = []  # of those that are started
-        self._copies: list[tuple[Tensor, Pending]] = []  # from ranks that contribute alone
+        self._received: list[tuple[Tensor, Pending]] = []  # from the rank that contributes alone
         self._buckets: tuple[Bucket, ...] | None = None  # between `begin` and `finish`
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
 
@@ -84,9 +84,9 @@ class ContributorMean(GradientExchange):
         self._own = [bucket for bucket in buckets if self._transport.rank in bucket.contributors]
         self._place = {parameter: place for place, bucket in enumerate(self._own) for parameter in bucket.parameters}
         self._filled = [set() for _ in self._own]
-        self._sums, self._copies = [], []
-        if all(bucket.parameters[0].device.type == "cpu" for bucket in buckets):
-            self._start_copies()  # they arrive beside the backward; on a GPU they would hold up its sums
+        self._sums, self._received = [], []
+        if all(bucket.parameters[0].device.type in EARLY_DEVICES for bucket in buckets):
+            self._received = self._receive(buckets)
         for parameter in self._place:
             if parameter not in self._hooks:  # a frozen one takes no hook before it trains
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -165,46 +165,44 @@ class ContributorMean(GradientExchange):
                 return
             self._sums.append(self._started(bucket))
 
-    def _start_copies(self) -> None:
-        """Start to receive what other ranks contribute alone."""
-        for bucket in self._buckets or ():
-            if bucket.is_of_one and self._transport.rank not in bucket.contributors:
-                flat = bucket.empty()
-                self._copies.append((flat, self._transport.start_copy(flat, bucket.contributors[0])))
+    def _receive(self, buckets: tuple[Bucket, ...]) -> list[tuple[Tensor, Pending]]:
+        """Start to receive what another rank contributes alone."""
+        wanted = [one for one in buckets if one.is_of_one and self._transport.rank not in one.contributors]
+        return [(flat, self._broadcast(bucket, flat)) for bucket in wanted for flat in [bucket.empty()]]
+
+    def _broadcast(self, bucket: Bucket, flat: Tensor) -> Pending:
+        return self._transport.start_broadcast(flat, bucket.contributors[0], bucket.receivers)
 
     def _started(self, bucket: Bucket) -> tuple[Tensor, Pending]:
         gradients = [parameter.grad for parameter in bucket.parameters]
         flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients if gradient is not None])
         if bucket.is_of_one:
-            return flat, self._transport.start_copy(flat, self._transport.rank)
+            return flat, self._broadcast(bucket, flat)
         flat.mul_(1 / len(bucket.contributors))  # before the sum, as DDP does
         return flat, self._transport.start_sum(flat, bucket.contributors)
 
     @torch.no_grad()
     def _finish(self, buckets: tuple[Bucket, ...]) -> None:
-        if not self._copies:
-            self._start_copies()
-        sums, copies = iter(self._sums), iter(self._copies)
+        sums, received = iter(self._sums), iter(self._received or self._receive(buckets))
         filled: list[tuple[Bucket, Tensor, Pending | None]] = []
         for bucket in buckets:
             contributes = self._transport.rank in bucket.contributors
-            sent: Pending | None = None
             if bucket.is_of_one:
-                flat, sent = next(sums if contributes else copies)
-            elif contributes:
+                filled.append((bucket, *next(sums if contributes else received)))
+                continue
+            if contributes:
                 flat, pending = next(sums)
                 pending.wait()
             else:
                 flat = bucket.empty()
-            if not bucket.is_of_one and self._transport.rank in bucket.receivers and len(bucket.receivers) > 1:
-                sent = self._transport.start_broadcast(flat, bucket.contributors[0], bucket.receivers)
-            filled.append((bucket, flat, sent))
+            receives = self._transport.rank in bucket.receivers and len(bucket.receivers) > 1
+            filled.append((bucket, flat, self._broadcast(bucket, flat) if receives else None))
         for bucket, flat, sent in filled:
             if sent is not None:
                 sent.wait()
             if bucket.contributors != (self._transport.rank,):  # else its gradients are the means
                 _set_gradients(bucket, flat)
-        self._sums, self._copies = [], []
+        self._sums, self._received = [], []
 
 
 def _set_gradients(bucket: Bucket, flat: Tensor) -> None:

@@ -39,7 +39,7 @@ class RankGroups:
         self.size = dist.get_world_size()
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], Any] = {}  # of ranks that this one is not among: a placeholder
-        self._copies: Any = None  # group of all ranks for `start_copy`
+        self._everyone: Any = None  # all ranks, for broadcasts
 
     def ensure(self, sets: Iterable[Collection[int]]) -> None:
         """Make the process groups that are not there yet. Every rank must call it with the same sets.
@@ -50,8 +50,8 @@ class RankGroups:
         wanted = {tuple(sorted(ranks)) for ranks in sets if 1 < len(ranks) < self.size}
         if len(wanted | self._groups.keys()) > MOST_GROUPS:
             self.close()
-        if self._copies is None:
-            self._copies = dist.new_group(list(range(self.size)), timeout=self._timeout)
+        if self._everyone is None:
+            self._everyone = dist.new_group(list(range(self.size)), timeout=self._timeout)
         for ranks in sorted(wanted - self._groups.keys()):
             self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
 
@@ -65,20 +65,17 @@ class RankGroups:
         return _pending(dist.all_reduce(tensor, group=self._group(ranks), async_op=True))
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: Collection[int]) -> Pending:
-        """Start to copy a tensor from the rank ``root`` to some ranks, in place. Each of them must call it."""
-        return _pending(dist.broadcast(tensor, root, group=self._group(ranks), async_op=True))
+        """Start to copy a tensor from the rank ``root`` to some ranks, in place. Each of them must call it.
 
-    def start_copy(self, tensor: Tensor, root: int) -> Pending:
-        """Start to copy a tensor from the rank ``root`` to all others, in place. Each of them must call it.
-
-        The order among the other collectives is free: copies have a group of their own.
+        Broadcasts to all ranks have a group of their own, so their order among the sums is free.
         """
-        return _pending(dist.broadcast(tensor, root, group=self._copies, async_op=True))
+        group = self._group(ranks) if len(ranks) < self.size else self._everyone
+        return _pending(dist.broadcast(tensor, root, group=group, async_op=True))
 
     def close(self) -> None:
         """Drop the groups. Safe to call twice."""
-        groups = [*self._groups.values(), self._copies]
-        self._groups, self._copies = {}, None
+        groups = [*self._groups.values(), self._everyone]
+        self._groups, self._everyone = {}, None
         for group in groups:
             if isinstance(group, dist.ProcessGroup) and dist.is_initialized():
                 dist.destroy_process_group(group)

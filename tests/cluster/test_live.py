@@ -195,6 +195,18 @@ def start_command(folder, epochs):
     return subprocess.Popen([*program, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def assert_the_same_command_goes_on(folder, epochs):
+    """The job is not done, ends when it is started again, and did not begin anew."""
+    out = folder / "out"
+    assert not (out / "job" / "done").exists()
+    begun = epochs_of(out, "job")
+    again = start_command(folder, epochs)
+    printed, _ = again.communicate(timeout=180)
+    assert again.returncode == 0, printed
+    assert_each_sample_once_an_epoch(out, "job", epochs)
+    assert len(epochs_of(out, "job")) < len(begun) + epochs
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_command_leaves_nothing_and_goes_on(number, tmp_path):
     command = start_command(tmp_path, 60)
@@ -207,13 +219,7 @@ def test_a_stopped_command_leaves_nothing_and_goes_on(number, tmp_path):
         assert "stopped. The same command goes on" in printed
     wait_for(lambda: not alive(f"live_job.py {tmp_path}"))
     assert number is signal.SIGKILL or not temporary.exists()
-    assert not (tmp_path / "out" / "job" / "done").exists()
-    begun = epochs_of(tmp_path / "out", "job")
-    again = start_command(tmp_path, 60)
-    printed, _ = again.communicate(timeout=180)
-    assert again.returncode == 0, printed
-    assert_each_sample_once_an_epoch(tmp_path / "out", "job", 60)
-    assert len(epochs_of(tmp_path / "out", "job")) < len(begun) + 60  # it did not begin anew
+    assert_the_same_command_goes_on(tmp_path, 60)
     assert not temporary.exists()
     assert not alive(str(temporary))
 
@@ -231,13 +237,7 @@ def test_a_killed_ray_ends_the_command_with_a_message(part, tmp_path):
     assert printed.splitlines()[-1].startswith("egeria-cluster: Ray has ended: ")
     wait_for(lambda: not alive(str(tmp_path)) and not alive(str(temporary)))
     assert not temporary.exists()
-    assert not (tmp_path / "out" / "job" / "done").exists()
-    begun = epochs_of(tmp_path / "out", "job")
-    again = start_command(tmp_path, 240)
-    printed, _ = again.communicate(timeout=180)
-    assert again.returncode == 0, printed
-    assert_each_sample_once_an_epoch(tmp_path / "out", "job", 240)
-    assert len(epochs_of(tmp_path / "out", "job")) < len(begun) + 240
+    assert_the_same_command_goes_on(tmp_path, 240)
 
 
 def test_a_job_that_fails_too_often_is_given_up(tmp_path):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from lightning_egeria.distributed import groups
 from lightning_egeria.distributed.groups import RankGroups
 
-ALL = (0, 1, 2, 3)  # for copies, beside the job's own
+ALL = (0, 1, 2, 3)  # for broadcasts, beside the job's own
 
 
 @pytest.fixture

@@ -55,12 +55,9 @@ class _Transport:
     def start_broadcast(self, tensor, root, ranks):
         return self._start("broadcast", tensor, tuple(ranks), root)
 
-    def start_copy(self, tensor, root):
-        return self._start("copy", tensor, tuple(range(self.size)), root, order="copies")
-
-    def _start(self, kind, tensor, ranks, root, order=None):
+    def _start(self, kind, tensor, ranks, root):
         assert self.rank in ranks
-        order = order or ranks
+        order = kind if kind == "broadcast" and len(ranks) == self.size else ranks
         number = self._count[order] = self._count.get(order, 0) + 1
         with self.shared._lock:
             key = (ranks, order, number)
