@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -94,8 +95,9 @@ class SelectedBatches:
         self._source = BatchSource(loader, InOrder if table.staleness else None)
         self._queue = SelectionQueue()
         self._begun = RandomState.current()
-        self._position = self._size = self._checked = 0
-        self._waiting: dict[int, NDArray[np.int64]] = {}
+        self._position = self._number = self._size = self._checked = 0
+        self._waiting: dict[int, tuple[NDArray[np.int64], RandomState]] = {}
+        self._random = self._begun  # in which batch `_number` was loaded
         self._now: RandomState | None = None  # of a checkpoint, until the epoch begins or goes on
         self._seen = self._resumed_seen = 0
 
@@ -152,6 +154,8 @@ class SelectedBatches:
             "size": self._size,
             "begun": self._begun.to_plain() if self._position else None,
             "now": RandomState.current().to_plain(),
+            # A batch was loaded and waits while the queue empties.
+            "ahead": self._random.to_plain() if self._position and self._position == self._number else None,
             "queue": self._queue.state_dict(),
             "rule": self._settings.rule.state_dict(),
             "table": self._table.state_dict(),
@@ -173,6 +177,8 @@ class SelectedBatches:
             self._position, self._resumed_seen = int(own["position"]), int(own["seen"])
             self._begun = RandomState.from_plain(own["begun"])
             self._waiting = waiting_rows(own["queue"])
+            if own["ahead"] is not None:
+                self._waiting[self._position] = np.zeros(0, np.int64), RandomState.from_plain(own["ahead"])
 
     def _batches(self, arriving: Iterator[tuple[Any, _Ids]] | None) -> Iterator[Any]:
         skipped = 0
@@ -181,7 +187,8 @@ class SelectedBatches:
             self._begun.restore()
             arriving = iter(self._source)
         assert arriving is not None
-        for number, (batch, ids), is_end in numbered(arriving, self._side.batches):
+        for number, (batch, ids, random), is_end in numbered(self._noted(arriving), self._side.batches):
+            self._number, self._random = number, random
             if number < skipped:
                 self._refill(number, batch, ids)
                 if number + 1 < skipped:
@@ -189,6 +196,8 @@ class SelectedBatches:
                 now.restore()
                 leading = self._queued(number, is_end=True, more=False) if is_end else iter(())
             else:
+                if self._waiting.pop(number, None) is not None:  # it was loaded before the checkpoint
+                    now.restore()
                 leading = self._trained(number, batch, ids, is_end)
             for place, emitted, one in leading:
                 self._position, self._seen = 0 if emitted.last else place, emitted.seen
@@ -200,12 +209,30 @@ class SelectedBatches:
                 if emitted.last:
                     return
 
+    def _noted(self, arriving: Iterator[tuple[Any, _Ids]]) -> Iterator[tuple[Any, _Ids, RandomState]]:
+        """Yield each batch with the random state that it draws from: samples loaded here, or else its hooks.
+
+        Batches with samples that wait in the queue of a checkpoint draw from it again.
+        """
+        is_loaded_here = getattr(self._loader, "num_workers", 0) == 0
+        for number in itertools.count():
+            random = self._random_of(number) if is_loaded_here else None
+            for batch, ids in itertools.islice(arriving, 1):
+                yield batch, ids, random or self._random_of(number)
+                break
+            else:
+                return
+
+    def _random_of(self, number: int) -> RandomState:
+        if number in self._waiting:
+            self._waiting[number][1].restore()
+        return RandomState.current()
+
     def _trained(self, number: int, batch: Any, ids: _Ids, is_end: bool) -> Iterator[_Out]:
         """Yield the training batches that a forward batch leads to."""
         window, side, queue = self._settings.window, self._side, self._queue
         samples = len(ids) if ids is not None else samples_of(batch)
         self._size = max(self._size, samples)
-        self._stats.count(side.epoch, seen=samples)
         if samples > self._settings.rule.history:
             raise ArgumentError(
                 f"history must be at least the batch size, got {self._settings.rule.history} and a batch of {samples} "
@@ -213,10 +240,11 @@ class SelectedBatches:
             )
         self._check(number, batch, samples)
         is_open = window.is_open(side.epoch, side.progress(number))
+        if not is_open:
+            yield from self._queued(number - 1, is_end=True, more=True)
+        self._stats.count(side.epoch, seen=samples)  # a checkpoint before it has not seen it
         if not is_open or window.is_full(number) or side.compares_next():
-            if not is_open:
-                yield from self._queued(number - 1, is_end=True, more=True)
-            yield self._whole(number, batch, ids, samples, more=not is_end or len(queue) > 0)
+            yield self._whole(number, batch, ids, samples, more=not is_end or len(queue) >= self._fewest)
         elif self._settings.share is not None:
             yield self._part(number, batch, ids, samples, is_end)
         else:
@@ -225,6 +253,11 @@ class SelectedBatches:
                 yield from self._queued(number, is_end=False, more=True)
         if is_end:
             yield from self._queued(number, is_end=True, more=False)
+
+    @property
+    def _fewest(self) -> int:
+        """Samples of a batch from the queue: BatchNorm does not train on one."""
+        return min(2, self._size)
 
     def _check(self, number: int, batch: Any, samples: int) -> None:
         """Find out at the start whether the losses of the samples can be had."""
@@ -244,8 +277,8 @@ class SelectedBatches:
         return number + 1, Emitted(seen, last, ids), batch
 
     def _queued(self, number: int, is_end: bool, more: bool) -> Iterator[_Out]:
-        """Yield batches of the queue: full ones, and at the end what is left."""
-        while size := self._queue.next_size(self._size, is_end):
+        """Yield batches of the queue: full ones, and at the end what is left; a single sample only to end the epoch."""
+        while (size := self._queue.next_size(self._size, is_end)) >= (self._fewest if more else 1):
             goes_on = more or len(self._queue) > size
             # Only the last batch of the queue has seen the whole epoch.
             count, last, seen = self._agreed(size, goes_on, number - (is_end and goes_on))
@@ -286,9 +319,8 @@ class SelectedBatches:
             losses, moved = self._losses(number, batch, ids, samples)
             probabilities = rule.probabilities(losses)
             kept = draw(probabilities, self._generator(number))
-            wanted = min(2, samples)
-            if is_end and len(self._queue) + kept.sum() < wanted:  # the epoch has promised one more batch
-                kept[np.argsort(probabilities, kind="stable")[-wanted:]] = True
+            if is_end and len(self._queue) + kept.sum() < self._fewest:  # the epoch has promised one more batch
+                kept[np.argsort(probabilities, kind="stable")[-self._fewest :]] = True
             if kept.any():
                 self._queue.add(self._piece(number, batch, moved, ids, samples, np.flatnonzero(kept)))
         if rule.needs_losses:
@@ -319,9 +351,9 @@ class SelectedBatches:
     def _piece(self, number: int, batch: Any, moved: Any, ids: _Ids, samples: int, rows: NDArray[np.int64]) -> Piece:
         chosen = tuple(ids[row] for row in rows) if ids is not None else None
         if moved is not None:
-            return Piece(number, rows, chosen, Rows.of(moved, samples).take(rows))
+            return Piece(number, rows, chosen, Rows.of(moved, samples).take(rows), self._random)
         part = self._side.moved(Rows.of(batch, samples).take(rows).batch())
-        return Piece(number, rows, chosen, Rows.of(part, len(rows)))
+        return Piece(number, rows, chosen, Rows.of(part, len(rows)), self._random)
 
     def _batch_of(self, pieces: list[Piece]) -> Any:
         """The samples as one batch: read again, if that takes no loading and gives the same, or joined."""
@@ -337,10 +369,11 @@ class SelectedBatches:
 
     def _refill(self, number: int, batch: Any, ids: _Ids) -> None:
         """Put the samples back into the queue that waited in it when the checkpoint was written."""
-        rows = self._waiting.pop(number, None)
-        if rows is not None:
+        if number in self._waiting:
+            rows, _ = self._waiting.pop(number)
             samples = len(ids) if ids is not None else samples_of(batch)
-            self._queue.add(self._piece(number, batch, None, ids, samples, rows))
+            moved = None if self._table.staleness else self._side.moved(batch)  # as before the checkpoint
+            self._queue.add(self._piece(number, batch, moved, ids, samples, rows))
 
     def _looking(self) -> contextlib.AbstractContextManager[None]:
         return self._source.rereading.looking() if self._source.rereading is not None else contextlib.nullcontext()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_egeria.batches.rows import Rows
+from lightning_egeria.snapshots.random_state import RandomState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Piece:
         rows: their rows in it.
         ids: their ids; None if they have none.
         samples: the samples, after the hooks for batches.
+        random: the random state in which the forward batch was loaded.
     """
 
     number: int
     rows: NDArray[np.int64]
     ids: tuple[Any, ...] | None
     samples: Rows
+    random: RandomState
 
     def take(self, places: slice) -> Piece:
         """Return a part of the piece."""
@@ -39,14 +42,15 @@ class Piece:
             rows,
             self.ids[places] if self.ids is not None else None,
             self.samples.take(np.arange(len(self.rows))[places]),
+            self.random,
         )
 
 
 class SelectionQueue:
     """Samples in the order of their selection.
 
-    A batch leaves the queue once a quarter of a batch remains behind it. So what is left at the end of an epoch is
-    never a batch of a single sample, and a batch that leaves early is never the last one.
+    A batch leaves the queue once a quarter of a batch remains behind it, so a batch that leaves early is never the last
+    one, and what is left is more than a single sample.
     """
 
     def __init__(self) -> None:
@@ -70,7 +74,7 @@ class SelectionQueue:
             is_end: no more samples come.
 
         >>> queue = SelectionQueue()
-        >>> queue.add(Piece(0, np.arange(9), None, Rows.of(np.zeros(9), 9)))
+        >>> queue.add(Piece(0, np.arange(9), None, Rows.of(np.zeros(9), 9), RandomState.current()))
         >>> queue.next_size(8, False), queue.next_size(8, True), queue.next_size(4, False)
         (0, 5, 4)
         """
@@ -97,15 +101,15 @@ class SelectionQueue:
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Return where the samples came from, in plain types."""
-        return {"pieces": [[piece.number, piece.rows.tolist()] for piece in self._pieces]}
+        return {"pieces": [[piece.number, piece.rows.tolist(), piece.random.to_plain()] for piece in self._pieces]}
 
 
-def waiting_rows(state: dict[str, list[Any]]) -> dict[int, NDArray[np.int64]]:
-    """Return the rows of each forward batch that a queue held, from its state."""
-    found: dict[int, list[int]] = {}
-    for number, rows in state["pieces"]:
-        found.setdefault(int(number), []).extend(rows)
-    return {number: np.asarray(rows, np.int64) for number, rows in found.items()}
+def waiting_rows(state: dict[str, list[Any]]) -> dict[int, tuple[NDArray[np.int64], RandomState]]:
+    """Return the rows of each forward batch that a queue held, and the random state in which it was loaded."""
+    return {
+        int(number): (np.asarray(rows, np.int64), RandomState.from_plain(random))
+        for number, rows, random in state["pieces"]
+    }
 
 
 def joined(pieces: Sequence[Piece]) -> Any:

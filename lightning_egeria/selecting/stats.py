@@ -21,7 +21,8 @@ class SelectionStats:
         scored: samples whose loss a selection forward computed.
         trained: samples of training batches.
         whole: of these, samples of batches that were trained whole.
-        dropped: samples that were selected, but not trained: with several processes, at the end of an epoch.
+        dropped: samples that were selected, but not trained: a single one that is left at the end of an epoch, and
+            more with several processes.
         epochs: for each epoch, its number and the samples seen, scored and trained in it.
         seconds: for each epoch that is over, its number and its seconds without validation.
         kept_losses: number of samples that were kept by their loss, for each of `bin_edges` and beyond.

@@ -143,6 +143,31 @@ def test_resumed_at_any_step_it_goes_on(tmp_path):
         assert equal(resumed, whole)
 
 
+class Drawn(Indexed):
+    def __getitem__(self, index):
+        x, *others = super().__getitem__(index)
+        return x + torch.rand(1), *others
+
+
+class DrawingHook(Noting):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] * torch.rand(1), *batch[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"start": 0.4, "end": 0.7}])
+def test_a_resumed_run_draws_and_counts_the_same(tmp_path, options, workers):
+    def run(module, *callbacks, ckpt_path=None):
+        batches = DataLoader(Drawn(), 8, shuffle=True, num_workers=workers)
+        return trained(None, *callbacks, module=module, batches=batches, ckpt_path=ckpt_path, epochs=4, **options)
+
+    whole, trainer, data = run(DrawingHook(), Checkpoints(tmp_path))
+    for step in range(1, trainer.global_step, 1 + 3 * workers):
+        resumed, _, again = run(DrawingHook(), ckpt_path=tmp_path / f"{step}")
+        assert resumed.losses == whole.losses[step:]
+        assert again.selection.epochs == data.selection.epochs
+
+
 def test_resumed_at_the_end_of_an_epoch_it_resumes_again(tmp_path):
     """Lightning leaves the epoch behind such a checkpoint out of its counters."""
 

@@ -51,6 +51,14 @@ def test_full_batches_and_no_tiny_one():
     assert trainer.global_step == len(sizes)
 
 
+@pytest.mark.parametrize("options", [{"beta": 5, "start": 0.3, "end": 0.35}, {"beta": 5, "full_every": 2}])
+def test_a_single_sample_is_no_batch(options):
+    for seed in range(6):
+        module, _, data = trained(images(32), epochs=4, seed=seed, **options)
+        assert min(map(len, module.ids)) > 1
+        assert data.selection.trained == sum(map(len, module.ids))
+
+
 def test_in_batch_keeps_a_fixed_number():
     module, trainer, _ = trained(epochs=3, mode="in_batch", share=0.4)
     assert [len(batch) for batch in module.ids] == [8] * 5 + [3] * 10

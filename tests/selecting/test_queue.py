@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from lightning_egeria.batches.rows import Rows
 from lightning_egeria.selecting.queue import Piece, SelectionQueue, joined, waiting_rows
+from lightning_egeria.snapshots.random_state import RandomState
 
 
 def piece(number, values):
     rows = np.arange(len(values))
-    return Piece(number, rows, tuple(values), Rows.of(torch.tensor(values), len(values)) if values else None)
+    samples = Rows.of(torch.tensor(values), len(values)) if values else None
+    return Piece(number, rows, tuple(values), samples, RandomState.current())
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 8))
@@ -49,8 +51,11 @@ def test_state_says_where_samples_came_from():
     queue = SelectionQueue()
     queue.add(piece(3, [5, 6, 7]))
     queue.add(piece(4, []))
+    torch.rand(1)
     queue.add(piece(5, [8]))
     queue.pop(1)
-    assert {number: rows.tolist() for number, rows in waiting_rows(queue.state_dict()).items()} == {3: [1, 2], 5: [0]}
+    waiting = waiting_rows(queue.state_dict())
+    assert {number: rows.tolist() for number, (rows, _) in waiting.items()} == {3: [1, 2], 5: [0]}
+    assert waiting[5][1] == RandomState.current() != waiting[3][1]
     queue.clear()
     assert len(queue) == 0
