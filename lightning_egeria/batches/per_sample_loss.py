@@ -21,17 +21,8 @@ from lightning_egeria.errors import PerSampleLossError
 
 _LOSSES = {
     loss: inspect.signature(loss)
-    for loss in (
-        F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits,
-        F.cross_entropy,
-        F.huber_loss,
-        F.l1_loss,
-        F.mse_loss,
-        F.nll_loss,
-        F.smooth_l1_loss,
-        F.soft_margin_loss,
-    )
+    for name, loss in vars(F).items()
+    if inspect.isfunction(loss) and not name.startswith("_") and "reduction" in inspect.signature(loss).parameters
 }
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float64: 1e-10}  # of the largest term
 _TOLERANCE_OF_OTHERS = 1e-5
@@ -184,7 +175,7 @@ def _term_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], samples: 
     if given.get("size_average") is not None or given.get("reduce") is not None:
         return None  # deprecated: they stand in the place of a reduction
     reduction = given["reduction"]
-    if reduction not in ("mean", "sum"):
+    if reduction not in ("mean", "batchmean", "sum"):
         return None
     with torch.no_grad():
         reduced = func(*bound.args, **bound.kwargs)
@@ -197,4 +188,4 @@ def _term_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], samples: 
         )
     rows = values.flatten(1) if values.ndim > 1 else values[:, None]
     rows = rows.mean(1) if reduction == "mean" else rows.sum(1)
-    return _Term(func.__name__, reduction, reduced.detach().requires_grad_(), rows)
+    return _Term(func.__name__, reduction.removeprefix("batch"), reduced.detach().requires_grad_(), rows)

@@ -50,7 +50,7 @@ class SelectionQueue:
     """Samples in the order of their selection.
 
     A batch leaves the queue once a quarter of a batch remains behind it, so a batch that leaves early is never the last
-    one, and what is left is more than a single sample.
+    one.
     """
 
     def __init__(self) -> None:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_egeria.batches.per_sample_loss import per_sample_losses
+from lightning_egeria.batches.rows import Rows
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import PerSampleLossError
 from lightning_egeria.network.trainable import nothing_trains
-from lightning_egeria.snapshots.random_state import preserved_random_state
+from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.training.rehearsal import rehearsal
 
 PerSampleLoss = Callable[[pl.LightningModule, Any], Tensor]
@@ -55,9 +56,28 @@ class Scorer:
         """
         with preserved_random_state():
             batch = copy.deepcopy(moved())
+            order = np.random.default_rng(0).permutation(samples)
+            # What a cache holds of a batch is in its order.
+            shuffled = None if self._from_cache else copy.deepcopy(Rows.of(batch, samples).take(order).batch())
             versions = [leaf._version for leaf in tensor_leaves(batch)]
-            self._losses(batch, samples, number)
+            random = RandomState.current()
+            losses = self._losses(batch, samples, number)
             self._copies = self._copies or versions != [leaf._version for leaf in tensor_leaves(batch)]
+            if shuffled is not None:
+                random.restore()
+                self._check_order(shuffled, losses[order], number)
+
+    def _check_order(self, batch: Any, expected: NDArray[np.float64], number: int) -> None:
+        try:
+            found = self._losses(batch, len(expected), number)
+        except Exception:  # a step that needs its samples sorted
+            return
+        if _are_elsewhere(expected, found):
+            raise PerSampleLossError(
+                "the losses of the samples are in another order than the samples, so they would be those of others. Return "
+                "them in the order of the batch, or pass SelectiveBackprop(..., per_sample_loss=function), which takes the "
+                "module and a batch"
+            )
 
     def losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
         """Return the loss of each sample, shape ``(samples,)``.
@@ -85,6 +105,13 @@ class Scorer:
             else:
                 losses = _checked(self._per_sample_loss(module, batch), samples)
             return losses.double().cpu().numpy()
+
+
+def _are_elsewhere(expected: NDArray[np.float64], found: NDArray[np.float64]) -> bool:
+    """Whether losses are the expected ones, and not in their places. Losses that depend on the batch prove nothing."""
+    spread = np.ptp(expected)
+    apart, away = np.abs(np.sort(found) - np.sort(expected)).max(), np.abs(found - expected).max()
+    return bool(apart <= 0.01 * spread < 0.1 * spread < away)
 
 
 def _explained(compute: Callable[[], Tensor]) -> Tensor:

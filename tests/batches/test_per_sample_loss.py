@@ -34,6 +34,9 @@ FIT = {
     "stacked": lambda x, y: torch.stack([F.cross_entropy(NET(x), y), F.l1_loss(NET(x), 0 * NET(x))]).sum(),
     "difference": lambda x, y: F.cross_entropy(NET(x), y) - F.mse_loss(NET(x), torch.ones(len(x), 3)),
     "nll": lambda x, y: F.nll_loss(F.log_softmax(NET(x), 1), y),
+    "divergence": lambda x, y: F.kl_div(F.log_softmax(NET(x), 1), torch.eye(3)[y], reduction="batchmean"),
+    "margin": lambda x, y: F.multi_margin_loss(NET(x), y),
+    "variance": lambda x, y: F.gaussian_nll_loss(NET(x), torch.zeros(len(x), 3), NET(x).exp()),
     "binary": lambda x, y: nn.BCEWithLogitsLoss()(NET(x)[:, 0], (y > 0).float()),
 }
 

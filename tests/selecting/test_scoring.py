@@ -73,6 +73,37 @@ def test_losses_that_cannot_be_read_ask_for_a_function():
         scorer_of(Weighted()).check(lambda: BATCH, 6, 0)
 
 
+def brightest_first(batch):
+    order = batch[0].mean((1, 2, 3)).argsort()
+    return batch[0][order], batch[1][order]
+
+
+class Sorting(Classifier):
+    def training_step(self, batch):
+        return super().training_step(brightest_first(batch), 0)
+
+
+class NeedsOrder(Classifier):
+    def training_step(self, batch):
+        assert torch.equal(batch[0], BATCH[0])
+        return super().training_step(batch, 0)
+
+
+class Noisy(Classifier):
+    def training_step(self, batch):
+        return super().training_step((batch[0] + torch.randn_like(batch[0]), batch[1]), 0)
+
+
+def test_losses_in_another_order_are_refused():
+    with pytest.raises(PerSampleLossError, match="in another order than the samples"):
+        scorer_of(Sorting()).check(lambda: BATCH, 6, 0)
+    function = lambda module, batch: F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")  # noqa: E731
+    with pytest.raises(PerSampleLossError, match="in another order than the samples"):
+        scorer_of(Classifier(), lambda *both: function(both[0], brightest_first(both[1]))).check(lambda: BATCH, 6, 0)
+    for module in (Classifier(), NeedsOrder(), Noisy(), InPlace()):
+        scorer_of(module).check(lambda: tuple(tensor.clone() for tensor in BATCH), 6, 0)
+
+
 class InPlace(Classifier):
     def training_step(self, batch):
         return super().training_step((batch[0].mul_(2), batch[1]), 0)
