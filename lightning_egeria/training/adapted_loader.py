@@ -65,7 +65,7 @@ class AdaptedLoader:
         self._rank, self._replicas = trainer.global_rank, trainer.world_size
         own = loader.batch_sampler
         self._joined = type(own) is not BatchSampler
-        self._sampler = own if self._joined else loader.sampler
+        self._sampler = own if self._joined else own.sampler  # not the DataLoader's, if it was given a batch sampler
         shared = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
         self.loader: DataLoader[Any] = copy.copy(shared)  # type: ignore[arg-type]  # it is a DataLoader as the user's
         self.batches = MutableBatchSampler.like(self.loader.batch_sampler, started=self._begin)

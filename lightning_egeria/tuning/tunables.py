@@ -209,7 +209,10 @@ class Tunables:
                     f"the values of {name!r} must be Choice, Uniform, LogUniform or Custom, got {space!r:.60}"
                 )
         self.spaces = {name: one.space if isinstance(one, Custom) else one for name, one in spaces.items()}
-        self._tunables = {name: one if isinstance(one, Custom) else _named(name, one) for name, one in spaces.items()}
+        self._tunables = {
+            name: one if isinstance(one, Custom) else _named(name, one)
+            for name, one in sorted(spaces.items(), key=lambda item: item[0].startswith("groups."))  # after all groups
+        }
         self.batch_size = next((one for one in self._tunables.values() if isinstance(one, BatchSize)), None)
         self.changes_cost = any(one.changes_cost for one in self._tunables.values())
         self.needs_freezer = any(isinstance(one, FrozenDepth) for one in self._tunables.values())

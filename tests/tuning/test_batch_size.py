@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models import Classifier, ConvNet, equal, fit, images
 from planned import Planned
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_egeria import BranchTuner, Choice, LogUniform, Uniform
 from lightning_egeria.batches.batch_sampler import MutableBatchSampler
@@ -42,9 +42,11 @@ def samples(count=128):
     return TensorDataset(noise / 4 + labels.view(-1, 1, 1, 1), labels)
 
 
-def data(count=128, seed=None, **options):
+def data(count=128, seed=None, given=False, **options):
     if seed is not None:
         options["generator"] = torch.Generator().manual_seed(seed)
+    if given:
+        return DataLoader(samples(count), batch_sampler=BatchSampler(RandomSampler(range(count)), 8, False))
     return DataLoader(samples(count), **{"batch_size": 8, **options})
 
 
@@ -67,6 +69,7 @@ class ByHand(L.Callback):
         (16, {"shuffle": True}),
         (16, {"shuffle": True, "seed": 7}),
         (4, {"shuffle": True, "drop_last": True}),
+        (16, {"given": True}),
         pytest.param(16, {"shuffle": True, "num_workers": 2, "persistent_workers": True}, marks=pytest.mark.slow),
     ],
 )

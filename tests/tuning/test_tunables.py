@@ -49,6 +49,13 @@ def test_it_reads_and_sets_what_it_names(name):
     assert look(trainer) == after
 
 
+@pytest.mark.parametrize("names", [("lr", "groups.1.lr"), ("groups.1.lr", "lr")])
+def test_an_option_of_one_group_is_set_last(names):
+    trainer, tunables = trainer_of(), Tunables({name: Uniform(0.01, 1) for name in names})
+    tunables.set(trainer, {"lr": 0.1, "groups.1.lr": 0.4})
+    assert tunables.get(trainer) == {"lr": 0.1, "groups.1.lr": 0.4}
+
+
 @pytest.mark.parametrize(
     ("space", "message"),
     [
