@@ -33,7 +33,8 @@ class _Term(NamedTuple):
     name: str
     reduction: str
     reduced: Tensor  # as the step gets it, a leaf
-    rows: Tensor  # one value a sample
+    rows: Tensor | None  # one value a sample
+    shape: tuple[int, ...]  # without a reduction
 
 
 def per_sample_losses(step: Callable[[], Any], samples: int) -> Tensor:
@@ -59,7 +60,7 @@ def per_sample_losses(step: Callable[[], Any], samples: int) -> Tensor:
     mode = _PerSample(samples)
     with mode:
         output = step()
-    return _combined(_loss_of(output), mode.terms)
+    return _combined(_loss_of(output), mode.terms, samples)
 
 
 def with_per_sample_losses(step: Callable[[], Any], samples: int) -> tuple[Any, Tensor]:
@@ -77,7 +78,7 @@ def with_per_sample_losses(step: Callable[[], Any], samples: int) -> tuple[Any, 
     mode = _Beside(samples)
     with mode:
         output = step()
-    return output, _combined(_loss_of(output), mode.terms)
+    return output, _combined(_loss_of(output), mode.terms, samples)
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -87,7 +88,7 @@ def _loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _combined(loss: Tensor, terms: list[_Term]) -> Tensor:
+def _combined(loss: Tensor, terms: list[_Term], samples: int) -> Tensor:
     if not terms:
         raise PerSampleLossError(
             f"the training step used no loss function of torch.nn.functional with a mean or a sum. {_ASK}"
@@ -98,14 +99,19 @@ def _combined(loss: Tensor, terms: list[_Term]) -> Tensor:
         with torch.enable_grad():
             total = loss.sum()
         weights = torch.autograd.grad(total, [term.reduced for term in terms], retain_graph=True, allow_unused=True)
-    rows, size = torch.zeros_like(terms[0].rows), loss.detach().abs().double().max()
+    rows, size = terms[0].reduced.detach().new_zeros(samples), loss.detach().abs().double().max()
     for term, weight in zip(terms, weights, strict=True):
         if weight is not None:
-            factor = len(term.rows) if term.reduction == "sum" and not only_sums else 1
+            if term.rows is None:
+                raise PerSampleLossError(
+                    f"{term.name} gives values of shape {term.shape}, expected {samples} samples as the first "
+                    f"dimension. {_ASK}"
+                )
+            factor = samples if term.reduction == "sum" and not only_sums else 1
             rows = rows + weight * term.rows * factor
             size = size.maximum((weight * term.reduced.detach()).abs().double())
     summed, returned = rows.double().sum() if only_sums else rows.double().mean(), loss.detach().double().sum()
-    kinds = [loss.dtype, *(term.rows.dtype for term in terms)]
+    kinds = [loss.dtype, *(term.reduced.dtype for term in terms)]
     tolerance = max(_TOLERANCE.get(kind, _TOLERANCE_OF_OTHERS) for kind in kinds)
     if bool((summed - returned).abs() > tolerance * size):  # NaN and infinity are the training's own
         names = ", ".join(term.name for term in terms)
@@ -181,11 +187,10 @@ def _term_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], samples: 
         reduced = func(*bound.args, **bound.kwargs)
         given["reduction"] = "none"
         values = func(*bound.args, **bound.kwargs)
-    if values.ndim == 0 or len(values) != samples:
-        raise PerSampleLossError(
-            f"{func.__name__} gives values of shape {tuple(values.shape)}, expected {samples} samples as the "
-            f"first dimension. {_ASK}"
-        )
-    rows = values.flatten(1) if values.ndim > 1 else values[:, None]
-    rows = rows.mean(1) if reduction == "mean" else rows.sum(1)
-    return _Term(func.__name__, reduction.removeprefix("batch"), reduced.detach().requires_grad_(), rows)
+    rows = None
+    if values.ndim and len(values) == samples:
+        rows = values.flatten(1) if values.ndim > 1 else values[:, None]
+        rows = rows.mean(1) if reduction == "mean" else rows.sum(1)
+    return _Term(
+        func.__name__, reduction.removeprefix("batch"), reduced.detach().requires_grad_(), rows, tuple(values.shape)
+    )

@@ -37,6 +37,7 @@ FIT = {
     "divergence": lambda x, y: F.kl_div(F.log_softmax(NET(x), 1), torch.eye(3)[y], reduction="batchmean"),
     "margin": lambda x, y: F.multi_margin_loss(NET(x), y),
     "variance": lambda x, y: F.gaussian_nll_loss(NET(x), torch.zeros(len(x), 3), NET(x).exp()),
+    "another shape logged": lambda x, y: (F.mse_loss(x.flatten(), x.flatten()), F.cross_entropy(NET(x), y))[1],
     "binary": lambda x, y: nn.BCEWithLogitsLoss()(NET(x)[:, 0], (y > 0).float()),
 }
 
