@@ -297,8 +297,9 @@ class SelectedBatches:
 
     def _part(self, number: int, batch: Any, ids: _Ids, samples: int, is_end: bool) -> _Out:
         """A fixed number of the samples of a batch."""
-        share, rule = self._settings.share, self._settings.rule
-        count = max(1, round((share or 1) * samples))
+        share, rule = self._settings.share or 1, self._settings.rule
+        # Not a single sample of a small last batch: BatchNorm does not train on one.
+        count = max(1, round(share * samples), min(2, samples, round(share * self._size)))
         if not rule.needs_losses:
             rows = draw_fixed(np.ones(samples), count, self._generator(number))
             with self._looking():

@@ -59,6 +59,11 @@ def test_a_single_sample_is_no_batch(options):
         assert data.selection.trained == sum(map(len, module.ids))
 
 
+def test_a_small_last_batch_keeps_two_samples():
+    module, _, _ = trained(images(18), epochs=2, mode="in_batch", share=0.5)
+    assert [len(batch) for batch in module.ids] == [8, 8, 2, 4, 4, 2]
+
+
 def test_in_batch_keeps_a_fixed_number():
     module, trainer, _ = trained(epochs=3, mode="in_batch", share=0.4)
     assert [len(batch) for batch in module.ids] == [8] * 5 + [3] * 10
