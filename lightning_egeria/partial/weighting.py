@@ -12,7 +12,7 @@ from lightning_egeria.partial.plans import SuffixPlan, ranks_of_share
 
 WARM_UP_BATCHES = 3  # while allocators and caches settle
 WHOLE_MEASURED, LATEST_MEASURED = 20, 10  # batches that a median is over
-EQUAL = 0.05  # share of a step by which ranks may differ and still count as equally fast
+EQUAL = 0.05  # share of a step by which a rank may be slower and still count as equally fast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RankTimes:
 def balanced_depths(times: Sequence[RankTimes], min_share: float) -> tuple[int, ...]:
     """Return for each rank the smallest depth with which it is no slower than the others with whole steps.
 
-    The others are the faster half of the ranks, or ``min_share`` of them if that is more. They have whole steps, so
+    A rank that is slower by `EQUAL` at most keeps its whole steps. The others are the faster half of the ranks, or ``min_share`` of them if that is more. They have whole steps, so
     each layer module has as many contributors.
 
     Args:
@@ -50,9 +50,11 @@ def balanced_depths(times: Sequence[RankTimes], min_share: float) -> tuple[int, 
     """
     whole = sorted(one.seconds(0) for one in times)
     place = max(ranks_of_share(len(times), min_share), (len(times) + 1) // 2) - 1
-    limit = (1 + EQUAL) * whole[place]
+    limit = whole[place]
     return tuple(
-        next((depth for depth in range(len(one.backward)) if one.seconds(depth) <= limit), len(one.backward) - 1)
+        0
+        if one.seconds(0) <= (1 + EQUAL) * limit
+        else next((depth for depth in range(len(one.backward)) if one.seconds(depth) <= limit), len(one.backward) - 1)
         for one in times
     )
 
