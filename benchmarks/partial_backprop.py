@@ -4,10 +4,10 @@
   whole one, in one process. Cuts take turns; medians are printed.
 * ``--link 1gbit``: median step of two ranks on a link of that rate, for plain DDP and for each form, in turns. Needs
   Linux, root, ``ip`` and ``tc``; ``--link 0`` uses the loopback device.
-* ``--straggler 2``: the same, with rank 1 slowed by so many milliseconds of sleep in forward and backward of each layer
-  module, with plain DDP and with ``depths="weighted"``, beside the step without sleep.
+* ``--straggler 1 2``: the same, with rank 1 slowed by so many milliseconds of sleep in forward and backward of each
+  layer module, with plain DDP and with ``depths="weighted"``, beside the step without sleep.
 
-    python benchmarks/partial_backprop.py [--link 1gbit] [--straggler MS] [--rounds 5] [--steps 40] [--width 256]
+    python benchmarks/partial_backprop.py [--link 1gbit] [--straggler MS ...] [--rounds 5] [--steps 40] [--width 256]
 """
 
 import argparse
@@ -134,8 +134,8 @@ def rank(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     ways = [("plain", 0.0), ("temporal", 0.0), ("uniform", 0.0), ("weighted", 0.0)]
     if options.straggler:
-        sleep = options.straggler / 1000
-        ways = [("plain", 0.0), ("plain", sleep), ("weighted", sleep)]
+        sleeps = [milliseconds / 1000 for milliseconds in options.straggler]
+        ways = [("plain", 0.0), *((form, sleep) for sleep in sleeps for form in ("plain", "weighted"))]
     found: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
     for _ in range(options.rounds):
         for way in ways:
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="of each run; the second half is timed")
     parser.add_argument("--link", help="rate of the link between two ranks, as tc writes it; 0: loopback")
-    parser.add_argument("--straggler", type=float, default=0.0, help="milliseconds of sleep in each pass of a block")
+    parser.add_argument("--straggler", type=float, nargs="+", help="milliseconds of sleep in each pass of a block")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
     options = parser.parse_args()
