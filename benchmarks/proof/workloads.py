@@ -81,6 +81,20 @@ WORKLOADS = {
         ("data.root={data}/trashnet", "model.weights={data}/checkpoints/tf_efficientnet_lite0.safetensors"),
         views=0,
     ),
+    "cifar10_efficientnet": Workload(
+        "val/acc",
+        None,
+        (*SHORT, *FIXED, *THAWING),
+        ("data.root={data}/cifar10", "model.weights={data}/checkpoints/tf_efficientnet_lite0.safetensors"),
+        views=0,
+    ),
+    "camvid_efficientnet": Workload(
+        "val/miou",
+        None,
+        (*SHORT, *FIXED, *THAWING),
+        ("data.root={data}/camvid", "model.net.weights={data}/checkpoints/tf_efficientnet_lite0.safetensors"),
+        views=0,
+    ),
     "banking77_minilm": Workload(
         "val/acc",
         None,

@@ -132,6 +132,9 @@ class Cifar10Data(InMemoryData):
         split_seed: seed of the split.
         num_workers: processes of each data loader.
         download: download the data into `root`, in torchvision's layout, if missing.
+        size: side of the images in pixels; other than 32, they are resized.
+        mean: of each channel, in [0, 1], subtracted.
+        std: of each channel, divided by.
     """
 
     num_classes = 10
@@ -146,10 +149,15 @@ class Cifar10Data(InMemoryData):
         split_seed: int = 0,
         num_workers: int = 0,
         download: bool = False,
+        size: int = 32,
+        mean: tuple[float, ...] = CIFAR10_MEAN,
+        std: tuple[float, ...] = CIFAR10_STD,
     ) -> None:
         super().__init__(batch_size, num_workers)
+        check_integers(1, size=size)
         self.root, self.train_size, self.val_size = Path(root), train_size, val_size
         self.augment, self.split_seed, self.download = augment, split_seed, download
+        self.size, self.mean, self.std = size, tuple(mean), tuple(std)
 
     def prepare_data(self) -> None:
         """Download the data if `download` is set."""
@@ -165,7 +173,7 @@ class Cifar10Data(InMemoryData):
         if hasattr(self, "test_set" if stage == "test" else "train_set"):
             return
         if stage == "test":
-            self.test_set = LabelledImages(*self._read(train=False), CIFAR10_MEAN, CIFAR10_STD)
+            self.test_set = self._samples(*self._read(train=False))
             return
         images, labels = self._read(train=True)
         train, val = train_test_split(
@@ -175,12 +183,17 @@ class Cifar10Data(InMemoryData):
         if self.train_size is not None:
             self.check_train_size(self.train_size, len(train), "samples that the validation set leaves")
             train = train[balanced_prefix(labels[train], self.train_size)]
-        self.train_set = LabelledImages(images[train], labels[train], CIFAR10_MEAN, CIFAR10_STD, self.augment)
-        self.val_set = LabelledImages(images[val], labels[val], CIFAR10_MEAN, CIFAR10_STD)
+        self.train_set = self._samples(images[train], labels[train], self.augment)
+        self.val_set = self._samples(images[val], labels[val])
 
     def test_dataloader(self) -> DataLoader[Sample]:
         """The 10,000 test images, in order."""
         return self._loader(self.test_set)
+
+    def _samples(self, images: Tensor, labels: Tensor, augment: bool = False) -> LabelledImages:
+        if images.shape[-1] != self.size:
+            images = interpolate(images, size=(self.size, self.size), mode="bilinear", align_corners=False)
+        return LabelledImages(images, labels, self.mean, self.std, augment)
 
     def _read(self, train: bool) -> tuple[Tensor, Tensor]:
         """Return images, uint8 `[N, 3, 32, 32]`, and labels, int64 `[N]`, of the training or the test set."""

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 from torchmetrics.classification import MulticlassJaccardIndex
 
+from lightning_egeria.demos.classifier import load_weights
 from lightning_egeria.demos.data import IMAGENET_MEAN, IMAGENET_STD, InMemoryData
 from lightning_egeria.demos.schedules import ScheduledModule
 from lightning_egeria.errors import TrainingDataError
@@ -109,6 +110,41 @@ class CamVidData(InMemoryData):
 def _pixels(path: Path) -> Any:
     with Image.open(path) as image:
         return np.array(image.convert("RGB"))
+
+
+class EncoderSegmenter(nn.Module):
+    """A network for classification that labels pixels: two convolutions on its last features, and upsampling.
+
+    Args:
+        encoder: maps images `[B, 3, H, W]` to features `[B, C, h, w]`, such as a timm network with `num_classes=0` and
+            `global_pool=""`; has `num_features` (C).
+        num_classes: number of classes.
+        width: channels between the two convolutions.
+        weights: file of initial weights of the encoder, as for `load_weights`.
+
+    >>> import timm
+    >>> encoder = timm.create_model("tf_efficientnet_lite0", num_classes=0, global_pool="", output_stride=16)
+    >>> EncoderSegmenter(encoder, num_classes=11)(torch.zeros(2, 3, 64, 48))["out"].shape
+    torch.Size([2, 11, 64, 48])
+    """
+
+    def __init__(self, encoder: nn.Module, num_classes: int, width: int = 128, weights: str | None = None) -> None:
+        super().__init__()
+        self.encoder = encoder
+        if weights is not None:
+            load_weights(encoder, weights)
+        features: Any = encoder.num_features
+        self.decoder = nn.Sequential(
+            nn.Conv2d(features, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, num_classes, 3, padding=1),
+        )
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Map images `[B, 3, H, W]` to logits `[B, num_classes, H, W]`, as `"out"`."""
+        logits = self.decoder(self.encoder(images))
+        return {"out": F.interpolate(logits, size=images.shape[-2:], mode="bilinear", align_corners=False)}
 
 
 class ImageSegmenter(ScheduledModule):

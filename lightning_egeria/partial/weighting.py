@@ -35,8 +35,8 @@ class RankTimes:
 def balanced_depths(times: Sequence[RankTimes], min_share: float) -> tuple[int, ...]:
     """Return for each rank the smallest depth with which it is no slower than the others with whole steps.
 
-    A rank that is slower by `EQUAL` at most keeps its whole steps. The others are the faster half of the ranks, or ``min_share`` of them if that is more. They have whole steps, so
-    each layer module has as many contributors.
+    A rank that is slower by `EQUAL` at most keeps its whole steps. The others are the faster half of the ranks, or
+    ``min_share`` of them if that is more. They have whole steps, so each layer module has as many contributors.
 
     Args:
         times: of each rank.

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import interpolate
 
 from lightning_egeria.demos.data import Cifar10Data, DigitsData, FolderData
 from lightning_egeria.errors import ArgumentError, TrainingDataError
@@ -114,6 +115,16 @@ def test_cifar10_trains_on_a_class_balanced_part(mosaics):
     assert data.train_set.augment
     assert not data.val_set.augment
     assert len(data.train_dataloader()) == 4
+
+
+def test_cifar10_is_resized_and_scaled(mosaics):
+    data = Cifar10Data(str(mosaics), 10, val_size=50, augment=False, size=48, mean=(0.5,) * 3, std=(0.5,) * 3)
+    data.setup("fit")
+    image, _ = data.val_set[0]
+    plain = Cifar10Data(str(mosaics), 10, val_size=50, augment=False)
+    plain.setup("fit")
+    expected = interpolate(plain.val_set.images[:1].float(), size=(48, 48), mode="bilinear", align_corners=False)
+    assert torch.allclose(image, expected[0] / 127.5 - 1, atol=0.01)  # pixels are rounded
 
 
 @pytest.mark.parametrize("train_size", [9, 151])
