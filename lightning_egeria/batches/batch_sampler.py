@@ -63,7 +63,7 @@ class MutableBatchSampler:
         self._yields_batches = yields_batches
         self._started = started
         self._planned: tuple[int, int] | None = None  # number of a batch in the epoch, and the size from it on
-        self._resumed: tuple[Sequence[Any], list[int]] | None = None  # order and sizes of an epoch in progress
+        self._resumed: tuple[Sequence[Any], list[int], Callable[[], None] | None] | None = None  # as in `resume`
         self._sizes: list[int] = []  # of the batches drawn in this epoch
         self._rest: int | None = None  # samples that remain in this epoch; None before it begins
 
@@ -130,14 +130,15 @@ class MutableBatchSampler:
         self._planned = (at, batch_size)
         self._take_plan()
 
-    def resume(self, order: Sequence[Any], sizes: Sequence[int]) -> None:
+    def resume(self, order: Sequence[Any], sizes: Sequence[int], ended: Callable[[], None] | None = None) -> None:
         """Let the next epoch be one that was left in its middle.
 
         Args:
             order: ids of the whole epoch.
             sizes: samples in each batch so far; the first of what remains is ``order[sum(sizes)]``.
+            ended: called where the source would be asked for an id behind its last.
         """
-        self._resumed = (order, list(sizes))
+        self._resumed = (order, list(sizes), ended)
 
     def forget_resumed(self) -> None:
         """Let the next epoch begin at its beginning."""
@@ -158,7 +159,7 @@ class MutableBatchSampler:
         rest = self._rest
         if rest is None:
             if self._resumed is not None:
-                order, sizes = self._resumed
+                order, sizes, _ = self._resumed
                 return len(sizes) + self._count(self._limited(len(order)) - sum(sizes), len(sizes))
             if self._yields_batches and self._plain and self.most_samples is None:
                 return len(self.sampler)
@@ -182,10 +183,10 @@ class MutableBatchSampler:
             self._started()
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
-            order, sizes = resumed
+            order, sizes, ended = resumed
             self._sizes, self._rest = list(sizes), self._limited(len(order)) - sum(sizes)
             self.ids = list(order[: sum(sizes)])
-            yield from self._cut(iter(order[sum(sizes) :]))
+            yield from self._cut(_followed(order[sum(sizes) :], ended))
         elif not self._yields_batches:
             self._rest = self._limited(len(self.sampler))
             yield from self._cut(iter(self.sampler))
@@ -194,13 +195,17 @@ class MutableBatchSampler:
         self._rest = 0
 
     def _cut(self, ids: Iterator[Any]) -> Iterator[list[Any]]:
+        # Torch's BatchSampler asks for ids until there are none: a sampler may draw from its generator behind the last.
         while self._rest:
             self._take_plan()
-            batch = list(itertools.islice(ids, min(self._size, self._rest)))
+            wanted = self._size if self.most_samples is None else min(self._size, self._rest)
+            batch = list(itertools.islice(ids, wanted))[: self._rest]
             if not batch or (self.drop_last and len(batch) < min(self._size, self._initial)):
                 return
             self._drew(batch)
             yield batch
+        if self.most_samples is None:
+            next(ids, None)
 
     def _joined(self, batches: Iterator[Sequence[Any]]) -> Iterator[list[Any]]:
         """Yield the batches of the source as they are until the size changes; then join and cut what remains."""
@@ -254,3 +259,9 @@ class MutableBatchSampler:
         """Return the number of batches of one size in so many samples."""
         whole, rest = divmod(samples, size)
         return whole + (rest >= min(size, self._initial) if self.drop_last else rest > 0)
+
+
+def _followed(ids: Sequence[Any], ended: Callable[[], None] | None) -> Iterator[Any]:
+    yield from ids
+    if ended is not None:
+        ended()

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 class EpochOrder:
     """How the samples of one epoch came into their order.
 
-    Samplers draw from torch's random numbers when an epoch begins, or from a generator that they hold. A
-    `DistributedSampler` shuffles by seed and epoch, and deals the order out to the processes in turn.
+    Samplers draw from torch's random numbers when an epoch begins, or from a generator that they hold, or shuffle by
+    the epoch that ``set_epoch`` names. A `DistributedSampler` shuffles by seed and epoch, and deals the order out to
+    the processes in turn.
 
     Attributes:
         samples: number of samples of the sampler of one process alone.
@@ -27,6 +28,7 @@ class EpochOrder:
         sampled: whether the user's own sampler orders the samples, and not their number.
         torch_random: state of torch's random numbers before the sampler drew.
         generator: state of the sampler's own generator before that; None without one.
+        epoch: the ``epoch`` that a sampler with ``set_epoch`` shuffled by; None without one.
     """
 
     samples: int
@@ -35,6 +37,7 @@ class EpochOrder:
     sampled: bool
     torch_random: Tensor
     generator: Tensor | None
+    epoch: int | None = None
 
     @classmethod
     def now(cls, loader: DataLoader[Any], sampler: Any) -> EpochOrder:
@@ -55,6 +58,7 @@ class EpochOrder:
             sampled,
             torch.get_rng_state(),
             generator.get_state() if isinstance(generator, torch.Generator) else None,
+            epoch if type(epoch := getattr(_by_epoch(sampler), "epoch", None)) is int else None,
         )
 
     def ids(self, sampler: Any, yields_batches: bool = False) -> list[Any]:
@@ -64,7 +68,7 @@ class EpochOrder:
             sampler: the user's own sampler or batch sampler, as that of `now`.
             yields_batches: whether it yields lists of ids.
         """
-        order: list[Any] = self._sampled(sampler) if self.sampled else list(range(self.samples))
+        order: list[Any] = self._sampled(sampler)[0] if self.sampled else list(range(self.samples))
         if yields_batches:
             order = list(itertools.chain.from_iterable(order))
         if self.seed is not None:
@@ -81,7 +85,11 @@ class EpochOrder:
         """Return the order from its `state`."""
         return cls(**state)
 
-    def _sampled(self, sampler: Any) -> list[Any]:
+    def generator_after(self, sampler: Any) -> Tensor | None:
+        """Return the state of the sampler's own generator behind the last id of the epoch; None without one."""
+        return self._sampled(sampler)[1] if self.sampled and self.generator is not None else None
+
+    def _sampled(self, sampler: Any) -> tuple[list[Any], Tensor | None]:
         own = getattr(sampler, "generator", None)
         held = own if isinstance(own, torch.Generator) else None
         before = torch.get_rng_state(), held.get_state() if held is not None else None
@@ -89,11 +97,21 @@ class EpochOrder:
             torch.set_rng_state(self.torch_random)
             if held is not None and self.generator is not None:
                 held.set_state(self.generator)
-            return list(iter(sampler))
+            if self.epoch is not None:
+                _by_epoch(sampler).set_epoch(self.epoch)
+            return list(iter(sampler)), held.get_state() if held is not None else None
         finally:
             torch.set_rng_state(before[0])
             if held is not None and before[1] is not None:
                 held.set_state(before[1])
+
+
+def _by_epoch(sampler: Any) -> Any:
+    """Return the sampler, or that of a batch sampler, to which Lightning tells the epoch; None without one."""
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        if callable(getattr(one, "set_epoch", None)):
+            return one
+    return None
 
 
 def share_of(order: Sequence[Any], rank: int, replicas: int) -> list[Any]:

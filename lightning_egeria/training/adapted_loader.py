@@ -150,8 +150,7 @@ class AdaptedLoader:
             sizes = []
         if place.share is None:
             place.share = self._share(place, self._rank)
-        self.batches.resume(place.share, [0] * place.batches + sizes)
-        self._resumed = place
+        self._go_on(place, place.share, sizes)
 
     def begin_again(self, batches: int) -> None:
         """Let the next epoch be a whole one, although it goes on from batch ``batches`` of one that was left."""
@@ -172,8 +171,7 @@ class AdaptedLoader:
         """
         place = self._place
         assert place is not None  # an epoch has begun
-        self.batches.resume(self.order(), [0] * place.batches + list(sizes[place.batches :]))
-        self._resumed = place
+        self._go_on(place, self.order(), sizes[place.batches :])
 
     @contextlib.contextmanager
     def preserved_generators(self) -> Iterator[None]:
@@ -210,6 +208,11 @@ class AdaptedLoader:
         self._generator = None
         if self._place is None:
             self._place = _Place(EpochOrder.now(self.loader, self._sampler), 0, 0, self._replicas)
+
+    def _go_on(self, place: _Place, share: Sequence[Any], sizes: Sequence[int]) -> None:
+        after = place.order.generator_after(self._sampler)
+        self.batches.resume(share, [0] * place.batches + list(sizes), lambda: self._set_generator(after))
+        self._resumed = place
 
     def _set_generator(self, state: Tensor | None) -> None:
         generator = getattr(self._sampler, "generator", None)

@@ -35,6 +35,17 @@ def test_it_draws_the_random_numbers_of_torch():
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("samples", [20, 21])
+def test_it_draws_from_a_generator_as_torch_does(samples, drop_last):
+    runs = []
+    for kind in (BatchSampler, MutableBatchSampler):
+        sampler = RandomSampler(range(samples), generator=torch.Generator().manual_seed(0))
+        batches = kind(sampler, 4, drop_last)
+        runs.append([list(itertools.islice(batches, len(batches))) for _ in range(2)] + [list(batches), list(batches)])
+    assert runs[0] == runs[1]
+
+
 @given(
     samples=st.integers(1, 40),
     first=st.integers(1, 9),

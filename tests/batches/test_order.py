@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
@@ -17,6 +18,23 @@ from torch.utils.data import (
 from lightning_egeria.batches.order import EpochOrder, digest_of, share_of
 
 DATA = list(range(23))
+
+
+class ByEpoch:
+    """Shuffles by the epoch that Lightning names."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 23
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(torch.randperm(23, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
 SAMPLERS = {
     "random": lambda: RandomSampler(DATA),
     "own generator": lambda: RandomSampler(DATA, generator=torch.Generator().manual_seed(5)),
@@ -40,6 +58,16 @@ def test_the_order_of_one_process_is_repeated(name):
     assert name == "own generator" or torch.equal(torch.rand(3), drawn)  # `ids` has moved nothing
     again = EpochOrder.from_state(torch.load(saved(order.state()), weights_only=True))
     assert again.ids(SAMPLERS[name]()) == seen
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_order_of_a_named_epoch_is_repeated(joined):
+    own = ByEpoch()
+    sampler = BatchSampler(own, 4, False) if joined else own
+    own.set_epoch(2)
+    order, seen = EpochOrder.now(DataLoader(DATA), sampler), list(own)
+    own.set_epoch(0)
+    assert EpochOrder.from_state(order.state()).ids(sampler, joined) == seen
 
 
 def saved(state):

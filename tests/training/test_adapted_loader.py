@@ -51,13 +51,14 @@ def test_a_limit_on_batches_is_one_on_samples(limit, batches, adapt):
     assert len(adapted.batches) == 2 * batches
 
 
-def test_a_place_is_found_again(adapt):
-    first = adapt(numbered(**own_generator()))
+@pytest.mark.parametrize("samples", [80, 75])
+def test_a_place_is_found_again(samples, adapt):
+    first = adapt(numbered(samples, **own_generator()))
     before = drawn(first, 10)
     state, generator = first.state(3), first.generator_state()
     assert not state["over"]
-    assert adapt(numbered(**own_generator())).state(3) is None  # nothing drawn
-    second = adapt(numbered(**own_generator()))
+    assert adapt(numbered(samples, **own_generator())).state(3) is None  # nothing drawn
+    second = adapt(numbered(samples, **own_generator()))
     second.resume(state, generator)
     assert len(second.batches) == 10
     assert drawn(second, 7) == before[3:]
