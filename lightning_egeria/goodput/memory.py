@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.tree import change_leaves, tensor_leaves
+from lightning_egeria.distributed.reducer import wrapped_by_ddp
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.training.rehearsal import apart, rehearsal, with_callbacks
 
@@ -81,7 +82,7 @@ def enlarged(batch: Any, samples: int, wanted: int) -> Any:
 def repeating(trainer: pl.Trainer, batch_idx: int) -> Iterator[Callable[[Any], Gradients]]:
     """Give a function that runs forward and backward of a batch and returns its gradients. No trace remains of it.
 
-    Processes do not exchange gradients meanwhile.
+    Processes exchange neither gradients nor buffers meanwhile: one of them may fail.
 
     Args:
         trainer: the Trainer, between two batches.
@@ -105,10 +106,16 @@ def repeating(trainer: pl.Trainer, batch_idx: int) -> Iterator[Callable[[Any], G
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # the connectors set it
     bars = [one for one in callbacks if isinstance(one, pl.callbacks.ProgressBar)]
     unsynchronised = _block_parallel_sync_behavior(trainer.strategy, block=True)
+    wrapped = wrapped_by_ddp(trainer.strategy)
+    sends_buffers = wrapped is not None and wrapped.require_forward_param_sync
+    if wrapped is not None:
+        wrapped.require_forward_param_sync = False
     try:
         with apart(), with_callbacks(trainer, *bars), rehearsal(module), unsynchronised:
             yield run
     finally:
+        if wrapped is not None:
+            wrapped.require_forward_param_sync = sends_buffers  # each forward of DDP sets it, unless it fails
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 

@@ -116,5 +116,28 @@ def test_two_processes(tmp_path):
     assert sorted(flat(resumed.seen[5:])) == list(range(80))
 
 
+class Narrow(Seeing):
+    """The last rank has less memory."""
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[2]) > 8 and self.global_rank:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().training_step(batch, batch_idx)
+
+
+def with_less_memory():
+    data = adaptive(batch_sizes={2: 64})
+    module, _ = trained(data, module=Narrow(), epochs=2, **ddp())
+    return module.sizes, data.control.out_of_memory, parameters(module)
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_holds_up_no_other():
+    first, second = all_well(in_ranks(2, with_less_memory, timeout_s=120))
+    assert first == second
+    assert first[0][-1] == 8
+    assert first[1] <= 32
+
+
 def test_without_ddp_there_is_nothing_to_see():
     measure_exchange(torch.nn.Linear(2, 2), None)
