@@ -116,6 +116,7 @@ class Goodput:
         single = (replicas == 1) & (local > limits.initial + _SLACK)
         accumulation = np.where(single, np.maximum(accumulation, limits.fewest_batches - 1), accumulation)
         local = np.ceil(local / (accumulation + 1) - _SLACK)
+        local = np.minimum(local, limits.largest // (replicas * (accumulation + 1)))  # `bounded`
         total = replicas * local * (accumulation + 1)
         seconds = self.throughput.step_seconds(nodes, replicas, local)
         seconds += accumulation * self.throughput.gradient_seconds(local)

@@ -57,8 +57,11 @@ class Hints:
     def write(self, path: Path) -> None:
         """Replace the file at once, so that a reader sees the old or the new one whole."""
         draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}, allow_nan=False) + "\n")
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}, allow_nan=False) + "\n")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: Path) -> Hints:

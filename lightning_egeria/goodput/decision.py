@@ -114,7 +114,8 @@ class ScriptedBatchSizes:
             return None
         local = math.ceil(min(sizes[-1], limits.largest) / now.replicas)
         batches = math.ceil(local / limits.largest_local)
-        found = Division(math.ceil(local / batches), batches, now.replicas)
+        local = limits.bounded(math.ceil(local / batches), batches - 1, now.replicas)
+        found = Division(local, batches, now.replicas)
         return found if found != now else None
 
 

@@ -92,7 +92,10 @@ def first_sizes(
             adapted.begin_again(done)
         return Sizes(initial, most, local, now, done=done)
     if now.replicas != replicas or not _within(now, limits):
-        divided, accumulation = limits.split(max(now.total, initial), replicas)
+        # No process begins with larger batches than it had: those were not tried in its memory.
+        local_before = max(now.local, batches.initial_batch_size)
+        tried = dataclasses.replace(limits, largest_local=min(limits.largest_local, local_before))
+        divided, accumulation = tried.split(max(now.total, initial), replicas)
         now = Division(divided, accumulation + 1, replicas)
     # Who asks before training starts is told what the loader would have at the initial batch size.
     batches.announced = -(-adapted.samples // initial) * trainer.accumulate_grad_batches

@@ -46,6 +46,11 @@ def test_the_best_batch_size_is_that_of_the_obvious_search(nodes, replicas):
     assert GOODPUT.best(nodes, replicas) == pytest.approx(obvious_best(nodes, replicas))
 
 
+def test_the_best_batch_size_is_within_the_limits():
+    exchange = ThroughputModel((1e-6, 1e-6), (1e-6, 1e-6), (10.0, 1e-6), 1.0)
+    assert Goodput(exchange, 1e-9, 100.0, BatchLimits(16, 1000, 4, 40, 1)).best(1, 2)[1:] == (38, 12)
+
+
 def test_the_table_has_each_configuration():
     one, several = GOODPUT.goodputs(4, 8)
     assert one[0] == several[0] == several[1] == 0

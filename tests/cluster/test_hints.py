@@ -22,6 +22,13 @@ def test_hints_are_read_as_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hints.json"]
 
 
+def test_hints_that_cannot_be_written_leave_no_file(tmp_path):
+    (tmp_path / "hints.json").mkdir()
+    with pytest.raises(OSError, match=r"hints\.json"):
+        HINTS.write(tmp_path / "hints.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["hints.json"]
+
+
 def test_goodput_follows_from_hints():
     goodput, unfrozen = HINTS.goodput(), HINTS.unfrozen_goodput()
     assert goodput.goodput(1, 2) > goodput.goodput(1, 1) > unfrozen.goodput(1, 1) > 0

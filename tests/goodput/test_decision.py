@@ -58,6 +58,7 @@ def test_a_script_is_followed():
     assert rule.next(5, now, 1, LIMITS) == Division(256, 1, 2)
     assert rule.next(19, now, 1, LIMITS) is None
     assert rule.next(25, now, 1, LIMITS) == Division(256, 2, 2)
+    assert rule.next(25, now, 1, BatchLimits(32, 1023, 16, 300)) == Division(255, 2, 2)
     for wrong in ({-1: 8}, {0: 0}, {0.5: 8}, {1: 8.0}):
         with pytest.raises(ArgumentError, match="batch_sizes must map steps"):
             ScriptedBatchSizes(wrong, 64)

@@ -47,6 +47,9 @@ def test_a_run_goes_on_within_its_limits():
     assert found(state, largest=16)[0].now == Division(8, 2, 1)
     assert found(state, local=(4, 16))[0].now == Division(16, 2, 1)
     assert found(state, replicas=2)[0].now == Division(16, 1, 2)
+    accumulated = {**state, "now": {**NOW, "batches": 2}}  # 64 at once were not tried in memory
+    assert found(accumulated, largest=63)[0].now == Division(31, 2, 1)
+    assert found({**accumulated, "now": {**NOW, "local": 16, "batches": 4}}, replicas=2)[0].now == Division(16, 2, 2)
     with pytest.raises(CheckpointError, match="the goodput state in the checkpoint is damaged"):
         found({**state, "now": {}})
 
