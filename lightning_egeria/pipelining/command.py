@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_egeria.errors import ArgumentError, EgeriaError
+from lightning_egeria.errors import ArgumentError, EgeriaError, PlanError
 from lightning_egeria.pipelining.examples import EXAMPLES
 from lightning_egeria.pipelining.graph import ComputationGraph
 from lightning_egeria.pipelining.plan import Plan
@@ -66,24 +67,31 @@ def _plan(given: Sequence[str]) -> None:
     memory = int(_positive("memory_gb", settings["memory_gb"]) * 2**30) if "memory_gb" in settings else None
     limits = Limits(**numbers, memory_bytes=memory)
     graph = read_graph(settings["model"])
-    chosen, chain = plan_graph(graph, limits), plan_chain(graph, limits)
+    plans = {"graph": plan_graph(graph, limits)}
+    with contextlib.suppress(PlanError):  # no chain fits into memory
+        plans["best chain"] = plan_chain(graph, limits)
     console = Console()
-    console.print(_table(chosen))
-    first, second = predict(chosen), predict(chain)
-    for name, plan, timeline in (("graph", chosen, first), ("best chain", chain, second)):
+    console.print(_table(plans["graph"]))
+    timelines = {name: predict(plan) for name, plan in plans.items()}
+    for name, plan in plans.items():
+        timeline = timelines[name]
         print(
             f"{name}: {timeline.seconds * 1e3:.3g} ms a step, slowest stage {plan.bottleneck_s * 1e3:.3g} ms a "
             f"micro-batch, in flight {max(plan.in_flight)}, idle {timeline.idle_share:.0%}"
         )
         print(timeline.text(min(100, console.width)))
-    print(f"throughput of the graph over the chain: {second.seconds / first.seconds:.2f}")
+    if "best chain" in plans:
+        ratio = timelines["best chain"].seconds / timelines["graph"].seconds
+        print(f"throughput of the graph over the chain: {ratio:.2f}")
+    else:
+        print("best chain: none fits into the memory")
     if "out" in settings:
-        from lightning_egeria.pipelining.drawing import timelines
+        from lightning_egeria.pipelining.drawing import timelines as drawn
 
         folder = Path(settings["out"])
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(chosen.to_json())
-        timelines({"graph": first, "best chain": second}).savefig(folder / "timelines.png", dpi=150)
+        (folder / "plan.json").write_text(plans["graph"].to_json())
+        drawn(timelines).savefig(folder / "timelines.png", dpi=150)
         print(f"wrote plan.json and timelines.png to {folder}")
 
 

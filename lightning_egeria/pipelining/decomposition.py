@@ -156,8 +156,8 @@ class _Decomposer:
         return [front for front in queue if front not in (0, mask)]
 
     def _prefixes(self, mask: int) -> Iterator[int]:
-        early = {node: self._longest(node, mask, self._before) for node in members(mask)}
-        late = {node: -self._longest(node, mask, self._after) for node in members(mask)}
+        early = self._longest(mask, self._before)
+        late = {node: -length for node, length in self._longest(mask, self._after).items()}
         keys: list[Callable[[int], tuple[int, ...]]] = [
             lambda node: (early[node], late[node]),
             lambda node: (late[node], early[node]),
@@ -170,12 +170,12 @@ class _Decomposer:
                 front |= 1 << node
                 yield front
 
-    def _longest(self, node: int, mask: int, towards: tuple[int, ...] | list[int]) -> int:
+    def _longest(self, mask: int, towards: tuple[int, ...] | list[int]) -> dict[int, int]:
+        """Return the length of the longest path from each node."""
         lengths: dict[int, int] = {}
-        order = sorted(members(towards[node] & mask), key=lambda other: (towards[other] & mask).bit_count())
-        for other in order:
-            lengths[other] = 1 + max((lengths[one] for one in members(towards[other] & mask)), default=0)
-        return max(lengths.values(), default=0)
+        for node in sorted(members(mask), key=lambda node: (towards[node] & mask).bit_count()):
+            lengths[node] = max((lengths[other] + 1 for other in members(towards[node] & mask)), default=0)
+        return lengths
 
 
 def is_contiguous(tree: Tree, nodes: tuple[int, ...]) -> bool:

@@ -208,8 +208,13 @@ def turns(micro_batches: int, width: int) -> float:
     return math.ceil(micro_batches / width) / micro_batches
 
 
-def in_running_order(graph: ComputationGraph, groups: Sequence[Iterable[int]]) -> list[int]:
+def in_running_order(graph: ComputationGraph, groups: Sequence[Iterable[int]], names: Sequence[str] = ()) -> list[int]:
     """Return an order of groups of nodes in which each reads from earlier ones only.
+
+    Args:
+        graph: the graph.
+        groups: node numbers of each group.
+        names: of the groups, for the message of an error; none for their numbers.
 
     Raises:
         PlanError: if there is none.
@@ -223,7 +228,7 @@ def in_running_order(graph: ComputationGraph, groups: Sequence[Iterable[int]]) -
     while len(order) < len(groups):
         ready = [number for number in range(len(groups)) if number not in order and waits[number] <= set(order)]
         if not ready:
-            stuck = sorted(set(range(len(groups))) - set(order))
+            stuck = [names[number] if names else number for number in range(len(groups)) if number not in order]
             raise PlanError(f"stages {stuck} wait for each other in a circle. Move nodes so that they do not")
         order.append(min(ready, key=lambda number: min(home_node for home_node in groups[number])))
     return order
@@ -259,5 +264,5 @@ def plan_of_named(
     idle = [name for name, found in nodes.items() if not found]
     if idle:
         raise ArgumentError(f"stages: the model calls no module of stage {idle[0]!r}")
-    names_in_order = [list(nodes)[number] for number in in_running_order(graph, list(nodes.values()))]
+    names_in_order = [list(nodes)[number] for number in in_running_order(graph, list(nodes.values()), list(nodes))]
     return Plan(graph, tuple(Stage(name, tuple(nodes[name])) for name in names_in_order), micro_batches, group)

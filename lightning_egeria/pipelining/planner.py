@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lightning_egeria.errors import ArgumentError, PlanError
 from lightning_egeria.pipelining.decomposition import Leaf, Series, Tree, decompose
@@ -60,7 +61,7 @@ def plan_graph(graph: ComputationGraph, limits: Limits) -> Plan:
         limits: what the plan may use.
 
     Raises:
-        PlanError: if the graph does not fit into the memory of the devices.
+        PlanError: if the graph does not fit into the memory of the devices, or takes no time.
 
     >>> from lightning_egeria.pipelining.graph import Node
     >>> nodes = tuple(Node(name, 1, 2) for name in "abcd")
@@ -69,9 +70,11 @@ def plan_graph(graph: ComputationGraph, limits: Limits) -> Plan:
     >>> [stage.name for stage in plan.stages], plan.in_flight
     (['a', 'b', 'c', 'd'], (3, 2, 2, 1))
     """
-    own = _shortest(graph, decompose(graph).tree, limits, is_chain=False)
-    chained = dataclasses.replace(plan_chain(graph, limits), is_chain=False)
-    return min((own, chained), key=_cost)
+    tree = decompose(graph).tree
+    return _best_fitting(
+        lambda: _shortest(graph, tree, limits, is_chain=False),
+        lambda: dataclasses.replace(_best_chain(graph, tree, limits), is_chain=False),
+    )
 
 
 def plan_chain(graph: ComputationGraph, limits: Limits) -> Plan:
@@ -85,12 +88,28 @@ def plan_chain(graph: ComputationGraph, limits: Limits) -> Plan:
         limits: what the plan may use.
 
     Raises:
-        PlanError: if the graph does not fit into the memory of the devices.
+        PlanError: if the graph does not fit into the memory of the devices, or takes no time.
     """
-    orders = {tuple(range(len(graph.nodes))), decompose(graph).tree.nodes}
+    return _best_chain(graph, decompose(graph).tree, limits)
+
+
+def _best_chain(graph: ComputationGraph, tree: Tree, limits: Limits) -> Plan:
+    orders = {tuple(range(len(graph.nodes))), tree.nodes}
     trees: list[Tree] = [Series(tuple(map(Leaf, order))) if len(order) > 1 else Leaf(0) for order in orders]
-    plans = [_shortest(graph, tree, limits, is_chain=True) for tree in trees]
-    return min(plans, key=lambda plan: predict(plan).seconds)
+    return _best_fitting(*(functools.partial(_shortest, graph, tree, limits, is_chain=True) for tree in trees))
+
+
+def _best_fitting(*searches: Callable[[], Plan]) -> Plan:
+    """Return the plan with the shortest predicted step, of the searches that find one; raise if none does."""
+    plans, refusals = list[Plan](), list[PlanError]()
+    for search in searches:
+        try:
+            plans.append(search())
+        except PlanError as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    return min(plans, key=_cost)
 
 
 def fastest_stages(
@@ -107,7 +126,7 @@ def fastest_stages(
         Seconds for one micro-batch, and the nodes and the number of devices of each stage.
 
     Raises:
-        PlanError: if the graph does not fit into the memory of the devices.
+        PlanError: if the graph does not fit into the memory of the devices, or takes no time.
     """
     root = parts_of(tree, [_sizes(graph, node) for node in range(len(graph.nodes))])
 
@@ -117,19 +136,18 @@ def fastest_stages(
         ).stages(root)
 
     total = root.sizes.seconds
+    if not total:
+        raise PlanError("a plan needs nodes that take time, and all of them take 0 s. Measure them first")
+    most = total * (1 + EXACT)
+    if limits.memory_bytes is not None and stages_below(most) is None:
+        raise PlanError(
+            f"no plan with {limits.devices} devices fits into {limits.memory_bytes} bytes on each. Allow more memory "
+            "or devices, or make micro-batches smaller"
+        )
     low = total / limits.devices
-    high, found = low * (1 + EXACT), None
-    while found is None:
-        found = stages_below(high)
-        if found is None:
-            if high > total:
-                raise PlanError(
-                    f"no plan with {limits.devices} devices fits into {limits.memory_bytes} bytes on each. Allow more "
-                    "memory or devices, or make micro-batches smaller"
-                )
-            low, high = high, min(high * 1.1, max(total * (1 + EXACT), high * (1 + EXACT)))
-            if high <= low * (1 + EXACT):
-                high = total * 2
+    high = low * (1 + EXACT)
+    while (found := stages_below(high)) is None:
+        low, high = high, min(high * 1.1, most)
     best = _bottleneck(found, graph, limits)
     while best > low * (1 + CLOSE):
         middle = (low + best) / 2

@@ -7,6 +7,7 @@ import pytest
 from graphs import branches
 
 from lightning_egeria.pipelining.command import main
+from lightning_egeria.pipelining.graph import ComputationGraph, Node
 from lightning_egeria.pipelining.plan import Plan
 
 
@@ -27,6 +28,14 @@ def test_it_prints_and_draws_the_plan(graph, tmp_path, capsys):
     written = tmp_path / "out" / "plan.json"
     assert Plan.from_json(written.read_text()).in_flight == (3, 2, 2, 2, 2, 1)
     assert main([f"model={written}", "devices=2"]) == 0
+
+
+def test_a_graph_is_planned_where_no_chain_fits(tmp_path, capsys):
+    nodes = (Node("stem", 1, 1, 3, 3), Node("left", 1, 4, 1, 5), Node("right", 2, 2, 5, 4))
+    (tmp_path / "graph.json").write_text(json.dumps(ComputationGraph(nodes, ((0, 1), (0, 2))).to_state()))
+    settings = [f"model={tmp_path / 'graph.json'}", "devices=4", "micro_batches=4", "max_width=1"]
+    assert main([*settings, f"memory_gb={10 / 2**30}", f"out={tmp_path / 'out'}"]) == 0
+    assert "best chain: none fits into the memory" in capsys.readouterr().out
 
 
 def test_an_example_is_known_by_name(capsys):

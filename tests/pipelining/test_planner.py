@@ -95,6 +95,24 @@ def test_less_memory_means_fewer_in_flight_or_a_refusal():
         plan_graph(chain_of(nodes), Limits(devices=4, micro_batches=8, memory_bytes=10))
 
 
+def fits_without_a_chain():
+    nodes = [Node("stem", 1, 1, 3, 3), Node("left", 1, 4, 1, 5), Node("right", 2, 2, 5, 4)]
+    return ComputationGraph(tuple(nodes), ((0, 1), (0, 2)))
+
+
+def test_a_graph_fits_where_no_chain_does():
+    limits = Limits(devices=4, micro_batches=4, memory_bytes=10, max_width=1)
+    with pytest.raises(PlanError, match="fits into"):
+        plan_chain(fits_without_a_chain(), limits)
+    plan = plan_graph(fits_without_a_chain(), limits)
+    assert max(plan.memory_bytes(number) for number in range(len(plan.stages))) <= 10
+
+
+def test_nodes_without_costs_are_refused():
+    with pytest.raises(PlanError, match="needs nodes that take time"):
+        plan_graph(chain_of([Node("a", 0, 0), Node("b", 0, 0)]), Limits(devices=2, micro_batches=2))
+
+
 def large(seed=0):
     """200 nodes in four branches."""
     generator, nodes, edges, ends = random.Random(seed), [Node("stem", 1e-3, 2e-3, 10, 10)], [], []
@@ -120,6 +138,14 @@ def test_two_hundred_nodes_take_seconds(limits):
     plan = plan_graph(large(), Limits(devices=32, micro_batches=64, **limits))
     assert time.process_time() - started < 10  # seconds of the processor; a clock would count other programs
     assert plan.devices == 32
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_in_seconds():
+    started = time.process_time()
+    with pytest.raises(PlanError, match="fits into"):
+        plan_graph(large(), Limits(devices=32, micro_batches=64, memory_bytes=4_000))
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.slow
