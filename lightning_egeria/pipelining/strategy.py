@@ -78,6 +78,17 @@ class GraphPipelineStrategy(DDPStrategy):
         self._failed = False
         self.pipeline: GraphPipeline | None = None
 
+    def setup_distributed(self) -> None:
+        """Connect the processes, and go on in all of them with the random numbers of one process."""
+        random = RandomState.current()
+        super().setup_distributed()  # which seeds again
+        random.restore()
+        self._share_random_state()
+
+    def _share_random_state(self) -> None:
+        text = Processes().text(json.dumps(RandomState.current().to_plain()))
+        RandomState.from_plain(json.loads(text)).restore()
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the set-up and leave the model as it is."""
         assert self.accelerator is not None
@@ -88,8 +99,7 @@ class GraphPipelineStrategy(DDPStrategy):
         self.pipeline, self._failed = None, False
         # All processes get the same batches: those that the user's loader yields in one process.
         trainer._accelerator_connector.use_distributed_sampler = False
-        random = Processes().text(json.dumps(RandomState.current().to_plain()))
-        RandomState.from_plain(json.loads(random)).restore()
+        self._share_random_state()
         for metric in self.lightning_module.modules():  # each process sees all samples
             if isinstance(metric, Metric) and metric.sync_on_compute:
                 metric.sync_on_compute = False
@@ -170,6 +180,18 @@ class GraphPipelineStrategy(DDPStrategy):
         if self.pipeline is not None:
             self.pipeline.gather()
         return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the state of the plain model, on all ranks."""
+        if self.pipeline is not None:  # such as after a search for a learning rate
+            self.pipeline.gather()
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state that optimizers of the plain model have, of which each process keeps that of its stage."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self.pipeline is not None:
+            self.pipeline.keep_own_state(self.optimizers)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state that the optimizer of the plain model has, on rank 0."""

@@ -5,7 +5,7 @@ from unittest import mock
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from pipeline_runs import same_costs
 from torch import nn
@@ -140,6 +140,7 @@ def in_stages(folder, plain_folder):
     fit(folder / "second half", strategy, 3, folder / "first half" / "last.ckpt", module=dropping)
     found["second half"] = weights_of(dropping)
     found["freezing"] = freeze(folder)
+    found["search"] = search(folder)
     return found
 
 
@@ -155,6 +156,42 @@ def freeze(folder):
     module, _, _ = fit(folder / "freezes", strategy, 2, module=Freezes())
     plain, _, _ = fit(folder / f"plain freezes {strategy.global_rank}", epochs=2, module=Freezes(), devices=1)
     return weights_of(module), weights_of(plain)
+
+
+def search(folder):
+    """A search for a learning rate trains, and loads the weights from before."""
+
+    class Searches(TwoTowers):
+        learning_rate = 0.01
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), self.learning_rate)
+
+    found = []
+    for strategy in (GraphPipelineStrategy(devices=3, micro_batches=4, stages=STAGES), "auto"):
+        options = {"accelerator": "cpu", "enable_checkpointing": False, "default_root_dir": folder, **QUIET}
+        options |= {"devices": 1} if strategy == "auto" else {}
+        L.seed_everything(1, verbose=False)
+        finder, module = LearningRateFinder(num_training_steps=5), Searches()
+        L.Trainer(strategy=strategy, callbacks=[finder], max_epochs=1, **options).fit(module)
+        found.append(weights_of(module))
+    return found
+
+
+def order_of_samples(folder, strategy):
+    """Labels of each batch, where something draws random numbers before training."""
+    labels = []
+
+    class Records(TwoTowers):
+        def on_train_batch_start(self, batch, batch_idx):
+            labels.append(batch[2].tolist())
+
+    module = Records()
+    L.seed_everything(1, verbose=False)
+    torch.rand(3)
+    options = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, "default_root_dir": folder, **QUIET}
+    L.Trainer(strategy=strategy, max_epochs=1, **options).fit(module)
+    return labels
 
 
 def weights_of(module):

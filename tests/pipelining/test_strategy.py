@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import all_well, in_ranks
-from strategy_runs import REFUSED, fit, in_stages, refused, weights_of, with_freezing
+from strategy_runs import REFUSED, fit, in_stages, order_of_samples, refused, weights_of, with_freezing
 
 from lightning_egeria import GraphPipelineStrategy
 from lightning_egeria.errors import ArgumentError
@@ -46,6 +46,7 @@ def test_three_ranks_train_as_one_process(tmp_path):
         close(found["resumed"], weights_of(longer), "resumed")
         close(found["second half"], found["whole"], "second half")
         close(*found["freezing"], "freezing")
+        close(*found["search"], "search")
     # the checkpoint is the plain model's, and goes on without us
     best = torch.load(results[0]["best"], weights_only=True)
     expected_best = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
@@ -77,6 +78,13 @@ def test_one_process_trains_as_without_it(precision, near, tmp_path):
         torch.testing.assert_close(value, weights_of(plain)[name], rtol=near, atol=near)
     assert "trained_MulticlassF1Score_step" in expected.metrics[0]
     assert notes.metrics == [pytest.approx(one, rel=near, abs=near) for one in expected.metrics]
+
+
+def test_samples_come_in_the_order_of_one_process(tmp_path):
+    orders = []
+    for strategy in ("auto", GraphPipelineStrategy(devices=1, micro_batches=2)):
+        orders.append(order_of_samples(tmp_path, strategy))
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("name", ["devices", "micro_batches"])
