@@ -81,8 +81,8 @@ def _learning(traced: TracedModel) -> set[str]:
     """Return the units with a backward: something in them or in front of them trains."""
     trains: dict[fx.Node, bool] = {}
     for node in traced.nodes:
-        own = traced.trains(node)
-        trains[node] = own or any(trains[other] for other in node.all_input_nodes)
+        reads = traced.trains(node) or any(trains[other] for other in node.all_input_nodes)
+        trains[node] = reads and traced.is_recorded(node)
     found = {unit for node, unit in traced.unit_of.items() if trains[node]}
     if trains[traced.output] or any(
         weight.requires_grad for weight in traced.rest

@@ -62,12 +62,10 @@ class StageExecutor:
                     for rank in self._plan.ranks(stage):
                         send(FAILED if failed else values[node], rank)
         if not failed:
-            flat = {
-                node: pytree.tree_flatten(value) for node, value in values.items() if node in self._work.traced.unit_of
-            }
             self._forms[form_of(batch)] = {
-                node: ([leaf.to("meta") for leaf in leaves if isinstance(leaf, Tensor)], spec)
-                for node, (leaves, spec) in flat.items()
+                node: pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), value)
+                for node, value in values.items()
+                if node in self._work.traced.unit_of
             }
         return failure
 

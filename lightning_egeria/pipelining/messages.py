@@ -49,9 +49,11 @@ def check_sendable(value: Any) -> None:
     """Refuse a tree with leaves that cannot be sent.
 
     Raises:
-        UnsupportedError: if a leaf is no tensor, or one of a dtype or with dimensions that are not known.
+        UnsupportedError: if a leaf is neither None nor a tensor, or has a dtype or dimensions that are not known.
     """
     for leaf in pytree.tree_leaves(value):
+        if leaf is None:
+            continue
         if not isinstance(leaf, Tensor) or leaf.dtype not in _DTYPES or leaf.ndim > _MOST_DIMENSIONS:
             kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise UnsupportedError(
@@ -61,7 +63,7 @@ def check_sendable(value: Any) -> None:
 
 
 def send(value: Any, rank: int) -> None:
-    """Send a tree of tensors, or `FAILED`, to a rank that calls `receive`."""
+    """Send a tree of tensors and None, or `FAILED`, to a rank that calls `receive`."""
     if value is FAILED:
         dist.send(torch.tensor([-1, 0]), rank)
         return
@@ -70,6 +72,9 @@ def send(value: Any, rank: int) -> None:
     dist.send(torch.tensor([len(leaves), len(text)]), rank)
     dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), rank)
     for leaf in leaves:
+        if leaf is None:
+            dist.send(torch.full((_MOST_DIMENSIONS + 2,), -1), rank)
+            continue
         shape = [*leaf.shape, *[0] * (_MOST_DIMENSIONS - leaf.ndim)]
         dist.send(torch.tensor([leaf.ndim, _DTYPES.index(leaf.dtype), *shape]), rank)
         dist.send(leaf.detach().contiguous(), rank)
@@ -83,11 +88,13 @@ def receive(rank: int) -> Any:
         return FAILED
     text = torch.empty(int(sizes[1]), dtype=torch.uint8)
     dist.recv(text, rank)
-    leaves = []
+    leaves: list[Tensor | None] = []
     for _ in range(int(sizes[0])):
         header = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64)
         dist.recv(header, rank)
         dimensions, dtype, *shape = header.tolist()
-        leaves.append(torch.empty(shape[:dimensions], dtype=_DTYPES[dtype]))
-        dist.recv(leaves[-1], rank)
+        leaf = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype]) if dimensions >= 0 else None
+        leaves.append(leaf)
+        if leaf is not None:
+            dist.recv(leaf, rank)
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(bytes(text.numpy()).decode()))

@@ -23,7 +23,7 @@ from lightning_egeria.pipelining.tracing import seeded, tensors_of
 
 Loss = Callable[[Any, Any], Tensor]
 """Called with the model's output and the micro-batch; returns the mean loss of its samples."""
-Forms = dict[fx.Node, tuple[list[Tensor], Any]]
+Forms = dict[fx.Node, Any]
 _NOTHING = torch.zeros(1)  # sent where a stage only waits for another
 
 
@@ -54,7 +54,7 @@ class StageStep:
         parts: micro-batches and their weights in the loss.
         loss: computes the loss of a micro-batch.
         number: number of the step.
-        forms: for each micro-batch, what is sent and received: tensors on the meta device, and their tree.
+        forms: for each micro-batch, what is sent and received: trees with tensors on the meta device.
 
     Attributes:
         result: what it has so far.
@@ -111,7 +111,7 @@ class StageStep:
         pair = (self._stage, action.stage)
         edge = pair if action.kind in ("SF", "RB") else (pair[1], pair[0])
         forms = self._forms[action.micro_batch]
-        leaves = [leaf for node in self._work.sent[edge] for leaf in forms[node][0]]
+        leaves = [leaf for node in self._work.sent[edge] for leaf in tensors_of(forms[node])]
         if action.kind.endswith("B"):
             leaves = [leaf for leaf in leaves if leaf.is_floating_point()]
         return leaves or [_NOTHING]
@@ -176,7 +176,7 @@ class StageStep:
         for stage, tensors in arrived.items():
             left = iter(tensors)
             for node in self._work.sent[stage, self._stage]:
-                inputs[node] = [next(left) for _ in self._forms[number][node][0]]
+                inputs[node] = [next(left) for _ in tensors_of(self._forms[number][node])]
                 for leaf in inputs[node]:
                     leaf.requires_grad_(self._plan.learns[stage] and leaf.is_floating_point())
         learns = self._work.learns and not self._work.recomputes
@@ -190,7 +190,7 @@ class StageStep:
 
     def _computed(self, number: int, inputs: dict[fx.Node, list[Tensor]]) -> dict[fx.Node, Any]:
         forms = self._forms[number]
-        values = {node: pytree.tree_unflatten(leaves, forms[node][1]) for node, leaves in inputs.items()}
+        values = {node: _filled(forms[node], leaves) for node, leaves in inputs.items()}
         self._work.compute(values, self._parts[number][0], (self._number, number))
         return values
 
@@ -232,6 +232,11 @@ class StageStep:
             for buffer, before in buffers:
                 buffer.copy_(before)
         self._back[number] = flying.inputs
+
+
+def _filled(form: Any, tensors: Sequence[Tensor]) -> Any:
+    left = iter(tensors)
+    return pytree.tree_map_only(Tensor, lambda _: next(left), form)
 
 
 def _check_reads(loss: Tensor, parameters: set[int]) -> None:

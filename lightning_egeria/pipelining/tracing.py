@@ -19,6 +19,7 @@ from lightning_egeria.snapshots.digests import bytes_of
 Forward = Callable[[nn.Module, Any], Any]
 """Called with the model and a batch; returns the output of the model."""
 _PREFIX = "model."
+_RECORDED = "recorded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,12 @@ class _Tracer(fx.Tracer):
             return True
         return own not in ("", "model") and not any(unit.startswith(own + ".") for unit in self._units)
 
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Note whether an operation is called under `torch.no_grad`, which no graph of torch.fx has."""
+        node = super().create_node(*args, **kwargs)
+        node.meta[_RECORDED] = torch.is_grad_enabled()
+        return node
+
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stop behind the last call of a unit."""
         found = super().call_module(m, forward, args, kwargs)
@@ -123,7 +130,8 @@ class TracedModel:
         before = [Attributes(module) for module in modules_around(self._model, self._units)]
         try:
             try:
-                graph = tracer.trace(root)
+                with torch.enable_grad():
+                    graph = tracer.trace(root)
             except _Enough:
                 assert self._cut is not None, "only a cut ends a trace"
                 graph = tracer.graph
@@ -163,10 +171,7 @@ class TracedModel:
             UnsupportedError: if other operations are called, or in another order.
         """
         root, nodes = self._traced()
-        now = [(node.op, _name(node.target), [other.name for other in node.all_input_nodes]) for node in nodes]
-        if now != [
-            (node.op, _name(node.target), [other.name for other in node.all_input_nodes]) for node in self.nodes
-        ]:
+        if list(map(_kind, nodes)) != list(map(_kind, self.nodes)):
             raise UnsupportedError(
                 "the code between the modules of stages calls other operations than before. Put whatever changes them "
                 "into a module, and name that in stages"
@@ -234,12 +239,22 @@ class TracedModel:
         inside = {id(weight) for node in self.unit_of for weight in self.weights(node)}
         return [parameter for parameter in self._model.parameters() if id(parameter) not in inside]
 
+    def is_recorded(self, node: fx.Node) -> bool:
+        """Whether autograd records an operation: it is not called under `torch.no_grad`."""
+        return bool(node.meta.get(_RECORDED, True))
+
     def trains(self, node: fx.Node) -> bool:
         """Whether an operation reads a parameter that trains."""
         return any(parameter.requires_grad for parameter in self.weights(node))
 
     def evaluate(self, node: fx.Node, values: Mapping[fx.Node, Any], batch: Any) -> Any:
         """Return the value of a node, from the values of those it reads."""
+        if not self.is_recorded(node):
+            with torch.no_grad():
+                return self._evaluated(node, values, batch)
+        return self._evaluated(node, values, batch)
+
+    def _evaluated(self, node: fx.Node, values: Mapping[fx.Node, Any], batch: Any) -> Any:
         arguments: Any = fx.map_arg(node.args, values.__getitem__)
         named: Any = fx.map_arg(node.kwargs, values.__getitem__)
         if node.op == "placeholder":
@@ -279,6 +294,11 @@ class TracedModel:
 
 def _name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(type(target)))
+
+
+def _kind(node: fx.Node) -> tuple[Any, ...]:
+    inputs = [other.name for other in node.all_input_nodes]
+    return node.op, _name(node.target), inputs, node.meta.get(_RECORDED)
 
 
 def _texts(root: nn.Module, nodes: Sequence[fx.Node]) -> list[str]:

@@ -432,3 +432,33 @@ def random_pipelines(size, seeds):
                     if one.grad is not None:
                         torch.testing.assert_close(one.grad, other.grad)
     return tried
+
+
+class Attends(nn.Module):
+    """One module returns None beside its output, one is under `torch.no_grad` although it could train."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.target, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, batch):
+        x = batch[0]
+        with torch.no_grad():
+            target = self.target(x)
+            size = target.norm(dim=2, keepdim=True) + 1
+        found, _ = self.attention(x, x, x, need_weights=False)
+        return self.head((found * size + target).mean(1))
+
+
+def attends(stages):
+    """Gradients of a pipeline, of those weights that this rank holds, and those of one process."""
+    start(len(stages))
+    model, generator = Attends(), torch.Generator().manual_seed(0)
+    plain = copy.deepcopy(model)
+    batch = torch.randn(6, 4, 8, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+    nn.functional.cross_entropy(plain(batch), batch[1]).backward()
+    pipeline = GraphPipeline(model, batch, micro_batches=2, stages=stages)
+    pipeline.step(batch, lambda output, part: nn.functional.cross_entropy(output, part[1]))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return gradients, {name: parameter.grad for name, parameter in plain.named_parameters()}, pipeline.plan.learns

@@ -12,6 +12,7 @@ def test_trees_of_tensors_can_be_sent(dtype):
     leaf = torch.zeros(2, 3, dtype=dtype)
     check_sendable({"a": [leaf, (leaf, leaf)]})
     check_sendable(leaf)
+    check_sendable((leaf, None))
 
 
 @pytest.mark.parametrize(

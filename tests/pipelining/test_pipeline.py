@@ -6,6 +6,7 @@ from pipeline_runs import (
     FOUR,
     SIX,
     Branches,
+    attends,
     data,
     killed,
     many_checks,
@@ -41,6 +42,18 @@ def test_four_ranks_train_as_one_and_fail_together():
         assert "did not get the same batch" in found["batches"]
         assert found["state dict"].startswith("this process holds the weights of its stage only")
         assert found["module"] == found["state dict"]
+
+
+def test_nothing_trains_under_no_grad():
+    stages = {"target": ["target"], "attention": ["attention"], "end": ["head"]}
+    owned = set()
+    for gradients, expected, learns in all_well(in_ranks(3, attends, stages)):
+        assert learns == (False, True, True)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+        owned |= gradients.keys()
+    assert owned == {name for name, gradient in expected.items() if gradient is not None}
+    assert not any(name.startswith("target") for name in owned)
 
 
 @pytest.mark.slow
@@ -111,7 +124,7 @@ def test_a_plan_is_used_again_for_the_same_modules():
 
 def test_stages_in_a_circle_are_refused():
     stages = {**FOUR, "left": ["left", "head"], "end": ["norm", "words"]}
-    with pytest.raises(PlanError, match="in a circle"):
+    with pytest.raises(PlanError, match=r"stages \['left', 'end'\] wait for each other in a circle"):
         build(stages=stages)
 
 
