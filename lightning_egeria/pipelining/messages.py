@@ -49,17 +49,28 @@ def check_sendable(value: Any) -> None:
     """Refuse a tree with leaves that cannot be sent.
 
     Raises:
-        UnsupportedError: if a leaf is neither None nor a tensor, or has a dtype or dimensions that are not known.
+        UnsupportedError: if a leaf is neither None nor a tensor, or has a dtype or dimensions that are not known, or
+            the tree has a type that `torch.utils._pytree` cannot write.
     """
-    for leaf in pytree.tree_leaves(value):
+    leaves, spec = pytree.tree_flatten(value)
+    for leaf in leaves:
         if leaf is None:
             continue
         if not isinstance(leaf, Tensor) or leaf.dtype not in _DTYPES or leaf.ndim > _MOST_DIMENSIONS:
-            kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise UnsupportedError(
-                f"a module of a stage returns {kind}, which cannot be sent to another stage. Return tensors in tuples, "
-                "lists or dicts, or put both modules into one stage"
-            )
+            raise _refusal(leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__)
+    try:
+        is_kept = pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    except (NotImplementedError, TypeError):  # such as of a named tuple
+        is_kept = False
+    if not is_kept:
+        raise _refusal(f"a tree with {type(value).__name__}")
+
+
+def _refusal(kind: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"a module of a stage returns {kind}, which cannot be sent to another stage. Return tensors in tuples, lists "
+        "or dicts, or put both modules into one stage"
+    )
 
 
 def send(value: Any, rank: int) -> None:

@@ -119,8 +119,9 @@ class GraphPipeline:
     def _check_setup(self, model: nn.Module, devices: int | None) -> None:
         if devices is not None and devices != self._processes.size:
             raise ArgumentError(f"devices must be the number of processes, {self._processes.size}, got {devices}")
-        if self._processes.several and dist.get_backend() != "gloo":
-            raise UnsupportedError(f"graph pipelines run with the back end gloo, got {dist.get_backend()}")
+        # Without a back end, init_process_group takes one for each kind of device.
+        if self._processes.several and "cpu:gloo" not in (backends := str(dist.get_backend_config())).split(","):
+            raise UnsupportedError(f"graph pipelines run with the back end gloo, got {backends}")
         if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
             raise UnsupportedError("graph pipelines run on the CPU in this version. Leave the model there")
 

@@ -1,10 +1,17 @@
 """What ranks send each other; `test_pipeline.py` has real ones."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from lightning_egeria.errors import PipelineError, UnsupportedError
 from lightning_egeria.pipelining.messages import check_sendable, lost_connection
+
+
+class Named(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor | None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -17,7 +24,13 @@ def test_trees_of_tensors_can_be_sent(dtype):
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [("text", "str"), ([torch.zeros(2), 3], "int"), (torch.zeros(2, dtype=torch.complex64), "complex64")],
+    [
+        ("text", "str"),
+        ([torch.zeros(2), 3], "int"),
+        (torch.zeros(2, dtype=torch.complex64), "complex64"),
+        (Named(torch.zeros(2), None), "a tree with Named"),
+        ({(0, 1): torch.zeros(2)}, "a tree with dict"),
+    ],
 )
 def test_other_values_are_refused(value, kind):
     with pytest.raises(UnsupportedError, match=f"returns .*{kind}, which cannot be sent to another stage"):
