@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -108,6 +108,7 @@ class TracedModel:
         nodes: the operations in order; the last one is the output.
         unit_of: path of the unit that each call belongs to.
         random: operations that may draw random numbers.
+        in_place: operations that change what they read, which get copies.
 
     Raises:
         UnsupportedError: if `torch.fx` cannot trace the forward between units.
@@ -124,6 +125,7 @@ class TracedModel:
             if node.op == "call_module" and isinstance(node.target, str) and node.target.removeprefix(_PREFIX) in units
         }
         self.random: set[fx.Node] = set()
+        self.in_place: set[fx.Node] = set()
 
     def _traced(self) -> tuple[_Root, list[fx.Node]]:
         root, tracer = _Root(self._model, self._forward), _Tracer({*self._units}, self._cut)
@@ -248,11 +250,11 @@ class TracedModel:
         return any(parameter.requires_grad for parameter in self.weights(node))
 
     def evaluate(self, node: fx.Node, values: Mapping[fx.Node, Any], batch: Any) -> Any:
-        """Return the value of a node, from the values of those it reads."""
-        if not self.is_recorded(node):
-            with torch.no_grad():
-                return self._evaluated(node, values, batch)
-        return self._evaluated(node, values, batch)
+        """Return the value of a node, from the values of those it reads, which stay as they are."""
+        with contextlib.nullcontext() if self.is_recorded(node) else torch.no_grad():
+            if node in self.in_place:
+                values = {one: _copied(values[one]) for one in node.all_input_nodes}
+            return self._evaluated(node, values, batch)
 
     def _evaluated(self, node: fx.Node, values: Mapping[fx.Node, Any], batch: Any) -> Any:
         arguments: Any = fx.map_arg(node.args, values.__getitem__)
@@ -269,13 +271,13 @@ class TracedModel:
         return target(*arguments, **named)
 
     def find_random(self, batch: Any) -> Any:
-        """Run the model once, note which operations draw random numbers, and refuse changes in place.
+        """Run the model once, and note which operations draw random numbers or change what they read.
 
         Returns:
             The output of the model.
 
         Raises:
-            UnsupportedError: if an operation changes its input in place.
+            UnsupportedError: if an operation changes in place what is read again.
         """
         values: dict[fx.Node, Any] = {}
         for node in self.nodes:
@@ -284,12 +286,31 @@ class TracedModel:
             values[node] = self.evaluate(node, values, batch)
             if not all(map(torch.equal, before, [one.get_state() for one in _generators()])):
                 self.random.add(node)
-            if versions != [leaf._version for leaf in inputs]:
-                raise UnsupportedError(
-                    f"operation {node.name!r} changes its input in place, which other stages read too. Let it return a "
-                    "new tensor, or put it and what it changes into one module of a stage"
-                )
+            changed = [leaf for leaf, version in zip(inputs, versions, strict=True) if leaf._version != version]
+            if changed:
+                self._check_read_once(node, changed, values)
+                self.in_place.add(node)
         return values[self.output]
+
+    def _check_read_once(self, node: fx.Node, changed: Sequence[Tensor], values: Mapping[fx.Node, Any]) -> None:
+        """Refuse a change in place whose tensors others read: weights, the batch, or operations that come later."""
+        memory, later = _memory_of(changed), set(self.nodes[self.nodes.index(node) + 1 :])
+        lasting = [one for one in values if one.op in ("placeholder", "get_attr")]
+        again = [one for one in values if one is not node and not later.isdisjoint(one.users)]
+        held = [*self._root.parameters(), *self._root.buffers()]
+        if memory & _memory_of([*held, *tensors_of([values[one] for one in (*lasting, *again)])]):
+            raise UnsupportedError(
+                f"operation {node.name!r} changes its input in place, which is read again. Let it return a new tensor, "
+                "or put it and what it changes into one module of a stage"
+            )
+
+
+def _copied(value: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, torch.clone, value)
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def _name(target: Any) -> str:

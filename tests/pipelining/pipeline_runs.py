@@ -32,7 +32,7 @@ class Branches(nn.Module):
     def __init__(self, dropout=0.0, norm=True):
         super().__init__()
         self.embed = nn.Embedding(12, 8)
-        self.left = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 8))
+        self.left = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.ReLU(inplace=True), nn.Linear(8, 8))
         self.inner = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
         self.right = nn.Linear(8, 8)
         self.norm = nn.BatchNorm1d(8) if norm else nn.Linear(8, 8)

@@ -44,19 +44,56 @@ def test_random_operations_are_found():
 
 
 class InPlace(nn.Module):
-    def __init__(self):
+    def __init__(self, change=None):
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.change = change
 
     def forward(self, batch):
-        x = self.first(batch)
-        x.add_(1)
-        return self.second(x)
+        return self.change(self, batch, self.first(batch))
 
 
-def test_a_change_in_place_is_refused():
+def then_returned(model, batch, x):
+    return torch.relu_(model.second(torch.relu_(x.mul_(2) + batch)))
+
+
+def test_what_is_read_once_may_change_in_place():
+    found = traced(InPlace(then_returned))
+    batch = torch.randn(4, 2)
+    expected = found.find_random(batch.clone())
+    assert len(found.in_place) == 3
+    values = {}
+    for node in found.nodes:
+        values[node] = found.evaluate(node, values, batch)
+    assert torch.equal(values[found.output], expected)
+    values[found.output].sum().backward()
+    for node in found.nodes:  # each stage may compute it again
+        if node.op != "placeholder":
+            assert torch.equal(found.evaluate(node, values, batch).detach(), values[node].detach())
+
+
+def then_read(model, batch, x):
+    x.add_(1)
+    return model.second(x)
+
+
+def through_a_view(model, batch, x):
+    x[:1].add_(1)
+    return model.second(x)
+
+
+def of_the_batch(model, batch, x):
+    return model.second(x) + batch.mul_(2)
+
+
+def of_a_weight(model, batch, x):
+    return model.second(x) + model.first.bias.detach().mul_(2)
+
+
+@pytest.mark.parametrize("change", [then_read, through_a_view, of_the_batch, of_a_weight])
+def test_what_is_read_again_may_not_change_in_place(change):
     with pytest.raises(UnsupportedError, match="changes its input in place"):
-        traced(InPlace()).find_random(torch.ones(2, 2))
+        traced(InPlace(change)).find_random(torch.ones(2, 2))
 
 
 class ByValue(InPlace):
