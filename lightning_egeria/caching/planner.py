@@ -83,7 +83,10 @@ class Planner:
             self.inputs, self.structure = (), None
         self.sizes = BatchSizes()
         self.trial_planned, self._since_check = False, 0
-        self._data = digests_of(self._dataset.dataset) if front is not None else {}
+        if len(self._levels):
+            self.look_at_data()  # entries of before may be of other data
+        else:
+            self._data = digests_of(self._dataset.dataset) if front is not None else {}
 
     def begin_epoch(self, epoch: int) -> None:
         """Batches that were planned and did not come will not."""

@@ -11,6 +11,7 @@ from programs.parts import (
     Classifier,
     Samples,
     Stepping,
+    Validated,
     at,
     data_of,
     grid,
@@ -136,6 +137,21 @@ def test_data_change_while_entries_are_written(compare, name, seconds):
         run.fit(Classifier(), loader(dataset), change, max_epochs=6)
 
     compare(program, served=None, disk_seconds=seconds)
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 3])
+def test_data_change_before_the_front_gets_deeper(compare, epoch):
+    def program(run):
+        dataset = vectors(12, seed=2)
+
+        def change(trainer, module):
+            if trainer.current_epoch == epoch:
+                dataset.tensors[0].mul_(1.1)
+
+        val, changes = loader(dataset, shuffle=False), on(on_validation_epoch_end=change)
+        run.fit(Validated(), None, changes, val=val, schedule={2: 1, 4 * epoch + 5: 2}, max_epochs=EPOCHS + 1)
+
+    compare(program)
 
 
 @pytest.mark.parametrize("name", ["inputs in place", "one input in place", "setting"])
