@@ -112,7 +112,7 @@ class FrontUnit:
             if part is not module
             for hooks in (part._forward_hooks, part._forward_pre_hooks)
         ]
-        self._module = module
+        self._module, self._parameters = module, list(module.parameters())
         self._before = vars(module).get("forward")
         self._forms: dict[Any, _Form | None] = {}
         self._seen: dict[Any, tuple[tuple[int, ...], _UnitCall, _Form]] = {}
@@ -165,7 +165,7 @@ class FrontUnit:
         batch = node.tape.owner
         if batch is None or batch.eager or batch.front is not self.front or node.key == UNKNOWN:
             return None
-        if any(self._hooks) or any(_GLOBAL_HOOKS) or _needs_grad(lazy):
+        if any(self._hooks) or any(_GLOBAL_HOOKS) or _needs_grad(lazy) or self._runs_by_itself():
             return None
         seen = self._seen.get(self._call_of(node, Context.current(self.front.devices)))
         if seen is None:
@@ -240,7 +240,7 @@ class FrontUnit:
         """The tape to record on, and its batch; None if the module has to run."""
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         lazies = [leaf for leaf in tensors if isinstance(leaf, LazyTensor) and _is_of_a_batch(leaf)]
-        if is_apart() or any(map(_needs_grad, tensors)):
+        if is_apart() or any(map(_needs_grad, tensors)) or self._runs_by_itself():
             return None, None
         batch = lazies[0].node.tape.owner if lazies else self.front.batch
         if batch is None or batch.front is not self.front or any(x.node.tape is not batch.tape for x in lazies):
@@ -250,6 +250,12 @@ class FrontUnit:
         if not self.number:
             batch.enter()
         return batch.tape, batch
+
+    def _runs_by_itself(self) -> bool:
+        """Whether other code trains the module after all, or transforms functions (``torch.func``) that call it."""
+        if torch._C._functorch.maybe_current_level() is not None:
+            return True
+        return torch.is_grad_enabled() and any(one.requires_grad for one in self._parameters)
 
     def _name(self, context: Context) -> str:
         return f"{self.path} {self._module.training} {context}"

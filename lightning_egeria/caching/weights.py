@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from lightning_egeria.lazy.tape import version_of
-from lightning_egeria.snapshots.digests import digest
+from lightning_egeria.lazy.tensors import plain
+from lightning_egeria.snapshots.digests import bytes_of, digest
+from lightning_egeria.snapshots.module_attributes import ModuleAttributes
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -31,7 +36,8 @@ class FrontState:
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]]) -> None:
         units = list(units)
-        tops = {id(unit) for _, unit in units}
+        self._units = [unit for _, unit in units]
+        tops = {*map(id, self._units)}
         found = {id(m): (f"{path}.{name}", m) for path, unit in units for name, m in unit.named_modules()}
         self._modules = list(found.values())
         # A module that trains may change its mode between training and validation; the mode is part of the key then.
@@ -42,6 +48,13 @@ class FrontState:
             for name, value in vars(m).items()
             if _is_attribute(name, value)
         ]
+        # A tensor with a history follows from weights, as with weight normalisation: each forward pass sets it anew.
+        self._others = [
+            (vars(m), names)
+            for _, m in self._modules
+            if (names := [name for name, value in vars(m).items() if _is_other(name, value)])
+        ]
+        self._packages = {type(m).__module__.partition(".")[0] for _, m in self._modules} - {"torch"}
         self._classes = [(module, type(module)) for _, module in self._modules]
         self._forwards = [(vars(m), vars(m).get("forward")) for _, m in self._modules if id(m) not in tops]
         self._sizes = [(held, len(held)) for _, m in self._modules for held in (m._modules, m._parameters, m._buffers)]
@@ -59,11 +72,20 @@ class FrontState:
 
     def is_unchanged(self) -> bool:
         """Whether everything is the same; on a GPU, as far as version counters show."""
+        if not self._has_same_contents():
+            return False
         if not self._has_same_objects():
             if not self._has_equal_objects():
                 return False
             self._note_objects()
         return self._mark() == self._marked
+
+    def _has_same_contents(self) -> bool:
+        """The same objects and values in what attributes hold; whether arrays have the same values, marks tell."""
+        try:
+            return all(get(held) == before for get, held, before in self._contents)
+        except Exception:  # an attribute is gone, or there is another object, which cannot be compared
+            return False
 
     def _has_same_objects(self) -> bool:
         found = chain.from_iterable(map(dict.values, self._dicts))
@@ -100,19 +122,13 @@ class FrontState:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore buffers and plain attributes on exit, for runs that the program did not ask for."""
-        found = [buffer for _, module in self._modules for buffer in module.buffers(recurse=False)]
-        buffers = [(buffer, buffer.clone()) for buffer in found]
-        attributes = [(vars(m), {k: v for k, v in vars(m).items() if _is_attribute(k, v)}) for _, m in self._modules]
+        """Restore buffers and attributes on exit, for runs that the program did not ask for."""
+        before = [ModuleAttributes(unit) for unit in self._units]
         try:
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not buffer.is_inference():
-                        buffer.copy_(value)
-            for held, plain in attributes:
-                held.update(plain)
+            for attributes in before:
+                attributes.restore()
 
     @property
     def digest(self) -> bytes:
@@ -124,6 +140,7 @@ class FrontState:
 
     def _note(self) -> None:
         self._held = self._current()
+        self._contents, self._arrays = _within(self._others, self._packages)
         self._tensors = [tensor for _, _, tensor in self._held]
         self._elsewhere = [tensor for tensor in self._tensors if tensor.device.type != "cpu"]
         self._objects: list[Any] = []  # so that values are compared first
@@ -144,10 +161,22 @@ class FrontState:
         state = xxhash.xxh3_64()
         for values in self._bytes:
             state.update(values)
+        for array in self._arrays:
+            if array.device.type == "cpu":
+                state.update(bytes_of(array))
+            else:
+                versions.append(version_of(array))
         return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors], versions, state.intdigest()
 
     def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
-        return digest({f"{at} {name}": tensor for at, (_, name, tensor) in enumerate(held)})
+        """Digest of these tensors, and of what attributes hold."""
+        contents, arrays = _within(self._others, self._packages)
+        tensors = chain(((name, tensor) for _, name, tensor in held), (("", array) for array in arrays))
+        state = hashlib.blake2b(digest({f"{at} {name}": one for at, (name, one) in enumerate(tensors)}), digest_size=16)
+        for _, _, before in contents:
+            items = chain(*before.items()) if isinstance(before, dict) else before
+            state.update(repr([_named(one) for one in items]).encode())
+        return state.digest()
 
     def _current(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Weights and buffers by name, as they are now."""
@@ -161,6 +190,49 @@ class FrontState:
 
 
 _MISSING = object()
+_OF_TORCH = frozenset([*vars(nn.Module()), "forward"])
+_SETTINGS = (argparse.Namespace, types.SimpleNamespace)
+_MOST, _DEEPEST = 2000, 4  # objects within reach
+_Content = tuple[Callable[[Any], Any], Any, Any]
+_Others = list[tuple[dict[str, Any], list[str]]]
+
+
+def _within(others: _Others, packages: set[str]) -> tuple[list[_Content], list[Tensor]]:
+    """What attributes hold: containers and settings, how to read them, and copies; tensors and arrays."""
+    contents: list[_Content] = []
+    arrays: list[Tensor] = []
+    waiting = [(own.get(name), 0) for own, names in others for name in names]
+    for own, names in others:
+        get = operator.itemgetter(*names, names[0])  # of two names at least it returns a tuple
+        contents.append((get, own, tuple(own.get(name) for name in (*names, names[0]))))
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > _DEEPEST or isinstance(value, (*_PLAIN, nn.Module, type)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.flags.writeable:
+            value = torch.from_numpy(value)
+        if isinstance(value, Tensor):
+            arrays += [plain(value)] if value.layout is torch.strided and not value.is_quantized else []
+        elif isinstance(value, dict):
+            contents.append((_itself, value, dict(value)))
+            waiting += [(one, depth + 1) for one in value.values()]
+        elif isinstance(value, (list, tuple)):
+            contents.append((_itself, value, (list if isinstance(value, list) else tuple)(value)))
+            waiting += [(one, depth + 1) for one in value]
+        elif isinstance(value, _SETTINGS) or type(value).__module__.partition(".")[0] in packages:
+            waiting.append((getattr(value, "__dict__", None), depth))
+    return contents, arrays
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _named(value: Any) -> str:
+    """A plain value, or the name of its class; that of a function."""
+    return repr(value) if isinstance(value, _PLAIN) else getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _is_attribute(name: str, value: Any) -> bool:
@@ -170,3 +242,10 @@ def _is_attribute(name: str, value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(isinstance(one, _PLAIN) for one in value)
     return isinstance(value, _PLAIN)
+
+
+def _is_other(name: str, value: Any) -> bool:
+    """Whether it is a tensor, a container or an object that a module holds as an attribute of its own."""
+    if name in _OF_TORCH or _is_attribute(name, value):
+        return False
+    return not isinstance(value, Tensor) or value.grad_fn is None

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_egeria.snapshots.digests import same_bits
+
 _KEPT = ("_parameters", "_modules")  # other code owns them
 # Not the user's own: their objects are restored by reference.
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_egeria", "torchmetrics", "timm", "transformers"}
@@ -157,8 +159,9 @@ class _Kept:
             self.attributes.restore(vars(self.value), done)
             return self.value
         if isinstance(self.value, Tensor):
-            with torch.inference_mode(self.value.is_inference()), torch.no_grad():
-                self.value.detach().copy_(self.held)
+            if not same_bits(self.value, self.held):  # else autograd would take it for changed
+                with torch.inference_mode(self.value.is_inference()), torch.no_grad():
+                    self.value.detach().copy_(self.held)
         elif isinstance(self.value, dict):
             items = {key: kept.restored(done) for key, kept in self.held.items()}
             self.value.clear()

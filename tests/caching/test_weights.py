@@ -1,7 +1,9 @@
 """Whether a frozen front is still the same."""
 
 import copy
+import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,11 @@ from lightning_egeria.caching.weights import FrontState
 
 def new_net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval().requires_grad_(False)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval().requires_grad_(False)
+    net[2].scale, net[2].array, net[2].function = torch.ones(2), np.arange(3), torch.relu
+    net[2].settings, net[2].kept = types.SimpleNamespace(scale=1.0), [torch.ones(3)]
+    net[2].options = {"inner": {"rates": [0.1]}}
+    return net
 
 
 def state_of(net):
@@ -61,6 +67,13 @@ CHANGES = {
     "mode": lambda net: net[1].train(),
     "gradient": lambda net: net[0].weight.requires_grad_(),
     "no bias": lambda net: setattr(net[0], "bias", None),
+    "held tensor": lambda net: net[2].scale.add_(1),
+    "held array": lambda net: net[2].array.__setitem__(1, 3),
+    "held function": lambda net: setattr(net[2], "function", torch.sigmoid),
+    "setting": lambda net: setattr(net[2].settings, "scale", 2.0),
+    "nested setting": lambda net: net[2].options["inner"]["rates"].append(0.5),
+    "tensor in a list": lambda net: net[2].kept[0].mul_(2),
+    "another tensor in a list": lambda net: net[2].kept.__setitem__(0, torch.zeros(3)),
 }
 
 
@@ -73,7 +86,10 @@ def test_change_is_seen(change):
     assert not state.is_unchanged()
 
 
-@pytest.mark.parametrize("name", ["in place", "of one value", "parameter", "running statistics", "mode", "epsilon"])
+NO_EQUAL_STATE = ["in place", "of one value", "parameter", "running statistics", "mode", "epsilon", *list(CHANGES)[-7:]]
+
+
+@pytest.mark.parametrize("name", NO_EQUAL_STATE)
 def test_change_is_no_equal_state(name):
     net = new_net()
     state = state_of(net)
@@ -111,7 +127,7 @@ def test_digest_names_weights_classes_and_attributes():
     first, second = new_net(), new_net()
     assert state_of(first).digest == state_of(second).digest
     others = [first]
-    for name in ("of one value", "running statistics", "epsilon", "class", "layer"):
+    for name in ("of one value", "running statistics", "epsilon", "class", "layer", "setting", "held array"):
         others.append(copy.deepcopy(second))
         CHANGES[name](others[-1])
     assert len({state_of(net).digest for net in others}) == len(others)
@@ -127,4 +143,16 @@ def test_preserved_restores_buffers_and_attributes():
         net[1].train()
         net[1](torch.randn(2, 4, 3, 3))
         net[1].eval()
+        net[2].scale, net[2].new = torch.zeros(2), 1
+        net[2].kept.append(net[2].scale)
     assert state.is_unchanged()
+    assert not hasattr(net[2], "new")
+
+
+def test_preserved_writes_only_what_has_changed():
+    """Autograd refuses a backward pass through tensors that were written since."""
+    net = new_net()
+    before = [buffer._version for buffer in net.buffers()]
+    with state_of(net).preserved():
+        net(torch.zeros(2, 1, 3, 3))
+    assert [buffer._version for buffer in net.buffers()] == before

@@ -1,11 +1,12 @@
 """The frozen front changes after all: its weights, buffers, settings, hooks or modules."""
 
 import copy
+import types
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-from programs.parts import WORKERS, Classifier, ConvNet, Net, Stepping, Validated, at, grid, images, loader, on
+from programs.parts import WORKERS, Chain, Classifier, ConvNet, Net, Stepping, Validated, at, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune, weight_norm
@@ -99,6 +100,38 @@ def test_front_is_changed_once(compare, change, place):
 
     run = compare(program, dropout=True)  # a copy of the front has its modes, and the cache holds it in evaluation mode
     assert _hits(run) > run.hits_before + 12 or run.messages, "the cache is of no use any longer, and does not say so"
+
+
+class _Scaled(nn.Module):
+    """A layer that reads a setting in an object of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.settings = nn.Linear(8, 8), types.SimpleNamespace(scale=1.0)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * self.settings.scale
+
+
+def test_setting_of_a_layer_changes(compare):
+    def program(run):
+        change = at(6, lambda _, module: setattr(module.net.a.settings, "scale", 0.5))
+        run.fit(Classifier(Chain(a=_Scaled())), None, change, max_epochs=5)
+
+    assert compare(program).messages
+
+
+@pytest.mark.parametrize("part", ["a", "b"])
+def test_user_trains_the_front_again(compare, part):
+    def program(run):
+        def step(module, x, y):
+            if run.batches == 9:
+                getattr(module.net, part).requires_grad_(True)
+            return F.cross_entropy(module.net(x), y)
+
+        run.fit(Stepping(step, Chain()), max_epochs=5)
+
+    compare(program)
 
 
 # In each step: a front that is never the same again. The cache has nothing to give.

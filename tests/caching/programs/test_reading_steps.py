@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from programs.parts import Classifier, ConvNet, Stepping, grid, images, loader
+from programs.parts import Chain, Classifier, ConvNet, Stepping, grid, images, loader
 from torch import nn
 from torch.nn import functional as F
 
@@ -242,18 +242,29 @@ def _hooked(module, x, y):
     return F.cross_entropy(module.net(x), y)
 
 
-@pytest.mark.parametrize("step", [_penalty, _adversarial, _hooked])
-def test_gradient_of_the_input(compare, step):
+def _tangent(module, x, y):
+    outputs, tangents = torch.func.jvp(module.net, (x,), (torch.ones_like(x),))
+    return F.cross_entropy(outputs, y) + tangents.square().mean()
+
+
+def _penalty_elsewhere(module, x, y):
+    return _penalty(module, x.flip(0).clone(), y) + F.cross_entropy(module.net(x), y)
+
+
+@pytest.mark.parametrize("step", [_penalty, _penalty_elsewhere, _adversarial, _hooked, _tangent])
+@pytest.mark.parametrize("period", [1, 4])
+def test_gradient_of_the_input(compare, step, period):
     def program(run):
         def step_of(module, x, y):
-            return step(module, x, y) if run.batches % 4 == 3 else F.cross_entropy(module.net(x), y)
+            takes = run.batches and run.batches % period == period - 1
+            return step(module, x, y) if takes else F.cross_entropy(module.net(x), y)
 
-        module = Stepping(step_of)
+        module = Stepping(step_of, Chain() if step is _tangent else None)
         module.seen = []
         run.fit(module)
         run.note(module.seen)
 
-    compare(program)
+    compare(program, served=None if period == 1 else True)
 
 
 def test_image_is_logged_at_each_epoch(compare):
