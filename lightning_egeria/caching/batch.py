@@ -25,6 +25,7 @@ from lightning_egeria.lazy.sending import receive
 from lightning_egeria.lazy.tape import Node, Tape, version_of
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.snapshots.digests import bytes_of
+from lightning_egeria.stores.rows import laid_out
 
 
 class Read(NamedTuple):
@@ -225,7 +226,7 @@ class CachedBatch:
         if computed:
             self._owner.computed(self, node, whole)
             whole = level.form.rounded(whole)
-        return whole
+        return laid_out(whole, node.meta.shape, node.meta.stride)
 
     def _replayed(self, node: Node, places: Rows, start: Node | None, rows: Tensor | None) -> Tensor | None:
         """Compute the output of some samples, from their rows at an earlier boundary if they are given."""
@@ -235,7 +236,8 @@ class CachedBatch:
         padded = np.resize(places, size).tolist()
         given = {}
         if start is not None and rows is not None:
-            given[start] = rows[torch.from_numpy(np.resize(np.arange(len(places)), size)).to(rows.device)]
+            some = rows[torch.from_numpy(np.resize(np.arange(len(places)), size)).to(rows.device)]
+            given[start] = laid_out(some, start.meta.shape, start.meta.stride)
         found = replay(node, padded, given)
         return found[: len(places)] if found is not None and found.shape[1:] == node.meta.shape[1:] else None
 

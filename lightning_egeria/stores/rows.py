@@ -161,6 +161,32 @@ class RowForm:
         return rows.permute(inverse)
 
 
+def laid_out(rows: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """Return rows in memory as the network lays out its batch: kernels may give other last bits for other strides.
+
+    Args:
+        rows: all rows of a batch, or some.
+        shape: of the whole batch.
+        stride: of the whole batch.
+
+    >>> laid_out(torch.zeros(2, 3), (2, 3), (1, 2)).stride()
+    (1, 2)
+    """
+    if rows.shape != shape:  # some rows
+        order = sorted(range(rows.ndim), key=lambda dim: -stride[dim])
+        laid = torch.empty_permuted(rows.shape, order, dtype=rows.dtype, device=rows.device)
+        return rows if rows.stride() == laid.stride() else laid.copy_(rows)
+    if rows.stride() == stride:
+        return rows
+    laid = torch.empty_strided(shape, stride, dtype=rows.dtype, device=rows.device)
+    first = tuple(slice(None) if step else slice(1) for step in stride)  # an expanded dimension has one value
+    try:
+        laid[first].copy_(rows[first])
+    except RuntimeError:  # rows share memory
+        return rows
+    return laid
+
+
 def _in_eight_bits(values: Tensor) -> Tensor:
     """Round finite values, ``[samples, channels, values]``, to -127 ... 127 times a power of two, which comes last.
 

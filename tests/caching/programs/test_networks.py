@@ -255,3 +255,67 @@ def test_networks_of_torchvision(compare, name):
         run.fit(Classifier(net), loader(images(channels=3, size=32)), max_epochs=4)
 
     compare(program, dropout=True, served=None)
+
+
+class _Layout(nn.Module):
+    """A layer whose output is laid out in memory in an odd way."""
+
+    def __init__(self, layout, out=8):
+        super().__init__()
+        self.linear, self.layout = nn.Linear(8, out), layout
+
+    def forward(self, x):
+        return self.layout(torch.tanh(self.linear(x)))
+
+
+LAYOUTS = {
+    "samples last": (8, lambda x: x.t().contiguous().t()),
+    "half of a tensor": (16, lambda x: x.chunk(2, 1)[1]),
+    "transposed": (16, lambda x: x.view(-1, 2, 8).transpose(1, 2)[..., 0]),
+    "expanded": (8, lambda x: x[:, :1].expand(-1, 8)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_output_comes_back_with_its_strides(compare, name):
+    def program(run):
+        def call(net, x):
+            between = net.b(net.a(x))
+            run.note(between.stride())
+            return net.head(net.c(between))
+
+        out, layout = LAYOUTS[name]
+        net = Chain(b=_Layout(layout, out), call=call)
+        run.fit(Classifier(net), schedule={2: 1, 6: 2} if out == 8 else None, max_epochs=5)
+
+    compare(program)
+
+
+class _Carries(nn.Module):
+    """A layer that adds what it made of the batch before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.before = nn.Linear(8, 8), torch.zeros(8)
+
+    def forward(self, x):
+        made = torch.tanh(self.linear(x)) + self.before
+        self.before = made.detach().mean(0)
+        return made
+
+
+def test_front_that_carries_a_state(compare):
+    """The trial leaves the state alone."""
+    compare(lambda run: run.fit(Classifier(Chain(a=_Carries())), max_epochs=5), served=None)
+
+
+class _Distinct(nn.Module):
+    def forward(self, x):
+        if len({*x[:, 0].tolist()}) < len(x):
+            raise ValueError("two samples are the same")
+        return x
+
+
+def test_layer_that_refuses_other_batches(compare):
+    """The trial repeats samples in a batch; the program never does."""
+    compare(lambda run: run.fit(Classifier(Chain(a=block(nn.Linear(8, 8), _Distinct())))), served=False)
