@@ -23,7 +23,7 @@ def measured_graph(traced: TracedModel, model: nn.Module, batch: Any) -> tuple[C
     belongs to the node that it reads last.
 
     Args:
-        traced: the model's operations.
+        traced: the model's operations, after `TracedModel.find_random`.
         model: the model.
         batch: one micro-batch, on the CPU.
     """

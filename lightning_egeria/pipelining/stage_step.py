@@ -17,9 +17,10 @@ from lightning_egeria.network.tracing import leaf_of, walk
 from lightning_egeria.pipelining.messages import wait
 from lightning_egeria.pipelining.plan import Plan
 from lightning_egeria.pipelining.schedules import Action
+from lightning_egeria.pipelining.seeding import seeded
 from lightning_egeria.pipelining.stages import StageWork
 from lightning_egeria.pipelining.timeline import Span
-from lightning_egeria.pipelining.tracing import seeded, tensors_of
+from lightning_egeria.pipelining.tracing import tensors_of
 
 Loss = Callable[[Any, Any], Tensor]
 """Called with the model's output and the micro-batch; returns the mean loss of its samples."""

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_egeria.pipelining.plan import Plan
-from lightning_egeria.pipelining.tracing import TracedModel, seeded
+from lightning_egeria.pipelining.seeding import seeded
+from lightning_egeria.pipelining.tracing import TracedModel
 
 Edge = tuple[int, int]
 

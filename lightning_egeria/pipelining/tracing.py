@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.pipelining.attributes import Attributes
+from lightning_egeria.pipelining.seeding import generators
 from lightning_egeria.pipelining.units import modules_around
 from lightning_egeria.snapshots.digests import bytes_of
 
@@ -282,9 +282,9 @@ class TracedModel:
         values: dict[fx.Node, Any] = {}
         for node in self.nodes:
             inputs = [leaf for one in node.all_input_nodes for leaf in tensors_of(values[one])]
-            versions, before = [leaf._version for leaf in inputs], [one.get_state() for one in _generators()]
+            versions, before = [leaf._version for leaf in inputs], [one.get_state() for one in generators()]
             values[node] = self.evaluate(node, values, batch)
-            if not all(map(torch.equal, before, [one.get_state() for one in _generators()])):
+            if not all(map(torch.equal, before, [one.get_state() for one in generators()])):
                 self.random.add(node)
             changed = [leaf for leaf, version in zip(inputs, versions, strict=True) if leaf._version != version]
             if changed:
@@ -348,22 +348,3 @@ def _attribute(root: nn.Module, path: str) -> Any:
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors of a tree."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-@contextlib.contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Draw random numbers by a key in the body, and go on as before after it."""
-    before = [(generator, generator.get_state()) for generator in _generators()]
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-    for generator, _ in before:  # torch.manual_seed keeps a stack trace for each back end that is not in use
-        generator.manual_seed(int.from_bytes(digest, "little"))
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
-
-
-def _generators() -> list[torch.Generator]:
-    own = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
-    return [torch.default_generator, *own]

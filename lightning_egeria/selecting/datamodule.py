@@ -15,11 +15,11 @@ from lightning_egeria.batches.reading import BatchSource
 from lightning_egeria.errors import ArgumentError, UnsupportedError, check_integers
 from lightning_egeria.selecting.figures import figures_of
 from lightning_egeria.selecting.follower import Follower
-from lightning_egeria.selecting.loader import Moved, SelectedBatches, Settings
+from lightning_egeria.selecting.loader import SelectedBatches
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.rule import SelectionRule
+from lightning_egeria.selecting.rule import SelectionRule, Settings
 from lightning_egeria.selecting.scoring import PerSampleLoss
-from lightning_egeria.selecting.side import TrainerSide
+from lightning_egeria.selecting.side import Moved, TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
 from lightning_egeria.selecting.window import Window
 from lightning_egeria.training.checkpoints import checkpoint_read

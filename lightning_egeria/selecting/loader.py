@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import sys
 from collections import deque
@@ -18,58 +17,16 @@ from lightning_egeria.batches.rows import Rows, samples_of
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.selecting.collating import InOrder
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.queue import Piece, SelectionQueue, holds, joined, waiting_rows
-from lightning_egeria.selecting.rule import SelectionRule, draw, draw_fixed
-from lightning_egeria.selecting.side import TrainerSide
+from lightning_egeria.selecting.queue import Emitted, Piece, SelectionQueue, holds, joined, waiting_rows
+from lightning_egeria.selecting.rule import Settings, draw, draw_fixed
+from lightning_egeria.selecting.side import Moved, TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
-from lightning_egeria.selecting.window import Window
 from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.training.loops import is_asked_by_loop
 
 CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
 _Ids = tuple[Any, ...] | None
-
-
-class Moved:
-    """A batch that went through the hooks for batches already."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Emitted:
-    """What is known of a training batch.
-
-    Attributes:
-        seen: number of forward batches of the epoch so far; with several processes, of the rank that has seen least.
-        last: whether it is the last of its epoch.
-        ids: ids of its samples; None if they have none.
-    """
-
-    seen: int
-    last: bool
-    ids: _Ids
-
-
 _Out = tuple[int, Emitted, Any]  # forward batches that are over by then, what is known of the batch, the batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is selected, and how.
-
-    Attributes:
-        rule: gives the probability of keeping a sample.
-        window: when samples are selected.
-        share: share of each batch to keep; None fills whole batches with the selected samples.
-        seed: of the random numbers.
-    """
-
-    rule: SelectionRule
-    window: Window
-    share: float | None
-    seed: int
 
 
 class SelectedBatches:

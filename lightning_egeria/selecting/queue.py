@@ -46,6 +46,21 @@ class Piece:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """What is known of a training batch.
+
+    Attributes:
+        seen: number of forward batches of the epoch so far; with several processes, of the rank that has seen least.
+        last: whether it is the last of its epoch.
+        ids: ids of its samples; None if they have none.
+    """
+
+    seen: int
+    last: bool
+    ids: tuple[Any, ...] | None
+
+
 class SelectionQueue:
     """Samples in the order of their selection.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_egeria.errors import ArgumentError, check_integers
+from lightning_egeria.selecting.window import Window
 
 
 class SelectionRule:
@@ -64,6 +67,23 @@ class SelectionRule:
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
         """Restore the last losses."""
         self._last = np.asarray(state["last"], dtype=np.float64)[-self.history :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is selected, and how.
+
+    Attributes:
+        rule: gives the probability of keeping a sample.
+        window: when samples are selected.
+        share: share of each batch to keep; None fills whole batches with the selected samples.
+        seed: of the random numbers.
+    """
+
+    rule: SelectionRule
+    window: Window
+    share: float | None
+    seed: int
 
 
 def draw(probabilities: NDArray[np.floating], generator: np.random.Generator) -> NDArray[np.bool_]:

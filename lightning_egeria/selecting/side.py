@@ -15,6 +15,13 @@ from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.wrapping import BATCH_HOOKS, nested
 
 
+class Moved:
+    """A batch that went through the hooks for batches already."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
 class TrainerSide:
     """Answers for a Trainer in `fit`.
 

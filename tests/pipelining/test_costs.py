@@ -11,6 +11,7 @@ from lightning_egeria.pipelining.units import find_units
 
 def graph_of(model, batch):
     traced = TracedModel(model, lambda model, batch: model(batch), find_units(model, 10))
+    traced.find_random(batch)
     graph, groups = measured_graph(traced, model, batch)
     return learning_now(graph, groups, traced, model), groups
 

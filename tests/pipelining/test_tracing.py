@@ -6,7 +6,7 @@ from pipeline_runs import Branches, data
 from torch import nn
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.pipelining.tracing import TracedModel, seeded
+from lightning_egeria.pipelining.tracing import TracedModel
 from lightning_egeria.pipelining.units import find_units
 
 
@@ -104,14 +104,3 @@ class ByValue(InPlace):
 def test_control_flow_by_value_is_refused():
     with pytest.raises(UnsupportedError, match="cannot trace the model between the modules of stages"):
         traced(ByValue())
-
-
-def test_seeded_numbers_repeat_and_leave_the_others():
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    with seeded(1, 2):
-        first = torch.rand(1)
-    with seeded(1, 2):
-        assert torch.equal(first, torch.rand(1))
-    assert torch.equal(expected, torch.rand(1))
