@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_egeria.lazy.tape import version_of
 from lightning_egeria.lazy.tensors import plain
-from lightning_egeria.snapshots.digests import bytes_of, digest
+from lightning_egeria.snapshots.digests import bytes_of, checksums, digest, divided
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -144,29 +144,29 @@ class FrontState:
         self._tensors = [tensor for _, _, tensor in self._held]
         self._elsewhere = [tensor for tensor in self._tensors if tensor.device.type != "cpu"]
         self._objects: list[Any] = []  # so that values are compared first
-        self._bytes = [
+        memory = [
             torch.as_strided(t.detach(), (t.numel(),), (1,)).view(torch.uint8).numpy().data
             for t in self._tensors
             if t.device.type == "cpu" and t.numel() and torch.ops.aten.is_non_overlapping_and_dense(t)
         ]
+        self._shares = divided(memory, torch.get_num_threads())
         self._marked = self._mark()
 
     def _note_objects(self) -> None:
         self._objects = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._plain = [get(held) for get, held in self._getters]
 
-    def _mark(self) -> tuple[list[tuple[int, bool]], list[int], int]:
+    def _mark(self) -> tuple[list[tuple[int, bool]], list[int], list[int]]:
         """Something that differs once a value was written, or a tensor needs a gradient."""
         versions = [version_of(tensor) for tensor in self._elsewhere]
         state = xxhash.xxh3_64()
-        for values in self._bytes:
-            state.update(values)
         for array in self._arrays:
             if array.device.type == "cpu":
                 state.update(bytes_of(array))
             else:
                 versions.append(version_of(array))
-        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors], versions, state.intdigest()
+        sums = [*checksums(self._shares), state.intdigest()]
+        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors], versions, sums
 
     def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
         """Digest of these tensors, and of what attributes hold."""

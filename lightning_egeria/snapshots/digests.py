@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import xxhash
 from torch import Tensor
 
 from lightning_egeria.network.sharding import is_distributed
+
+SHARE_BYTES = 2**22  # of a thread, at least: fewer are read before a thread has started
 
 
 def digest(tensors: Mapping[str, Tensor]) -> bytes:
@@ -54,3 +58,36 @@ def same_bits(first: Tensor | None, second: Tensor) -> bool:
         return torch.equal(first, second)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
     return torch.equal(first.contiguous().view(integers), second.contiguous().view(integers))
+
+
+def divided(memory: Sequence[memoryview], threads: int) -> list[list[memoryview]]:
+    """Return a share of some memory for each thread, of about as many bytes, and of `SHARE_BYTES` at least.
+
+    >>> [[len(part) for part in share] for share in divided([memoryview(bytes(9 * 2**20)), memoryview(b"ab")], 2)]
+    [[4718593], [4718591, 2]]
+    """
+    total = sum(part.nbytes for part in memory)
+    size = -(-total // max(1, min(threads, total // SHARE_BYTES)))
+    shares, room = list[list[memoryview]]([[]]), size
+    for part in memory:
+        while part.nbytes > room:
+            shares[-1].append(part[:room])
+            part, room = part[room:], size
+            shares.append([])
+        shares[-1].append(part)
+        room -= part.nbytes
+    return shares
+
+
+def checksums(shares: Sequence[Sequence[memoryview]]) -> list[int]:
+    """Return a checksum of each share, which are read at the same time."""
+    with ThreadPoolExecutor(len(shares)) as pool:  # starts no thread before there is work
+        others = [pool.submit(_checksum, share) for share in shares[1:]]
+        return [_checksum(shares[0]), *(other.result() for other in others)]
+
+
+def _checksum(share: Sequence[memoryview]) -> int:
+    state = xxhash.xxh3_64()
+    for part in share:
+        state.update(part)
+    return state.intdigest()

@@ -156,3 +156,21 @@ def test_preserved_writes_only_what_has_changed():
     with state_of(net).preserved():
         net(torch.zeros(2, 1, 3, 3))
     assert [buffer._version for buffer in net.buffers()] == before
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_change_is_seen_in_each_part_of_large_weights(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        net = nn.Sequential(nn.Linear(1500, 1500), nn.Linear(1500, 3)).eval().requires_grad_(False)
+        state = state_of(net)
+    finally:
+        torch.set_num_threads(before)
+    for values in (net[0].weight.data.view(-1), net[1].weight.data.view(-1)):
+        for place in range(0, len(values), len(values) // 7):
+            value = values[place].clone()
+            values[place] += 1
+            assert not state.is_unchanged()
+            values[place] = value
+            assert state.is_unchanged()
