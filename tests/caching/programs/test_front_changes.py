@@ -62,7 +62,7 @@ CHANGES = {
     "module added": lambda net: net.a.append(nn.Hardtanh(-0.5, 0.5)),
     "forward replaced": lambda net: setattr(net.a[2], "forward", torch.relu),
     "forward of the block": lambda net: setattr(net.a, "forward", lambda x: x * 2),
-    "class changed": lambda net: setattr(net.a[2], "__class__", nn.Sigmoid),
+    "class changed": lambda net: setattr(net.a[2], "__class__", nn.Softsign),
     "output hook": lambda net: net.a.register_forward_hook(lambda part, args, out: out * 2),
     "input hook": lambda net: net.b.register_forward_pre_hook(lambda part, args: (args[0] + 1,)),
     "network hook": lambda net: net.register_forward_pre_hook(lambda part, args: (args[0] + 1,)),
