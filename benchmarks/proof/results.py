@@ -75,8 +75,8 @@ def share_of(kind: str, shares: Mapping[str, float]) -> float:
     """What a step of a kind costs, as a share of a full step.
 
     A kind that was not measured costs as much as the one of the nearest depth that was, of those that do the same, or
-    else of the next in this row: steps from shallower entries, steps that write, steps without the cache. A forward
-    that scores samples and was not measured costs a third of a full step.
+    else of the next in this row: steps from shallower entries, steps that write, steps without the cache, and again
+    steps that write. A forward that scores samples and was not measured costs a third of a full step.
     """
     if kind == "0":
         return 1.0
@@ -87,7 +87,7 @@ def share_of(kind: str, shares: Mapping[str, float]) -> float:
     depth, _, what = kind.partition(" ")
     grown = tuple(other.partition(" ")[2] for other in shares if " from " in other)
     row = {"": [], "off": [], "hit": [("hit",)], "miss": [("miss",)]}.get(what, [(what,), grown, ("miss",)])
-    for same in [*row, ("", "off")]:
+    for same in [*row, ("", "off"), ("miss",)]:
         near = [other for other in shares if other.partition(" ")[2] in same]
         if near:
             distances = {other: (abs(int(other.split()[0]) - int(depth)), not other.endswith(what)) for other in near}

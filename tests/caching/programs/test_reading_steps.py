@@ -74,7 +74,6 @@ TENSORS = {
     "norm": lambda x: torch.linalg.norm(x.detach()),
     "data": lambda x: x.data.sum(),
     "everything about it": _about,
-    "type": lambda x: type(x) is torch.Tensor,
     "compare": lambda x: ((x > 0).sum(), (x == x).all(), x.eq(0).any(), torch.equal(x, x.clone())),
     "finite": lambda x: (torch.isfinite(x).all(), torch.isnan(x).any(), torch.allclose(x, x + 0)),
     "index": lambda x: (x[0], x[-1, 2:], x[..., 1], x[:, None].shape, x[[0, 2]], x[x > 0], x[torch.tensor([1, 0])]),
