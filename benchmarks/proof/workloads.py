@@ -14,6 +14,8 @@ FIXED = {"half": 0.5, "deep": 0.75, "probe": 1.0}
 FROZEN = re.compile(r"frozen(\d+)(_cached)?")
 # First the head alone, then everything (LP-FT); or one part more in each epoch, from the end (ULMFiT).
 THAWING = ("lpft", "gradual")
+FINE_TUNING = (*SHORT, *FIXED, *THAWING)
+LITE0 = "{data}/checkpoints/tf_efficientnet_lite0.safetensors"
 # As the runs that are kept of the small networks were made.
 WITHOUT_TRIAL = "callbacks.freezing.policy.trial_progress=null"
 # The plain run made as short as one of these takes.
@@ -77,28 +79,28 @@ WORKLOADS = {
     "trashnet_efficientnet": Workload(
         "val/acc",
         None,
-        (*SHORT, *FIXED, *THAWING),
-        ("data.root={data}/trashnet", "model.weights={data}/checkpoints/tf_efficientnet_lite0.safetensors"),
+        FINE_TUNING,
+        ("data.root={data}/trashnet", f"model.weights={LITE0}"),
         views=0,
     ),
     "cifar10_efficientnet": Workload(
         "val/acc",
         None,
-        (*SHORT, *FIXED, *THAWING),
-        ("data.root={data}/cifar10", "model.weights={data}/checkpoints/tf_efficientnet_lite0.safetensors"),
+        FINE_TUNING,
+        ("data.root={data}/cifar10", f"model.weights={LITE0}"),
         views=0,
     ),
     "camvid_efficientnet": Workload(
         "val/miou",
         None,
-        (*SHORT, *FIXED, *THAWING),
-        ("data.root={data}/camvid", "model.net.weights={data}/checkpoints/tf_efficientnet_lite0.safetensors"),
+        FINE_TUNING,
+        ("data.root={data}/camvid", f"model.net.weights={LITE0}"),
         views=0,
     ),
     "banking77_minilm": Workload(
         "val/acc",
         None,
-        (*SHORT, *FIXED, *THAWING),
+        FINE_TUNING,
         (
             "data.root={data}/banking77",
             "data.vocabulary={data}/checkpoints/all_minilm_l6_v2_vocab.txt",

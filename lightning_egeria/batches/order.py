@@ -107,7 +107,7 @@ class EpochOrder:
 
 
 def _by_epoch(sampler: Any) -> Any:
-    """Return the sampler, or that of a batch sampler, to which Lightning tells the epoch; None without one."""
+    """Return the sampler with ``set_epoch``: the given one, or the one inside a batch sampler; None without one."""
     for one in (sampler, getattr(sampler, "sampler", None)):
         if callable(getattr(one, "set_epoch", None)):
             return one

@@ -140,16 +140,18 @@ class FrontState:
 
     def _note(self) -> None:
         self._held = self._current()
-        self._contents, self._arrays = _within(self._others, self._packages)
-        self._tensors = [tensor for _, _, tensor in self._held]
+        self._contents, arrays = _within(self._others, self._packages)
+        self._tensors = [*(tensor for _, _, tensor in self._held), *arrays]
         self._elsewhere = [tensor for tensor in self._tensors if tensor.device.type != "cpu"]
         self._objects: list[Any] = []  # so that values are compared first
+        here = [tensor for tensor in self._tensors if tensor.device.type == "cpu" and tensor.numel()]
         memory = [
-            torch.as_strided(t.detach(), (t.numel(),), (1,)).view(torch.uint8).numpy().data
-            for t in self._tensors
-            if t.device.type == "cpu" and t.numel() and torch.ops.aten.is_non_overlapping_and_dense(t)
+            torch.as_strided(one.detach(), (one.numel(),), (1,)).view(torch.uint8).numpy().data
+            for one in here
+            if _is_dense(one)
         ]
         self._shares = divided(memory, torch.get_num_threads())
+        self._scattered = [tensor for tensor in here if not _is_dense(tensor)]
         self._marked = self._mark()
 
     def _note_objects(self) -> None:
@@ -159,13 +161,7 @@ class FrontState:
     def _mark(self) -> tuple[list[tuple[int, bool]], list[int], list[int]]:
         """Something that differs once a value was written, or a tensor needs a gradient."""
         versions = [version_of(tensor) for tensor in self._elsewhere]
-        state = xxhash.xxh3_64()
-        for array in self._arrays:
-            if array.device.type == "cpu":
-                state.update(bytes_of(array))
-            else:
-                versions.append(version_of(array))
-        sums = [*checksums(self._shares), state.intdigest()]
+        sums = [*checksums(self._shares), *(xxhash.xxh3_64_intdigest(bytes_of(one)) for one in self._scattered)]
         return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors], versions, sums
 
     def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
@@ -226,12 +222,17 @@ def _within(others: _Others, packages: set[str]) -> tuple[list[_Content], list[T
     return contents, arrays
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its memory holds its values and nothing else, as they are."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor)) and not (tensor.is_conj() or tensor.is_neg())
+
+
 def _itself(value: Any) -> Any:
     return value
 
 
 def _named(value: Any) -> str:
-    """A plain value, or the name of its class; that of a function."""
+    """A plain value, or else the name of a function or of a class."""
     return repr(value) if isinstance(value, _PLAIN) else getattr(value, "__qualname__", type(value).__qualname__)
 
 
@@ -245,7 +246,7 @@ def _is_attribute(name: str, value: Any) -> bool:
 
 
 def _is_other(name: str, value: Any) -> bool:
-    """Whether it is a tensor, a container or an object that a module holds as an attribute of its own."""
+    """Whether it is a tensor, a container or an object among the attributes of a module."""
     if name in _OF_TORCH or _is_attribute(name, value):
         return False
     return not isinstance(value, Tensor) or value.grad_fn is None

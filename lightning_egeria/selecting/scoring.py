@@ -74,9 +74,9 @@ class Scorer:
             return
         if _are_elsewhere(expected, found):
             raise PerSampleLossError(
-                "the losses of the samples are in another order than the samples, so they would be those of others. "
-                "Return them in the order of the batch, or pass SelectiveBackprop(..., per_sample_loss=function), "
-                "which takes the module and a batch"
+                "the losses of the samples are in another order than the samples, so samples would get the wrong "
+                "losses. Return them in the order of the batch, or pass SelectiveBackprop(..., "
+                "per_sample_loss=function), which takes the module and a batch"
             )
 
     def losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:

@@ -81,6 +81,8 @@ def divided(memory: Sequence[memoryview], threads: int) -> list[list[memoryview]
 
 def checksums(shares: Sequence[Sequence[memoryview]]) -> list[int]:
     """Return a checksum of each share, which are read at the same time."""
+    if len(shares) == 1:
+        return [_checksum(shares[0])]
     with ThreadPoolExecutor(len(shares)) as pool:  # starts no thread before there is work
         others = [pool.submit(_checksum, share) for share in shares[1:]]
         return [_checksum(shares[0]), *(other.result() for other in others)]

@@ -97,7 +97,10 @@ class Noisy(Classifier):
 def test_losses_in_another_order_are_refused():
     with pytest.raises(PerSampleLossError, match="in another order than the samples"):
         scorer_of(Sorting()).check(lambda: BATCH, 6, 0)
-    function = lambda module, batch: F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")  # noqa: E731
+
+    def function(module, batch):
+        return F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
+
     with pytest.raises(PerSampleLossError, match="in another order than the samples"):
         scorer_of(Classifier(), lambda *both: function(both[0], brightest_first(both[1]))).check(lambda: BATCH, 6, 0)
     for module in (Classifier(), NeedsOrder(), Noisy(), InPlace()):
