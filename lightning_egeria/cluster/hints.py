@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.errors import TraceError
-from lightning_egeria.programs.files import read_at_most
+from lightning_egeria.programs.files import read_at_most, write_whole
 
 VERSION = 1
 MAX_BYTES = 2**16
@@ -56,12 +55,7 @@ class Hints:
 
     def write(self, path: Path) -> None:
         """Replace the file at once, so that a reader sees the old or the new one whole."""
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            draft.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}, allow_nan=False) + "\n")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_whole(path, json.dumps({"version": VERSION, **dataclasses.asdict(self)}, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Hints:

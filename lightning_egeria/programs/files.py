@@ -1,4 +1,4 @@
-"""Reading files that a job has written."""
+"""Reading files that a job has written, and replacing files that others read."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def read_at_most(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise OSError(f"{path} is larger than {most} bytes")
     return content
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file: a reader sees the whole old or new one, and a full disk leaves the old one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

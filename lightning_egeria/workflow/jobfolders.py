@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import enum
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_egeria.errors import ExecutionError, QueueError
+from lightning_egeria.programs.files import write_whole
 from lightning_egeria.programs.locks import held
 from lightning_egeria.workflow.rundirs import check_owned
 
@@ -228,14 +228,3 @@ class JobFolder:
         """Whether a process holds the job now."""
         with self.watched() as free:
             return not free
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file: a reader sees the whole old or new one, and a full disk leaves the old one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise

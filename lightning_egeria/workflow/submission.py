@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from lightning_egeria.errors import QueueError
+from lightning_egeria.programs.files import write_whole
 from lightning_egeria.workflow.compiler import Compiled
 from lightning_egeria.workflow.history import History, Row
 from lightning_egeria.workflow.home import Home
-from lightning_egeria.workflow.jobfolders import JobFolder, State, Submission, write_whole
+from lightning_egeria.workflow.jobfolders import JobFolder, State, Submission
 from lightning_egeria.workflow.refreshing import keep_state
 
 
