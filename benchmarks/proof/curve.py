@@ -1,7 +1,7 @@
 """What a run notes of itself: its metrics, and what kinds of steps it took."""
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +14,12 @@ from lightning_egeria.selecting.stats import SelectionStats
 class Curve(lightning.Callback):
     """Notes the metrics after each validation, with the batches that were done of each kind until then.
 
-    The kind of a batch is the frozen depth, and with the cache what most of its samples did: ``"5 hit"``;
-    ``"5 from 3"``, what is cached of them is of depth 3, before it grew; ``"5 miss"``, they are written; or
-    ``"5 off"``, neither, though what is frozen is in evaluation mode for the cache's sake. With partial backprop it is
-    the depth in front of the suffix, ``"5 paused"``, and with a smaller batch the size of that, ``"0 of 48"``. It is
-    what the time of a step depends on. Give it behind the method's callback, which counts the cache's batches before it
-    then.
+    The kind of a batch is the frozen depth, and with the cache what its samples did, each of them counted as its share
+    of the batch: ``"5 hit"``; ``"5 from 3"``, what is cached of them is of depth 3, before it grew; ``"5 miss"``, they
+    are written; or ``"5 off"``, neither, though what is frozen is in evaluation mode for the cache's sake. With partial
+    backprop it is the depth in front of the suffix, ``"5 paused"``, and with a smaller batch the size of that,
+    ``"0 of 48"``. It is what the time of a step depends on. Give it behind the method's callback, which counts the
+    cache's batches before it then.
 
     Args:
         freezing: of the run, or None.
@@ -32,7 +32,8 @@ class Curve(lightning.Callback):
 
     Attributes:
         points: one for each validation.
-        durations: of every batch, its kind and the seconds that it took, waiting for it included.
+        durations: of every batch, the kind of most of its samples and the seconds that it took, waiting for it
+            included.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Curve(lightning.Callback):
         self.partial, self.smaller = partial, smaller
         self._selected = (0, 0)
         self.points: list[dict[str, Any]] = []
-        self.batches: Counter[str] = Counter()
+        self.batches: dict[str, float] = defaultdict(float)
         self.durations: list[tuple[str, float]] = []
         self.seconds = 0.0
         self._mark = 0.0
@@ -66,11 +67,13 @@ class Curve(lightning.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         now = time.perf_counter()
-        kind = self._kind()
+        shares = self._shares()
+        kind = max(shares, key=shares.__getitem__)
         self.durations.append((kind, now - self._mark))
         self.seconds += now - self._mark
         if self.selection is None:
-            self.batches[kind] += 1
+            for part, share in shares.items():
+                self.batches[part] += share
         else:
             stats = self.selection()
             before, self._selected = self._selected, (stats.scored, stats.trained)
@@ -78,24 +81,24 @@ class Curve(lightning.Callback):
             self.batches[kind] += (stats.trained - before[1]) / self.batch_size
         self._mark = now
 
-    def _kind(self) -> str:
+    def _shares(self) -> dict[str, float]:
+        """Kinds of the batch that is over, and the share of its samples that is of each."""
         if self.partial is not None:
-            return f"{self.partial.depth} paused" if self.partial.depth else "0"
+            return {f"{self.partial.depth} paused" if self.partial.depth else "0": 1}
         if self.smaller is not None:
-            return f"0 of {self.smaller}"
+            return {f"0 of {self.smaller}": 1}
         if self.cache is None or self._depth == 0:
-            return str(self._depth)
+            return {str(self._depth): 1}
         stats = self.cache.stats
         counted = (stats.hits, stats.advanced, stats.misses, stats.to_write)
         hits, advanced, misses, to_write = (now - before for now, before in zip(counted, self._counted, strict=True))
         self._counted = counted
         if self._cached_before and stats.depth == self._cached_before:  # not yet deeper, or it cannot be
             hits, advanced = 0, hits + advanced
-        if hits > max(advanced, misses):
-            return f"{self._depth} hit"
-        if advanced > misses:
-            return f"{self._depth} from {self._shallower}"
-        return f"{self._depth} {'miss' if to_write else 'off'}"
+        missed = f"{self._depth} {'miss' if to_write else 'off'}"
+        samples = {f"{self._depth} hit": hits, f"{self._depth} from {self._shallower}": advanced, missed: misses}
+        total = sum(samples.values())
+        return {kind: count / total for kind, count in samples.items() if count} or {missed: 1}
 
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:

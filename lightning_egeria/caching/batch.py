@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,21 +11,19 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 from torch import Tensor
 
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.levels import Flags, Found, Level, Rows
 from lightning_egeria.caching.loading import stamp_of
 from lightning_egeria.caching.plan import Loaded, Mode
-from lightning_egeria.caching.sizes import Tables, along, content, has_samples
+from lightning_egeria.caching.sizes import Outside
 from lightning_egeria.lazy import tape
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.sending import receive
 from lightning_egeria.lazy.tape import Node, Tape, version_of
 from lightning_egeria.profiling.clock import mark
-from lightning_egeria.snapshots.digests import bytes_of
 from lightning_egeria.stores.rows import laid_out
 
 
@@ -45,7 +44,7 @@ class Owner(Protocol):
 
     keys: Keys
     front: Front | None
-    tables: Tables
+    outside: Outside
 
     def level_at(self, depth: int) -> Level | None:
         """The level of a boundary."""
@@ -65,8 +64,11 @@ class Owner(Protocol):
     def forget(self, level: Level, entries: Rows) -> None:
         """Make misses of entries whose samples have changed."""
 
-    def computed(self, batch: CachedBatch, node: Node, value: Tensor) -> None:
-        """The output at the deepest boundary was computed, for all samples or for those without an entry."""
+    def judge_length(self, level: Level, node: Node) -> None:
+        """Find out whether entries of a level serve batches of other lengths, unless that is known."""
+
+    def computed(self, batch: CachedBatch, node: Node, value: Tensor, places: Rows | None = None) -> None:
+        """The output at the deepest boundary was computed, for all samples or for those at some places."""
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
@@ -171,7 +173,7 @@ class CachedBatch:
         length = node.meta.shape[1] if level.form.ragged else 1
         missing = np.ones(self.samples, bool)
         parts: list[tuple[Rows, Tensor]] = []
-        computed = False
+        computed: list[tuple[Rows, Tensor]] = []
         for read in self.reads:
             start = node if read.level is level else self._older.get(read.level.depth)
             form = read.level.form
@@ -180,20 +182,24 @@ class CachedBatch:
             if start is not node and form.rounds:
                 continue  # it would be rounded twice
             own = start.meta.shape[1] if form.ragged else 1
-            made = self.stamps(start, form.ragged)
+            made = self._owner.outside.stamps(start, form.ragged)
             if made is None:
                 continue
-            data, read_rows, stamps, lengths = read.future.result()
+            data, read_rows, known, lengths = read.future.result()
             if self._versions.setdefault(id(read), version_of(data)) != version_of(data):
                 continue  # the program has changed in place what it got of an earlier call
             chosen = np.arange(len(read.places)) if read.rows is None else read.rows
-            sound = read_rows[chosen] & self._is_of(read, stamps[chosen], made)
-            sound &= read.level.proven.serves(lengths[chosen], own)
+            sound = read_rows[chosen] & self._is_of(read, known[chosen], made)
+            if form.ragged:
+                self._owner.judge_length(read.level, start)
+                sound &= read.level.padded.serves(lengths[chosen], own)
             if not sound.any():
                 continue
             if not parts and not self._owner.front_is_unchanged():
                 return None
             if form.ragged:
+                if start is not node and level.form.ragged and level.padded.agree:
+                    own = max(own, min(self._owner.outside.room(node), int(lengths[chosen[sound]].min())))
                 data = data[:, :own].contiguous()
             rows = form.from_memory(data.to(front.device, non_blocking=True))
             if read.rows is not None or not sound.all() or not read_rows.all():
@@ -201,36 +207,57 @@ class CachedBatch:
                 rows = rows[torch.from_numpy(kept).to(rows.device)]
             places = read.places[sound]
             if start is not node:
-                found = self._replayed(node, places, start, rows)
+                found = self._replayed(level, node, places, own if level.form.ragged else 1, start, rows)
                 if found is None:
                     continue
-                rows, computed = found, True
+                computed.append((places, found))
+                rows = found[:, :length] if level.form.ragged else found
                 self.advanced += len(places) * (self.calls == 1)
             else:
                 self.hits += len(places) * (self.calls == 1)
             missing[places] = False
             parts.append((places, rows))
-        if missing.all():
-            return None
         if missing.any():
-            found = self._replayed(node, np.flatnonzero(missing), None, None)
+            places = np.flatnonzero(missing)
+            found = self._padded(level, node, places) if level.form.ragged else None
+            if found is None:
+                found = self._replayed(level, node, places, length) if not missing.all() else None
             if found is None:
                 return None
-            parts.append((np.flatnonzero(missing), found))
-            computed = True
+            computed.append((places, found))
+            parts.append((places, found[:, :length] if level.form.ragged else found))
         whole = parts[0][1]
         if len(parts) > 1 or whole.is_inference():
             whole = level.form.empty(self.samples, length, front.device)
             for places, rows in parts:
                 whole[torch.from_numpy(places).to(front.device)] = rows
+        for places, rows in computed:
+            self._owner.computed(self, node, rows, places)
         if computed:
-            self._owner.computed(self, node, whole)
             whole = level.form.rounded(whole)
         return laid_out(whole, node.meta.shape, node.meta.stride)
 
-    def _replayed(self, node: Node, places: Rows, start: Node | None, rows: Tensor | None) -> Tensor | None:
-        """Compute the output of some samples, from their rows at an earlier boundary if they are given."""
-        if not all(self._owner.tables.is_as_before(leaf) for leaf in node.leaves() if leaf.row is None):
+    def _padded(self, level: Level, node: Node, places: Rows) -> Tensor | None:
+        """Compute the output of some samples with more padding than their batch has; None if that is of no use."""
+        self._owner.judge_length(level, node)
+        room = self._owner.outside.room(node) if level.padded.agree else 0
+        return self._replayed(level, node, places, room) if room > node.meta.shape[1] else None
+
+    def _replayed(
+        self,
+        level: Level,
+        node: Node,
+        places: Rows,
+        length: int,
+        start: Node | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor | None:
+        """Compute the output of some samples, from their rows at an earlier boundary if they are given.
+
+        A ragged level gets them with padding up to a length.
+        """
+        outside, shape, value_of = self._owner.outside, node.meta.shape[1:], lambda leaf: leaf.value
+        if not all(outside.fits(leaf) for leaf in node.leaves() if leaf.row is None):
             return None
         size = self._owner.size_for(len(places), self.samples)
         padded = np.resize(places, size).tolist()
@@ -238,8 +265,11 @@ class CachedBatch:
         if start is not None and rows is not None:
             some = rows[torch.from_numpy(np.resize(np.arange(len(places)), size)).to(rows.device)]
             given[start] = laid_out(some, start.meta.shape, start.meta.stride)
-        found = replay(node, padded, given)
-        return found[: len(places)] if found is not None and found.shape[1:] == node.meta.shape[1:] else None
+        if level.form.ragged and length != shape[0]:
+            value_of = functools.partial(outside.at_length, before=shape[0], length=length)
+            shape = (length, *shape[1:])
+        found = replay(node, padded, given, value_of, outside.has_samples)
+        return found[: len(places)] if found is not None and found.shape[1:] == shape else None
 
     def reached(self, node: Node, value: Tensor) -> Tensor:
         """The output at the deepest boundary was computed for the whole batch; return it as an entry would be."""
@@ -257,46 +287,10 @@ class CachedBatch:
         for read in self.reads:
             if read.level is level and read.rows is None and len(read.places) == self.samples:
                 data, sound, _, lengths = read.future.result()
-                if not sound.all() or not level.proven.serves(lengths, length).all():
+                if not sound.all() or not level.padded.serves(lengths, length).all():
                     return None
                 return level.form.from_memory(data[:, :length].contiguous() if level.form.ragged else data)
         return None
-
-    def stamps(self, node: Node, ragged: bool) -> npt.NDArray[np.uint64] | None:
-        """Return a digest of what the program made of each sample, ``[samples]``; None if it cannot be known.
-
-        With ``ragged``, samples that are padded to another length have the same digest.
-        """
-        if not self.tape.has_outside:
-            return np.zeros(self.samples, np.uint64)
-        outside = [leaf for leaf in node.leaves() if leaf.row is None]
-        states = [xxhash.xxh3_64() for _ in range(self.samples)]
-        for leaf in outside:
-            if (
-                leaf.value is None
-                or leaf.version != version_of(leaf.value)
-                or not self._owner.tables.is_as_before(leaf)
-            ):
-                return None
-            value = leaf.value.detach()
-            grows = along(leaf, node.meta.shape[1]) if ragged else None
-            if grows is not None and has_samples(leaf):
-                for place, state in enumerate(states):
-                    head = f"{leaf.key} {tuple(grows.shape[2:])} {value.dtype}"
-                    state.update(head.encode() + content(grows[:, place]))
-                continue
-            if grows is not None and self._owner.tables.goes_on(leaf.key, grows):
-                continue
-            head = f"{leaf.key} {tuple(value.shape)} {value.dtype}"
-            if value.ndim and value.shape[0] == self.samples:
-                head = f"{leaf.key} {tuple(value.shape[1:])} {value.dtype}"
-                parts = [bytes_of(row) for row in value.cpu()]
-            else:
-                parts = [bytes_of(value)] * self.samples
-            for state, part in zip(states, parts, strict=True):
-                state.update(head.encode())
-                state.update(part)
-        return np.array([state.intdigest() if outside else 0 for state in states], np.uint64)
 
     def finish(self) -> None:
         """The batch is over: compute what the program still holds of the front."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +21,7 @@ from lightning_egeria.training.rehearsal import is_apart
 
 _GLOBAL_HOOKS = (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks)
 _ONE = pytree.tree_flatten(((0,), {}))[1]  # structure of a call with one positional argument
+_without_casts: ContextVar[bool] = ContextVar("without_casts", default=False)
 _Form = tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]]  # results, their structure, changed arguments
 
 
@@ -67,6 +70,8 @@ class _UnitCall(Unit):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit, context = self._unit, self._context
+        if _without_casts.get():
+            context = context._replace(autocast=tuple((device, False, dtype) for device, _, dtype in context.autocast))
         unit.front.ran.add(unit.number)
         if Context.current(unit.front.devices) == context:
             return unit.original(*args, **kwargs)
@@ -75,6 +80,16 @@ class _UnitCall(Unit):
             for device, enabled, dtype in context.autocast:
                 run = functools.partial(_cast, device, enabled, dtype, run)
             return run()
+
+
+@contextlib.contextmanager
+def without_casts() -> Iterator[None]:
+    """Run recorded layer modules without autocast meanwhile, in the precision of their weights."""
+    token = _without_casts.set(True)
+    try:
+        yield
+    finally:
+        _without_casts.reset(token)
 
 
 def _is_of_a_batch(lazy: LazyTensor) -> bool:

@@ -124,7 +124,7 @@ class Level:
             made. Known once an entry was written or read.
         verified: whether this run has compared or written the entry, ``[entries]``.
         lengths: of the rows of a ragged form, ``[entries]``; 0 where it is not known.
-        proven: lengths of batches that longer entries may be used in.
+        padded: whether entries of a ragged form serve batches of other lengths.
     """
 
     depth: int
@@ -136,7 +136,7 @@ class Level:
     stamps: npt.NDArray[np.uint64]
     verified: Flags
     lengths: npt.NDArray[np.int32]
-    proven: Lengths = dataclasses.field(default_factory=Lengths)
+    padded: Lengths = dataclasses.field(default_factory=Lengths)
 
     def present(self, entries: Rows) -> Flags:
         """Which entries are there, as far as the index says."""

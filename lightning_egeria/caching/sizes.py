@@ -1,44 +1,26 @@
-"""Batches whose rows have the same bits: of other sizes, and texts that are padded to another length.
+"""Batches of other sizes whose rows have the same bits, and texts that are padded to another length.
 
-An entry of a padded batch serves every batch that is not longer, where the output at a position does not change with
-the padding behind it: see `judge_length`.
+An entry of a padded batch serves every batch that is not longer, where the output at a position does not depend on the
+padding behind it: see `judge_length`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import xxhash
 from torch import Tensor
 
-from lightning_egeria.lazy.tape import Node
+from lightning_egeria.lazy.tape import Node, version_of
 from lightning_egeria.snapshots.digests import bytes_of, same_bits
 
 ROOM = 2  # times the length of the first batch: what longer batches compute is not kept
 LEAST_ROOM = 64
+LEAST_LENGTH = 16  # that batches are padded to, if there was a longer one
 AGREEING = 2  # batches of another size with the bits of the entries, before it is used
-
-
-def is_padded(node: Node) -> bool:
-    """Whether a boundary activation, ``[samples, length, ...]``, seems to follow from samples padded to its length."""
-    if len(node.meta.shape) < 3 or node.meta.stride[1] < max(node.meta.stride[2:]):
-        return False
-    return any(has_samples(leaf) and along(leaf, node.meta.shape[1]) is not None for leaf in node.leaves())
-
-
-def sample_lengths(node: Node) -> list[int]:
-    """Return the length of each sample without its padding, of which one position counts; in the order of the batch.
-
-    Args:
-        node: boundary activation of a padded batch, ``[samples, length, ...]``.
-    """
-    found = [1] * node.tape.size
-    for leaf in node.leaves():
-        value = along(leaf, node.meta.shape[1])
-        if value is not None and has_samples(leaf):
-            found = [max(before, _stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
-    return found
 
 
 def has_samples(leaf: Node) -> bool:
@@ -46,22 +28,24 @@ def has_samples(leaf: Node) -> bool:
     return leaf.value is not None and leaf.value.ndim > 0 and leaf.value.shape[0] == leaf.tape.size
 
 
-def along(leaf: Node, length: int) -> Tensor | None:
-    """Return a tensor from outside with the one dimension of a length in front; None if it has none, or several."""
-    if leaf.row is not None or leaf.value is None:
-        return None
-    dims = [dim for dim, size in enumerate(leaf.value.shape) if size == length and (dim or not has_samples(leaf))]
-    return leaf.value.movedim(dims[0], 0) if len(dims) == 1 else None
-
-
-def content(row: Tensor) -> bytes:
+def content(row: Tensor, padding: Tensor | None = None) -> bytes:
     """Return a row's values without the padding at its end, and one value of that: the same however long it is padded.
+
+    Args:
+        row: ``[length, ...]``.
+        padding: value of a position that is padding; None takes a value that is repeated at the end for that.
 
     >>> import torch
     >>> content(torch.tensor([5, 6, 0])) == content(torch.tensor([5, 6, 0, 0, 0]))
     True
+    >>> content(torch.tensor([5, 6]), torch.tensor(0)) == content(torch.tensor([5, 6, 0, 0]))
+    True
     """
-    return bytes_of(row[: _stem(row)])
+    if padding is None or not row.numel():
+        return bytes_of(row[: _stem(row)])
+    if same_bits(row[-1], padding):
+        row = row[: _stem(row) - 1]
+    return bytes_of(row) + bytes_of(padding)
 
 
 def _stem(row: Tensor) -> int:
@@ -98,79 +82,186 @@ class BatchSizes:
 
 
 class Lengths:
-    """Lengths of batches, in classes whose members give the same bits wherever there are samples.
+    """Whether a text's output is the same however far it is padded, as far as batches of some lengths have told.
+
+    Attributes:
+        agree: whether it is, to rounding; None if nobody knows yet.
+        exact: whether all bits were the same so far.
 
     >>> lengths = Lengths()
-    >>> for length in (40, 30, 50):
-    ...     lengths.add(length)
-    >>> lengths.to_compare(50)
-    [40, 30]
-    >>> lengths.keep(50, 40, True), lengths.keep(50, 30, False)
-    (None, None)
+    >>> lengths.serves(np.array([50, 40, 30]), 40).tolist()
+    [False, True, False]
+    >>> lengths.judged(50, same=True, exact=True)
     >>> lengths.serves(np.array([50, 40, 30]), 40).tolist()
     [True, True, False]
     """
 
     def __init__(self) -> None:
-        self._class: dict[int, int] = {}
-        self._apart: set[frozenset[int]] = set()
+        self.agree: bool | None = None
+        self.exact = True
+        self._judged: set[int] = set()
 
-    def add(self, length: int) -> None:
-        """A batch of a length has come."""
-        self._class.setdefault(length, length)
+    def is_new(self, length: int) -> bool:
+        """Whether a batch of a length may tell more."""
+        return self.agree is not False and length not in self._judged
 
-    def to_compare(self, length: int) -> list[int]:
-        """Return the longest shorter length of each class that was not compared with the one of a length."""
-        own = self._class[length]
-        found: dict[int, int] = {}
-        for other, number in self._class.items():
-            if other < length and number != own and frozenset((number, own)) not in self._apart:
-                found[number] = max(other, found.get(number, 0))
-        return sorted(found.values(), reverse=True)
-
-    def keep(self, length: int, other: int, same: bool) -> None:
-        """Keep whether two lengths give the same bits."""
-        own, number = self._class[length], self._class[other]
-        if not same:
-            self._apart.add(frozenset((own, number)))
-            return
-        self._class = {one: own if at == number else at for one, at in self._class.items()}
-        self._apart = {frozenset(own if at == number else at for at in pair) for pair in self._apart}
+    def judged(self, length: int, same: bool, exact: bool) -> None:
+        """A batch of a length has told whether shorter or longer ones have the same output, and the same bits."""
+        self._judged.add(length)
+        self.exact = self.exact and exact
+        self.agree = same and self.agree is not False
 
     def serves(self, own: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.bool_]:
         """Return which entries, of these lengths, may be used in a batch of another length."""
-        same = [one for one, at in self._class.items() if one > length and at == self._class.get(length)]
-        found: npt.NDArray[np.bool_] = (own == length) | np.isin(own, same)
+        found: npt.NDArray[np.bool_] = own >= length if self.agree else own == length
         return found
 
 
-class Tables:
-    """Tensors of the program that grow with the length of the batch, such as the numbers of its positions."""
+class Outside:
+    """Tensors of the program that the front is called with, also as they would be in longer or shorter batches.
+
+    Whether one has a row for each sample is kept from the first batch: later a batch may be as long as it is large.
+
+    Attributes:
+        longest: length of the longest padded batch so far.
+    """
 
     def __init__(self) -> None:
-        self._longest: dict[int, Tensor] = {}
+        self.longest = 0
         self._with_samples: dict[int, bool] = {}
+        self._tables: dict[int, Tensor] = {}
+        self._paddings: dict[int, Tensor] = {}
 
-    def __len__(self) -> int:
-        return len(self._longest)
+    @property
+    def has_tables(self) -> bool:
+        """Whether there are tensors without samples that grow with the length, such as the numbers of positions."""
+        return bool(self._tables)
 
-    def is_as_before(self, leaf: Node) -> bool:
-        """Whether a tensor has a row for each sample, or has none, as in the first batch: its shape may mislead."""
-        return self._with_samples.setdefault(leaf.key, has_samples(leaf)) == has_samples(leaf)
+    def has_samples(self, leaf: Node) -> bool:
+        """Whether a tensor from outside has a row for each sample of its batch."""
+        return self._with_samples.setdefault(leaf.key, has_samples(leaf))
 
-    def goes_on(self, key: int, value: Tensor) -> bool:
-        """Whether a tensor begins as those of other batches do.
+    def fits(self, leaf: Node) -> bool:
+        """Whether a tensor may be what it was in the first batch: one of samples must have a row for each."""
+        return has_samples(leaf) or not self.has_samples(leaf)
+
+    def is_padded(self, node: Node) -> bool:
+        """Whether a boundary activation, ``[samples, length, ...]``, seems to follow from padded samples."""
+        if len(node.meta.shape) < 3 or node.meta.stride[1] < max(node.meta.stride[2:]):
+            return False
+        return any(self.has_samples(leaf) for leaf, _ in self._growing(node))
+
+    def sample_lengths(self, node: Node) -> list[int]:
+        """Return the length of each sample without its padding, of which one position counts; in the batch's order.
 
         Args:
-            key: number of the tensor.
-            value: the tensor, with the length in front; the longest one is kept.
+            node: boundary activation of a padded batch, ``[samples, length, ...]``.
         """
-        longest = self._longest.setdefault(key, value.clone())
+        found = [1] * node.tape.size
+        for leaf, value in self._growing(node):
+            if self.has_samples(leaf):
+                found = [max(before, _stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
+        return found
+
+    def learn_padding(self, node: Node) -> bool:
+        """Learn from the first batch with padding what that is; return whether it is known, and as before."""
+        short = [place for place, one in enumerate(self.sample_lengths(node)) if one < node.meta.shape[1]]
+        for leaf, value in self._growing(node):
+            if not self.has_samples(leaf):
+                continue
+            ends = value[-1, short]
+            if short:
+                self._paddings.setdefault(leaf.key, ends[0].clone())
+            padding = self._paddings.get(leaf.key)
+            if padding is None or not same_bits(ends, padding.expand_as(ends)):
+                return False
+        return True
+
+    def room(self, node: Node) -> int:
+        """Return the length to compute a padded batch at, so that entries serve longer batches as well.
+
+        No length that the program has not used itself: its positions may end there.
+        """
+        length = node.meta.shape[1]
+        self.longest = max(self.longest, length)
+        room = min(self.longest, max(LEAST_LENGTH, 1 << (length - 1).bit_length()))
+        return room if room > length and self.learn_padding(node) else length
+
+    def at_length(self, leaf: Node, before: int, length: int) -> Tensor | None:
+        """Return a tensor as it would be in a batch of another length than before; None if that is not known."""
+        value = leaf.value
+        if value is None:
+            return None
+        dims = [dim for dim in range(int(self.has_samples(leaf)), value.ndim) if value.shape[dim] == before]
+        if length <= before or not dims:
+            for dim in dims:
+                value = value.narrow(dim, 0, length)
+            return value
+        if len(dims) > 1:
+            return None
+        if not self.has_samples(leaf):
+            table = self._tables.get(leaf.key)
+            return table[:length].movedim(0, dims[0]) if table is not None and len(table) >= length else None
+        moved, padding = value.movedim(dims[0], 0), self._paddings.get(leaf.key)
+        if padding is None:
+            return None
+        more = padding.expand(length - before, *moved.shape[1:])
+        return torch.cat([moved, more]).movedim(0, dims[0]).contiguous()
+
+    def stamps(self, node: Node, ragged: bool) -> npt.NDArray[np.uint64] | None:
+        """Return a digest of what the program made of each sample, ``[samples]``; None if it cannot be known.
+
+        With ``ragged``, samples that are padded to another length have the same digest.
+        """
+        size = node.tape.size
+        if not node.tape.has_outside:
+            return np.zeros(size, np.uint64)
+        outside = [leaf for leaf in node.leaves() if leaf.row is None]
+        states = [xxhash.xxh3_64() for _ in range(size)]
+        for leaf in outside:
+            if leaf.value is None or leaf.version != version_of(leaf.value) or not self.fits(leaf):
+                return None
+            value, with_samples = leaf.value.detach(), self.has_samples(leaf)
+            grows = self._along(leaf, node.meta.shape[1]) if ragged else None
+            if grows is not None and with_samples:
+                head = f"{leaf.key} {tuple(grows.shape[2:])} {value.dtype}"
+                parts = [content(row, self._paddings.get(leaf.key)) for row in grows.movedim(1, 0)]
+            elif grows is not None and self._goes_on(leaf.key, grows):
+                continue
+            elif with_samples:
+                head = f"{leaf.key} {tuple(value.shape[1:])} {value.dtype}"
+                parts = [bytes_of(row) for row in value.cpu()]
+            else:
+                head = f"{leaf.key} {tuple(value.shape)} {value.dtype}"
+                parts = [bytes_of(value)] * size
+            for state, part in zip(states, parts, strict=True):
+                state.update(head.encode())
+                state.update(part)
+        return np.array([state.intdigest() if outside else 0 for state in states], np.uint64)
+
+    def _growing(self, node: Node) -> Iterator[tuple[Node, Tensor]]:
+        """The tensors that a boundary activation follows from and that have its length, which comes in front."""
+        for leaf in node.leaves():
+            value = self._along(leaf, node.meta.shape[1])
+            if value is not None:
+                yield leaf, value
+
+    def _along(self, leaf: Node, length: int) -> Tensor | None:
+        """A tensor with the one dimension of a length in front; None if it has none, or several."""
+        if leaf.row is not None or leaf.value is None:
+            return None
+        with_samples = self.has_samples(leaf)
+        dims = [dim for dim, size in enumerate(leaf.value.shape) if size == length and (dim or not with_samples)]
+        return leaf.value.movedim(dims[0], 0) if len(dims) == 1 else None
+
+    def _goes_on(self, key: int, value: Tensor) -> bool:
+        """Whether a table begins as those of other batches do; the longest one is kept."""
+        longest = self._tables.setdefault(key, value.clone())
         common = min(len(longest), len(value))
         if not same_bits(value[:common], longest[:common]):
             return False
         if len(value) > len(longest):
-            self._longest[key] = value.clone()
+            self._tables[key] = value.clone()
         return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lightning_egeria.caching.batch import CachedBatch
@@ -15,7 +16,7 @@ from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.recording import Limits
-from lightning_egeria.caching.sizes import Tables
+from lightning_egeria.caching.sizes import Outside
 from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
 from lightning_egeria.caching.trial import Trials, is_rounding, judge_length
 from lightning_egeria.errors import CacheError
@@ -52,7 +53,7 @@ class Stream:
         front: the frozen front; None if nothing is cached.
         levels: the cached boundaries.
         keys: numbers of the computations seen so far.
-        tables: tensors of the program that grow with the length of a padded batch.
+        outside: tensors of the program.
     """
 
     def __init__(
@@ -70,12 +71,12 @@ class Stream:
     ) -> None:
         self.stats = stats if stats is not None else CacheStats()
         self.front: Front | None = None
-        self.keys, self.tables = Keys(), Tables()
+        self.keys, self.outside = Keys(), Outside()
         self.levels = LevelSet(directory, limits, self.stats, notices, dataset.close)
         self._name, self._dataset, self._views = name, dataset, views
         self._load_elsewhere, self._notices = load_elsewhere, notices
         self._planner = Planner(dataset, self.levels, views, seed, observes, notices)
-        self._trials = Trials(name, dataset, self._planner, self.levels, self.tables, views, seed)
+        self._trials = Trials(name, dataset, self._planner, self.levels, self.outside, views, seed)
         self._accounts = Accounts(self.stats)
         self._epoch, self._fronts = 0, 0
         self._epochs: int | None = None
@@ -192,8 +193,16 @@ class Stream:
             return self._load_elsewhere(batch.plan, places)
         return self._dataset.tensors(batch.plan, places)
 
-    def computed(self, batch: CachedBatch, node: Node, value: Tensor) -> None:
-        """The output at the deepest boundary was computed: try, compare or record it."""
+    def judge_length(self, level: Level, node: Node) -> None:
+        """Find out whether entries of a level serve batches of other lengths, unless that is known."""
+        if not level.form.ragged or not level.padded.is_new(node.meta.shape[1]):
+            return
+        text = judge_length(level.padded, self.outside, node)
+        if text is not None:
+            self._notices.inform(text)
+
+    def computed(self, batch: CachedBatch, node: Node, value: Tensor, places: Rows | None = None) -> None:
+        """The output at the deepest boundary was computed, of all samples or some: try, compare or record it."""
         front = self.front
         if front is None:
             return
@@ -201,7 +210,8 @@ class Stream:
             self._finish_trial(batch, node, value, front)
             return
         level = self.level_at(front.depth)
-        if level is None or node.key != level.key or value.shape[:1] != (batch.samples,):
+        some = places if places is not None else np.arange(batch.samples)
+        if level is None or node.key != level.key or value.shape[:1] != some.shape:
             return
         if not self.front_is_unchanged():
             self._front_moved(front)
@@ -210,11 +220,11 @@ class Stream:
         in_doubt = self._planner.sizes.verdict(batch.samples) is None or batch.plan.checks
         if in_doubt and not self._compare(batch, level, value):
             return
-        if level.form.ragged and not batch.hits + batch.advanced:
-            judge_length(level.proven, node, value, self._planner.sizes)
-        made = batch.stamps(node, level.form.ragged)
+        self.judge_length(level, node)
+        made = self.outside.stamps(node, level.form.ragged)
         if made is not None and self._is_read_again and self.is_proven(batch.samples):
-            self.levels.recording.write(self.levels.all, batch.entries, value, batch.fields, batch.lazy, made)
+            fields, lazy = [batch.fields[place] for place in some], [batch.lazy[place] for place in some]
+            self.levels.recording.write(self.levels.all, batch.entries[some], value, fields, lazy, made[some])
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
@@ -282,7 +292,9 @@ class Stream:
                 )
             return verdict is True
         step = LARGEST_STEP if level.form.rounds else None
-        if same_bits(stored, value) or (not self._trials.exact and is_rounding(stored, value, step)):
+        if same_bits(stored, value) or (
+            not (self._trials.exact and level.padded.exact) and is_rounding(stored, value, step)
+        ):
             return True
         self.stats.wrong += batch.samples
         level.forget(batch.entries)
@@ -320,8 +332,11 @@ class Stream:
         except (CacheError, StoreError) as error:
             self.stop(str(error), once="the disk" if isinstance(error, StoreError) else None)
             return
-        made = batch.stamps(node, self.levels.all[-1].form.ragged) if text is not None else None
-        if text is None or made is None:
+        if text is None:
+            return
+        self.judge_length(self.levels.all[-1], node)
+        made = self.outside.stamps(node, self.levels.all[-1].form.ragged)
+        if made is None:
             return
         self.stats.depth = front.depth
         self._notices.inform(text)

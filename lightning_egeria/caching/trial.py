@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.front import Front
+from lightning_egeria.caching.front import Front, without_casts
 from lightning_egeria.caching.level_set import LevelSet, Origin
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.planner import Planner
-from lightning_egeria.caching.sizes import BatchSizes, Lengths, Tables, has_samples, is_padded, sample_lengths
+from lightning_egeria.caching.sizes import BatchSizes, Lengths, Outside, has_samples
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node, version_of
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
-ROWS = 16  # that are run again, or half of a smaller batch, to compare two lengths
+ROWS = 16  # at most that are run again, to compare two lengths
+LEAST_PADDING = 2  # positions, besides the first, of samples that are used for that
+PADDING_STEP = 2**-14  # share of the largest value by which a row may differ at another length, in float32
 TRIALS = 10  # batches that may show nothing, before the cache stops
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
@@ -84,28 +88,68 @@ def smaller_sizes(node: Node, value: Tensor) -> list[int]:
     return found
 
 
-def judge_length(known: Lengths, node: Node, value: Tensor, sizes: BatchSizes) -> None:
-    """Compare the bits of a padded batch with those of shorter lengths that came before.
+def judge_length(lengths: Lengths, outside: Outside, node: Node) -> str | None:
+    """Compute some samples of a padded batch with less padding, with none, and with more: is their output the same?
+
+    Another length may take another kernel, so the bits may differ. Then it must be the same to rounding without
+    autocast, where rounding is far smaller than whatever looks at the padding.
 
     Args:
-        known: lengths that came before; this one is added.
-        node: boundary activation of a batch, with all rows loaded.
-        value: the activation, ``[samples, length, ...]``.
-        sizes: batches with the same bits as a whole one.
+        lengths: keeps the answer; it is not changed by a batch without padding.
+        outside: tensors of the program.
+        node: boundary activation, ``[samples, length, ...]``.
+
+    Returns:
+        What is new to tell the user.
     """
-    size, length = node.tape.size, value.shape[1]
-    known.add(length)
-    others = known.to_compare(length)
-    own = sample_lengths(node) if others else []
-    for other in others:
-        places = [place for place, one in enumerate(own) if one <= other]
-        if len(places) < min(ROWS, size) // 2:
-            continue
-        rows = sizes.size_for(min(ROWS, len(places)), size)
-        places = [places[number % len(places)] for number in range(rows)]
-        with preserved_random_state(), torch.no_grad():
-            found = replay(node, places, length=other)
-        known.keep(length, other, same_bits(found, value[places, :other]))
+    length, own = node.meta.shape[1], outside.sample_lengths(node)
+    outside.learn_padding(node)
+    order = sorted(range(len(own)), key=own.__getitem__)
+    # Where only the last values are equal, that may be no padding. The last one of these samples gets none.
+    short = [place for place in order if own[place] <= length - LEAST_PADDING]
+    tries = {max(1, own[some[-1]] - 1): some for some in (short[:ROWS], short[-ROWS:]) if some}
+    if (room := outside.room(node)) > length:
+        tries[room] = order[-ROWS:]
+    if not tries:
+        return None
+    judged = [_is_same(outside, node, places, other) for other, places in tries.items()]
+    exact, same = all(bits for _, bits in judged), all(fine for fine, _ in judged)
+    was_exact = lengths.exact
+    lengths.judged(length, same, exact)
+    if not same:
+        return (
+            "the output of a text depends on its padding (is there no mask?), so what was computed in a batch serves "
+            "only batches of the same length"
+        )
+    if was_exact and not exact:
+        return (
+            "the last bits of a text's output depend on the length of its batch; they may differ from a run without "
+            "the cache"
+        )
+    return None
+
+
+def _is_same(outside: Outside, node: Node, places: list[int], other: int) -> tuple[bool, bool]:
+    """Whether rows are the same at another length, to rounding; and whether they are the same bits."""
+    before = node.meta.shape[1]
+    common = min(before, other)
+
+    def both() -> list[Tensor]:
+        at_other = partial(outside.at_length, before=before, length=other)
+        found = [
+            replay(node, places, None, value_of, outside.has_samples) for value_of in (attrgetter("value"), at_other)
+        ]
+        return [one[:, :common] for one in found if one is not None and one.ndim > 1 and one.shape[1] >= common]
+
+    with preserved_random_state(), torch.no_grad():
+        pair = both()
+        if len(pair) < 2 or same_bits(*pair):
+            return len(pair) == 2, len(pair) == 2
+        with without_casts():
+            pair = both()
+    if len(pair) < 2 or pair[0].dtype not in (torch.float32, torch.float64):
+        return False, False
+    return is_rounding(pair[0], pair[1], PADDING_STEP), False
 
 
 class Trials:
@@ -116,7 +160,7 @@ class Trials:
         dataset: the user's dataset, asked for planned batches.
         planner: plans whole batches for trials; learns what a trial found.
         levels: the cached boundaries.
-        tables: tensors of the program that grow with the length of a padded batch.
+        outside: tensors of the program.
         views: variants of each sample to cache.
         seed: seed of the views.
 
@@ -130,12 +174,12 @@ class Trials:
         dataset: PlannedDataset,
         planner: Planner,
         levels: LevelSet,
-        tables: Tables,
+        outside: Outside,
         views: int,
         seed: int,
     ) -> None:
         self._name, self._dataset, self._planner, self._levels = name, dataset, planner, levels
-        self._tables, self._views, self._seed = tables, views, seed
+        self._outside, self._views, self._seed = outside, views, seed
         self.begin_front()
 
     def begin_front(self) -> None:
@@ -183,8 +227,8 @@ class Trials:
             # A tensor of the program with that length, position embeddings say, passes for rows of the batch.
             self.shows_nothing(f"{text} (or another dimension is as large as the batch: try another batch size)")
             return None
-        ragged = self.exact and is_padded(node)
-        if batch.stamps(node, ragged) is None:
+        ragged = self.exact and self._outside.is_padded(node)
+        if self._outside.stamps(node, ragged) is None:
             self.shows_nothing("samples differ in their structure")
             return None
         planner = self._planner
@@ -196,13 +240,10 @@ class Trials:
         origin = self._origin(node, front)
         text = self._levels.open(origin, value, ragged, max(64, FIELD_SLACK * longest), node.key)
         planner.sizes = BatchSizes(batch.samples, smaller)
-        level = self._levels.at(front.depth)
-        if ragged and level is not None:
-            judge_length(level.proven, node, value, planner.sizes)
         return text
 
     def _origin(self, node: Node, front: Front) -> Origin:
-        only_here = self._planner.has_own_ids or bool(self._tables)
+        only_here = self._planner.has_own_ids or self._outside.has_tables
         return Origin(
             self._name,
             type(self._dataset.dataset),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from lightning_egeria.lazy.tape import Node
 
 
 def replay(
-    node: Node, places: Sequence[int], given: Mapping[Node, Tensor] | None = None, length: int | None = None
+    node: Node,
+    places: Sequence[int],
+    given: Mapping[Node, Tensor] | None = None,
+    outside: Callable[[Node], Tensor | None] = lambda leaf: leaf.value,
+    has_samples: Callable[[Node], bool] | None = None,
 ) -> Tensor | None:
     """Compute a node anew for some samples of its batch, in any order and repeated where a place is.
 
@@ -20,7 +24,8 @@ def replay(
         node: a result of recorded operations.
         places: numbers of rows of the batch.
         given: values of nodes for these samples, in the place of what they are computed from.
-        length: of the longest of these samples, where they are padded; None keeps the program's tensors as they are.
+        outside: returns the value of a tensor from outside, for all samples; None if that is not known.
+        has_samples: whether one has a row for each sample; None goes by its shape.
 
     Returns:
         The value, ``[places, ...]``; None if the computation does not fit other samples, or another number.
@@ -49,10 +54,10 @@ def replay(
                 return None
             values[one] = _known(rows.get((places[one.row[0]], one.row[1]), one))
         elif one.call is None:
-            value = _known(one)
-            has_rows = value.ndim > 0 and value.shape[0] == tape.size
-            if length is not None:
-                value = _cut(value, node.meta.shape[1], length, first=int(has_rows))
+            value = outside(one)
+            if value is None:
+                return None
+            has_rows = value.ndim > 0 and value.shape[0] == tape.size and (has_samples is None or has_samples(one))
             values[one] = value[torch.tensor(places, device=value.device)] if has_rows else value
         else:
             try:
@@ -74,11 +79,3 @@ def _known(node: Node) -> Tensor:
     if node.value is None:
         raise RuntimeError("a leaf of a recorded computation has no value")
     return node.value
-
-
-def _cut(value: Tensor, before: int, length: int, first: int) -> Tensor:
-    """A tensor of the program as it would be in a shorter batch."""
-    for dim in range(first, value.ndim):
-        if value.shape[dim] == before:
-            value = value.narrow(dim, 0, length)
-    return value

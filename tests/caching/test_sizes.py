@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_egeria.caching.sizes import Lengths, Tables, along, content, form_length, is_padded, sample_lengths
+from lightning_egeria.caching.sizes import Lengths, Outside, content, form_length
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tape import Meta, Tape
 
@@ -24,44 +24,104 @@ def boundary(tokens, width=4):
 
 def test_the_length_of_a_sample_is_that_before_the_padding():
     node, _ = boundary(pad_sequence(SAMPLES, batch_first=True))
-    assert sample_lengths(node) == [4, 5, 3]  # one position of the padding belongs to a sample
+    assert Outside().sample_lengths(node) == [4, 5, 3]  # one position of the padding belongs to a sample
 
 
 def test_samples_are_padded_if_a_tensor_of_them_has_the_length():
     node, leaf = boundary(pad_sequence(SAMPLES, batch_first=True))
-    assert is_padded(node)
+    assert Outside().is_padded(node)
     leaf.value = leaf.value[:, :4]
-    assert not is_padded(node)
+    assert not Outside().is_padded(node)
     pooled, _ = boundary(pad_sequence(SAMPLES, batch_first=True))
     pooled.meta = Meta.of(torch.empty(3, 5))
-    assert not is_padded(pooled)
+    assert not Outside().is_padded(pooled)
     pooled.meta = Meta.of(torch.empty(3, 4, 5).transpose(1, 2))  # a beginning of these rows is not one piece
-    assert not is_padded(pooled)
+    assert not Outside().is_padded(pooled)
 
 
-def test_tables_go_on_while_they_begin_alike():
-    tables = Tables()
-    assert tables.goes_on(0, torch.arange(5))
-    assert tables.goes_on(0, torch.arange(8))
-    assert tables.goes_on(0, torch.arange(3))
-    assert not tables.goes_on(0, torch.tensor([0, 1, 2, 3, 4, 5, 7]))
-    assert tables.goes_on(1, torch.tensor([9]))
-    assert len(tables) == 2
+def with_table(samples, table):
+    """A node that follows from padded samples and from a tensor that grows with their length."""
+    tape = Tape(Keys(), len(samples), lambda places: [], lambda: None)
+    tokens = pad_sequence(samples, batch_first=True)
+    leaves = [tape.outside(tokens), tape.outside(table[: tokens.shape[1]])]
+    meta = Meta.of(torch.empty(*tokens.shape, 4))
+    spec = torch.utils._pytree.tree_flatten(((0, 0), {}))[1]
+    (node,) = tape.record("embed", lambda x, y: x, leaves, spec, [meta])
+    return node, leaves
 
 
-def test_classes_of_lengths_are_joined_and_kept_apart():
-    lengths = Lengths()
-    for length in (10, 20, 30, 40):
-        lengths.add(length)
-    lengths.keep(20, 10, same=False)
-    lengths.keep(30, 10, same=True)
-    assert lengths.to_compare(40) == [30, 20]
-    assert lengths.to_compare(30) == []  # 10 was compared with 20 already
-    lengths.keep(40, 20, same=True)
-    own = np.array([10, 20, 30, 40, 50], np.int32)
-    assert lengths.serves(own, 10).tolist() == [True, False, True, False, False]
-    assert lengths.serves(own, 20).tolist() == [False, True, False, True, False]
-    assert lengths.serves(own, 50).tolist() == [False, False, False, False, True]
+def test_stamps_are_the_same_however_long_a_batch_is():
+    outside, places = Outside(), torch.arange(20)
+    node, _ = with_table(SAMPLES, places)
+    first = outside.stamps(node, ragged=True)
+    assert outside.has_tables
+    longer, _ = with_table([SAMPLES[0], torch.arange(1, 9), SAMPLES[2]], places)
+    second = outside.stamps(longer, ragged=True)
+    assert (second == first).tolist() == [True, False, True]
+    assert (outside.stamps(node, ragged=True) == first).all()
+    other, _ = with_table(SAMPLES, places.flip(0))  # another table
+    assert not (outside.stamps(other, ragged=True) == first).any()
+
+
+def test_a_sample_without_padding_is_known_again():
+    outside = Outside()
+    node, _ = with_table(SAMPLES, torch.arange(20))
+    assert outside.learn_padding(node)
+    first = outside.stamps(node, ragged=True)
+    longer, _ = with_table([torch.arange(1, 9), SAMPLES[1], SAMPLES[2]], torch.arange(20))
+    assert outside.stamps(longer, ragged=True)[1] == first[1]
+
+
+def test_tensors_at_other_lengths_are_those_of_such_batches():
+    outside, places = Outside(), torch.arange(20)
+    long, _ = with_table([torch.arange(1, 9), SAMPLES[1], SAMPLES[2]], places)
+    assert outside.room(long) == 8
+    node, (tokens, table) = with_table(SAMPLES, places)
+    outside.stamps(long, ragged=True)
+    assert outside.learn_padding(long)
+    assert outside.room(node) == 8
+    wanted = torch.cat([tokens.value, torch.zeros(3, 3, dtype=torch.int64)], 1)
+    assert torch.equal(outside.at_length(tokens, 5, 8), wanted)
+    assert torch.equal(outside.at_length(table, 5, 8), places[:8])
+    assert torch.equal(outside.at_length(tokens, 5, 3), tokens.value[:, :3])
+    assert torch.equal(outside.at_length(table, 5, 3), places[:3])
+    assert outside.at_length(table, 5, 9) is None  # no batch was so long
+
+
+def test_another_padding_is_not_made_longer():
+    outside = Outside()
+    assert outside.learn_padding(with_table([torch.arange(1, 9), SAMPLES[1]], torch.arange(20))[0])
+    node, leaves = with_table(SAMPLES, torch.arange(20))
+    outside.longest = 8
+    assert outside.room(node) == 8
+    leaves[0].value[leaves[0].value == 0] = 7
+    assert outside.room(node) == 5
+
+
+def test_samples_are_those_of_the_first_batch():
+    outside = Outside()
+    node, leaves = with_table(SAMPLES, torch.arange(20))
+    assert [outside.has_samples(leaf) for leaf in leaves] == [True, False]
+    node, leaves = with_table([torch.arange(1, 4), torch.arange(1, 3), torch.arange(1, 2)], torch.arange(20))
+    assert [outside.has_samples(leaf) for leaf in leaves] == [True, False]
+    assert all(outside.fits(leaf) for leaf in leaves)
+    assert outside.sample_lengths(node) == [3, 3, 2]
+    assert torch.equal(outside.at_length(leaves[1], 3, 2), torch.arange(2))
+
+
+def test_entries_serve_shorter_batches_once_lengths_agree():
+    lengths, own = Lengths(), np.array([10, 20, 30], np.int32)
+    assert lengths.serves(own, 20).tolist() == [False, True, False]
+    lengths.judged(20, same=True, exact=False)
+    assert lengths.serves(own, 20).tolist() == [False, True, True]
+    assert not lengths.exact
+    assert not lengths.is_new(20)
+    assert lengths.is_new(30)
+    lengths.judged(30, same=False, exact=False)
+    lengths.judged(40, same=True, exact=True)
+    assert lengths.agree is False
+    assert not lengths.is_new(50)
+    assert lengths.serves(own, 20).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -85,13 +145,17 @@ def test_the_content_of_numbers_is_their_bits():
     wide = torch.tensor([[1, 2], [0, 0], [0, 0]])
     assert content(wide) == content(wide[:2]) != content(wide[:1])
     assert content(torch.empty(3, 0)) == b""
+    assert content(torch.tensor([0, 0]), torch.tensor(0)) == content(torch.tensor([0]))
+    assert content(torch.tensor([5, 7, 7]), torch.tensor(0)) != content(torch.tensor([5, 7]), torch.tensor(0))
 
 
-def test_a_tensor_with_two_such_dimensions_has_none():
-    _, leaf = boundary(torch.arange(15).view(3, 5))
-    assert along(leaf.tape.outside(torch.zeros(5, 5)), 5) is None
-    assert along(leaf.tape.outside(torch.zeros(5, 2)), 5).shape == (5, 2)
-    assert along(leaf.tape.outside(torch.zeros(3, 1, 1, 5)), 5).shape == (5, 3, 1, 1)
+def test_a_tensor_with_two_such_dimensions_is_not_made_longer():
+    outside, tape = Outside(), Tape(Keys(), 3, lambda places: [], lambda: None)
+    square, one = tape.outside(torch.zeros(5, 5)), tape.outside(torch.zeros(3, 1, 1, 5))
+    assert outside.at_length(square, 5, 8) is None
+    assert outside.at_length(square, 5, 4).shape == (4, 4)
+    assert outside.at_length(one, 5, 4).shape == (3, 1, 1, 4)
+    assert outside.at_length(one, 6, 8) is one.value
 
 
 def test_forms_have_room_for_longer_batches():
