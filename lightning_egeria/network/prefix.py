@@ -61,7 +61,7 @@ class FrozenPrefix:
         self._frozen_parameters: list[nn.Parameter] = []
         self._members: list[nn.Module] = []
         self._eval_all = False
-        self._training_before: list[tuple[nn.Module, bool]] = []  # of the members that are in evaluation mode
+        self._held: list[tuple[nn.Module, bool, bool]] = []  # members in evaluation mode; their and the root's before
         self._settling: dict[_BatchNorm, int] = {}  # steps left
         self._momentum_before: dict[_BatchNorm, float | None] = {}  # while a step runs
 
@@ -148,19 +148,19 @@ class FrozenPrefix:
         self._hold_in_evaluation()
 
     def _hold_in_evaluation(self) -> None:
-        held = {module for module, _ in self._training_before}
+        held = {module for module, *_ in self._held}
         for module in self._members:
             if module in held or module in self._settling:
                 continue
             if self._eval_all or any(b.is_floating_point() for b in module.buffers()):
-                self._training_before.append((module, module.training))
+                self._held.append((module, module.training, self.module.training))
                 # The user's code may call ``self.train()`` anywhere, even inside a training step.
                 vars(module).setdefault("train", _StayInEvaluation(module))
         self.assert_modes()
 
     def assert_modes(self) -> None:
         """Put modules back into evaluation mode if other code set ``training`` directly."""
-        for module, _ in self._training_before:
+        for module, *_ in self._held:
             if module.training:  # reading is much faster than setting
                 module.training = False
 
@@ -199,11 +199,12 @@ class FrozenPrefix:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
         self.batch_end()
-        for module, training in self._training_before:
+        for module, training, root_training in self._held:
             if isinstance(vars(module).get("train"), _StayInEvaluation):
                 del vars(module)["train"]
-            module.training = training
-        self._frozen_parameters, self._members, self._training_before, self._settling = [], [], [], {}
+            # An error in validation leaves the whole model in evaluation mode.
+            module.training = training and (self.module.training or not root_training)
+        self._frozen_parameters, self._members, self._held, self._settling = [], [], [], {}
 
 
 def follows_slowly(module: _BatchNorm) -> bool:
