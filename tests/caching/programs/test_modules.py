@@ -165,7 +165,11 @@ def test_compiled(compare, mode):
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor(compare):
+def test_compiled_by_inductor(compare, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # else its threads stay, as do compiled headers
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False, raising=False)
+
     def program(run):
         module = Classifier()
         module.net.compile()
