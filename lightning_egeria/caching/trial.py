@@ -227,7 +227,7 @@ class Trials:
             # A tensor of the program with that length, position embeddings say, passes for rows of the batch.
             self.shows_nothing(f"{text} (or another dimension is as large as the batch: try another batch size)")
             return None
-        ragged = self.exact and self._outside.is_padded(node)
+        ragged = self._outside.is_padded(node)
         if self._outside.stamps(node, ragged) is None:
             self.shows_nothing("samples differ in their structure")
             return None

@@ -30,6 +30,13 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class PlacedBlock(Block):
+    """Its last bits depend on the place in the batch, as those of kernels on a GPU may."""
+
+    def forward(self, x, attn_mask=None):
+        return super().forward(x, attn_mask) * (1 + 1e-7 * torch.arange(len(x))[:, None, None])
+
+
 class TupleBlock(Block):
     """Takes the mask by position and returns a tuple, as Hugging Face's layers did for years."""
 
@@ -52,7 +59,7 @@ class Net(nn.Module):
             layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
             self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
             return
-        kind = {"layers": None, "additive in a tuple": TupleBlock}.get(style, Block)
+        kind = {"layers": None, "additive in a tuple": TupleBlock, "by place": PlacedBlock}.get(style, Block)
         self.blocks = nn.ModuleList(
             kind() if kind is not None else nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.0, batch_first=True)
             for _ in range(3)
@@ -66,7 +73,7 @@ class Net(nn.Module):
         elif self.style == "layers":
             for block in self.blocks:
                 x = block(x, src_key_padding_mask=~real)
-        elif self.style == "boolean":
+        elif self.style in ("boolean", "by place"):
             for block in self.blocks:
                 x = block(x, attn_mask=real[:, None, None, :])
         else:
@@ -198,7 +205,7 @@ def test_batches_of_other_lengths_use_the_same_entries(compare, style, collate, 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
-    ("style", "collate"), grid(["encoder", "layers", "boolean", "additive"], [padded_to_the_longest])
+    ("style", "collate"), grid(["encoder", "layers", "boolean", "additive", "by place"], [padded_to_the_longest])
 )
 def test_texts_are_computed_once_for_all_lengths(tmp_path, style, collate, precision):
     """The last bits may depend on the kernel of a length, so losses agree to rounding."""
