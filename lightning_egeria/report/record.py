@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
@@ -15,6 +14,7 @@ from msgspec import Meta
 
 from lightning_egeria.errors import RecordError
 from lightning_egeria.freezing.savings import Savings
+from lightning_egeria.programs.files import read_at_most, write_whole
 from lightning_egeria.training.panels import Panel, Real
 
 FILE_NAME = "egeria.json"
@@ -159,15 +159,9 @@ class RunRecord(msgspec.Struct, forbid_unknown_fields=True):
         """Write a JSON file. Another process sees the complete old or new file, never a part."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
         text = json.dumps(msgspec.to_builtins(self), allow_nan=False, ensure_ascii=False)
-        try:
-            # The name of a folder, and so of a run, may hold bytes that are not text.
-            beside.write_text(text, encoding="utf-8", errors="replace")
-            beside.replace(path)
-        except OSError:  # the disk is full, say
-            beside.unlink(missing_ok=True)
-            raise
+        # The name of a folder, and so of a run, may hold bytes that are not text.
+        write_whole(path, text.encode(errors="replace").decode())
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RunRecord:
@@ -178,7 +172,7 @@ class RunRecord(msgspec.Struct, forbid_unknown_fields=True):
         """
         path = record_file(path)
         try:
-            content = _content_of(path)
+            content = read_at_most(path, LARGEST_BYTES)
         except OSError as error:
             raise RecordError(
                 f"cannot read {path} as the record of a run: {error}. RunRecorder() writes one"
@@ -244,13 +238,6 @@ def finite(values: Iterable[float]) -> list[float | None]:
     [1.0, None]
     """
     return [value if math.isfinite(value) else None for value in values]
-
-
-def _content_of(path: Path) -> bytes:
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_BYTES:
-        raise OSError(f"it is not a file, or larger than {LARGEST_BYTES} bytes")  # a pipe has no end
-    return path.read_bytes()
 
 
 def _joined_pairs(steps: Sequence[StepTimes]) -> Iterable[StepTimes]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lightning_egeria.errors import CompilationError, ExecutionError
+from lightning_egeria.programs.files import write_whole
 
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]+\])?\s*([<>=!~][^;@]*)?(;.*)?")
 _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*==\s*[^\s*;,]+\s*(;.*)?")
@@ -85,9 +86,7 @@ def lock_of(requirements: list[str], folder: Path) -> str:
         )
         lock = "".join(f"{name}\n" for name in names)
     folder.mkdir(parents=True, exist_ok=True)
-    beside = kept.with_suffix(f".{os.getpid()}")
-    beside.write_text(lock)
-    beside.replace(kept)
+    write_whole(kept, lock)
     return lock
 
 
