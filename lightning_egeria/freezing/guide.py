@@ -48,15 +48,20 @@ class Guide:
         """What the trial saw; None before its end, and without one."""
         return self.trial.frontier if self.trial is not None else None
 
-    def start_trial(self, trainer: pl.Trainer) -> list[Observer]:
-        """Start a trial of depths if the policy wants one and it is possible; return its observers."""
+    def start_trial(self, trainer: pl.Trainer, untrained: str | None) -> list[Observer]:
+        """Start a trial of depths if the policy wants one and it is possible; return its observers.
+
+        Args:
+            trainer: the Trainer.
+            untrained: path of a layer behind the trained ones that is not; a trial would show little.
+        """
         if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
             return []
         if not Branches.possible(trainer):
             self.policy.compare_layers()
             return []
         self.policy.start_trial()
-        self.trial = DepthTrial(trainer, self.freezer, self.policy, self.comparison.costs)
+        self.trial = DepthTrial(trainer, self.freezer, self.policy, self.comparison.costs, untrained)
         return [self.trial]
 
     def needs_input(self, batches_ahead: int, accumulation: int) -> bool:

@@ -42,6 +42,25 @@ def answer_auto(
     notices.inform(_what_norms_say(layers, pretrained))
 
 
+def untrained_behind(norms: Mapping[str, bool] | None, chain: LayerChain, ranks: Ranks) -> str | None:
+    """Return the path of an untrained normalisation layer behind a trained front half, the same on all ranks.
+
+    What a large untrained part learns at first, a decoder say, hides what the layers in front of it would learn.
+
+    Args:
+        norms: as in `answer_auto`.
+        chain: the layer chain.
+        ranks: the answer of rank 0 counts.
+    """
+    if norms is None:
+        return None
+    front = chain.members((len(chain) + 1) // 2)
+    trained = looks_trained(norms[path] for path in front if path in norms)
+    untrained = [path for path, left in norms.items() if not left and path not in front] if trained else []
+    found: str | None = ranks.share(untrained[0] if untrained else None)
+    return found
+
+
 def _what_norms_say(layers: Sequence[bool], pretrained: bool) -> str:
     """Return the log line of ``pretrained="auto"``.
 

@@ -112,8 +112,8 @@ class DepthTrial(Observer):
 
     After a few steps it repeats them with fewer layer modules frozen, from the same weights, on the same batches. It
     goes shallower as long as steps teach clearly more there and the budget lasts, and training goes on from the winner.
-    Each loss is that of a batch which the weights have not trained on yet. Where the budget ends first, half of the
-    chain freezes at most.
+    Each loss is that of a batch which the weights have not trained on yet. Where the budget ends first, or layers behind
+    the trained ones are untrained, half of the chain freezes at most.
 
     The second step of the run trains everything, like the first one, and tells what a full step costs. While the
     learning rate is 0, all steps do.
@@ -123,19 +123,29 @@ class DepthTrial(Observer):
         freezer: freezer of the model.
         policy: gets the answer by `FreezingPolicy.conclude`.
         costs: gets the time of a batch with nothing frozen, which the run may never have again.
+        untrained: path of a layer behind the trained ones that is not, so that there is nothing to try; None: there
+            is none.
 
     Attributes:
         over: whether there is an answer.
         frontier: the losses seen; None before the answer, and if there were too few steps for a trial.
     """
 
-    def __init__(self, trainer: pl.Trainer, freezer: Freezer, policy: FreezingPolicy, costs: StepCosts) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        freezer: Freezer,
+        policy: FreezingPolicy,
+        costs: StepCosts,
+        untrained: str | None = None,
+    ) -> None:
         self.over = False
         self.frontier: Frontier | None = None
         self._trainer = trainer
         self._freezer = freezer
         self._policy = policy
         self._costs = costs
+        self._untrained = untrained
         chain, run_steps = freezer.chain, _steps_of(trainer)
         self._steps = trial_steps(run_steps)
         self._budget = Budget(run_steps, self._steps, len(chain))
@@ -184,11 +194,16 @@ class DepthTrial(Observer):
         else:
             self._full = self._began, mark(self._device)
         first, *others = self._depths
-        if others and not self._budget.allows(others[0], ahead=first):
+        why_not = None
+        if self._untrained is not None:
+            why_not = f"what the untrained {self._untrained!r} learns would hide what other layers do"
+        elif others and not self._budget.allows(others[0], ahead=first):
+            why_not = "the run is too short to try depths"
+        if why_not is not None:
             self.over = True
             self._take_full_step()
             self._policy.conclude(self._safe)
-            return Decision(self._safe, "trained weights: the run is too short to try depths, so half of it freezes")
+            return Decision(self._safe, f"trained weights: {why_not}, so half of it freezes")
         self._branches = Branches(self._trainer, self._freezer)
         return Decision(first, f"trained weights: shallower depths are tried on the next {self._steps} batches")
 

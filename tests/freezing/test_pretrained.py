@@ -10,7 +10,7 @@ from models import equal, mlp
 from torch import nn
 
 from lightning_egeria import FreezingPolicy, SlopePolicy
-from lightning_egeria.freezing.pretrained import answer_auto
+from lightning_egeria.freezing.pretrained import answer_auto, untrained_behind
 from lightning_egeria.network.normalisation import normalisation_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:freezing. nothing froze")
@@ -164,3 +164,41 @@ def test_ranks_take_the_answer_of_the_first(monkeypatch):
     answer_auto(policy, None, norms, chain, callback.ranks, callback.notices)
     assert policy.pretrained is True
     assert asked == [[False, False]]
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [
+        ({"a": True, "b": True, "decoder.norm": False}, "decoder.norm"),
+        ({"a": True, "b": True, "decoder.norm": True}, None),
+        ({"a": True, "b": False, "decoder.norm": False}, None),  # nothing tells that the front is trained
+        ({"a": True, "b": True}, None),
+        ({}, None),
+        (None, None),  # resumed
+    ],
+)
+def test_untrained_layers_behind_trained_ones_are_found(norms, expected):
+    class Chain:
+        def __len__(self):
+            return 4
+
+        def members(self, depth):
+            return ["a", "b", "c", "d"][:depth]
+
+    class Alone:
+        def share(self, value):
+            return value
+
+    assert untrained_behind(norms, Chain(), Alone()) == expected
+
+
+def test_half_freezes_in_front_of_an_untrained_part():
+    """What it learns at first would hide what the others do."""
+    net = trained()
+    net.some_name.head = nn.Sequential(nn.Linear(net.some_name.head.in_features, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    callback = freezing()
+    fit(net, callback, epochs=4)
+    (event,) = callback.events
+    assert event.depth == len(callback.layer_modules) // 2
+    assert "what the untrained 'some_name.head.1' learns would hide what other layers do, so half of" in event.reason
+    assert callback.frontier is None
