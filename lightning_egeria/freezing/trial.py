@@ -112,7 +112,7 @@ class DepthTrial(Observer):
 
     After a few steps it repeats them with fewer layer modules frozen, from the same weights, on the same batches. It
     goes shallower as long as steps teach clearly more there and the budget lasts, and training goes on from the winner.
-    Each loss is that of a batch which the weights have not trained on yet. Where the budget ends first, or layers behind
+    Each loss is of a batch that the weights have not trained on yet. Where the budget ends first, or layers behind
     the trained ones are untrained, half of the chain freezes at most.
 
     The second step of the run trains everything, like the first one, and tells what a full step costs. While the
