@@ -46,6 +46,10 @@ class Owner(Protocol):
     front: Front | None
     outside: Outside
 
+    @property
+    def writes(self) -> bool:
+        """Whether what is computed now becomes an entry."""
+
     def level_at(self, depth: int) -> Level | None:
         """The level of a boundary."""
 
@@ -239,6 +243,8 @@ class CachedBatch:
 
     def _padded(self, level: Level, node: Node, places: Rows) -> Tensor | None:
         """Compute the output of some samples with more padding than their batch has; None if that is of no use."""
+        if not self._owner.writes:
+            return None
         self._owner.judge_length(level, node)
         room = self._owner.outside.room(node) if level.padded.agree else 0
         return self._replayed(level, node, places, room) if room > node.meta.shape[1] else None

@@ -113,6 +113,12 @@ class Stream:
         """Whether weights, buffers and modes of the front are those that entries were computed by."""
         return self.front is not None and (self.front.state.is_unchanged() or self.front.state.is_same())
 
+    @property
+    def writes(self) -> bool:
+        """Whether what is computed now becomes an entry: there is room, and it may be read before the run ends."""
+        read_again = self._epochs is None or self._epoch + max(1, self._views) < self._epochs
+        return read_again and self.levels.recording.active
+
     def level_at(self, depth: int) -> Level | None:
         """Return the level of a boundary."""
         return self.levels.at(depth)
@@ -218,11 +224,11 @@ class Stream:
             return
         self._moved = 0
         in_doubt = self._planner.sizes.verdict(batch.samples) is None or batch.plan.checks
-        if in_doubt and not self._compare(batch, level, value):
+        if (in_doubt and not self._compare(batch, level, value)) or not self.writes:
             return
         self.judge_length(level, node)
         made = self.outside.stamps(node, level.form.ragged)
-        if made is not None and self._is_read_again and self.is_proven(batch.samples):
+        if made is not None and self.is_proven(batch.samples):
             fields, lazy = [batch.fields[place] for place in some], [batch.lazy[place] for place in some]
             self.levels.recording.write(self.levels.all, batch.entries[some], value, fields, lazy, made[some])
 
@@ -272,11 +278,6 @@ class Stream:
     def progress_text(self) -> str | None:
         """How much of the deepest level is there, in words; None while nothing is cached, and when all of it is."""
         return self.levels.progress_text() if self.front is not None else None
-
-    @property
-    def _is_read_again(self) -> bool:
-        """Whether entries written now may be read before the run ends."""
-        return self._epochs is None or self._epoch + max(1, self._views) < self._epochs
 
     def _compare(self, batch: CachedBatch, level: Level, value: Tensor) -> bool:
         """Compare entries with what the front computed; return whether they agree."""
@@ -336,11 +337,9 @@ class Stream:
             return
         self.judge_length(self.levels.all[-1], node)
         made = self.outside.stamps(node, self.levels.all[-1].form.ragged)
-        if made is None:
-            return
         self.stats.depth = front.depth
         self._notices.inform(text)
-        if self._is_read_again:
+        if self.writes and made is not None:
             fields = [without_inputs(one, self._planner.inputs) if one is not None else None for one in batch.fields]
             self.levels.recording.write(self.levels.all, batch.entries, value, fields, batch.lazy, made)
         if not self._trials.exact:

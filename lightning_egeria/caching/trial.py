@@ -21,7 +21,7 @@ from lightning_egeria.lazy.tape import Node, version_of
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
-ROWS = 16  # at most that are run again, to compare two lengths
+ROWS = 8  # at most that are run again, to compare two lengths
 LEAST_PADDING = 2  # positions, besides the first, of samples that are used for that
 PADDING_STEP = 2**-14  # share of the largest value by which a row may differ at another length, in float32
 TRIALS = 10  # batches that may show nothing, before the cache stops
@@ -105,16 +105,16 @@ def judge_length(lengths: Lengths, outside: Outside, node: Node) -> str | None:
     length, own = node.meta.shape[1], outside.sample_lengths(node)
     outside.learn_padding(node)
     order = sorted(range(len(own)), key=own.__getitem__)
-    # Where only the last values are equal, that may be no padding. The last one of these samples gets none.
-    short = [place for place in order if own[place] <= length - LEAST_PADDING]
-    tries = {max(1, own[some[-1]] - 1): some for some in (short[:ROWS], short[-ROWS:]) if some}
+    # Where only the last values are equal, that may be no padding. The longest of these samples gets none.
+    short = [place for place in order if own[place] <= length - LEAST_PADDING][:ROWS]
+    tries = {max(1, own[short[-1]] - 1): short} if short else {}
     if (room := outside.room(node)) > length:
         tries[room] = order[-ROWS:]
     if not tries:
         return None
-    judged = [_is_same(outside, node, places, other) for other, places in tries.items()]
-    exact, same = all(bits for _, bits in judged), all(fine for fine, _ in judged)
     was_exact = lengths.exact
+    judged = [_is_same(outside, node, places, other, was_exact) for other, places in tries.items()]
+    exact, same = all(bits for _, bits in judged), all(fine for fine, _ in judged)
     lengths.judged(length, same, exact)
     if not same:
         return (
@@ -129,8 +129,8 @@ def judge_length(lengths: Lengths, outside: Outside, node: Node) -> str | None:
     return None
 
 
-def _is_same(outside: Outside, node: Node, places: list[int], other: int) -> tuple[bool, bool]:
-    """Whether rows are the same at another length, to rounding; and whether they are the same bits."""
+def _is_same(outside: Outside, node: Node, places: list[int], other: int, bits: bool) -> tuple[bool, bool]:
+    """Whether rows are the same at another length, to rounding; and whether they are the same bits, if that matters."""
     before = node.meta.shape[1]
     common = min(before, other)
 
@@ -142,9 +142,10 @@ def _is_same(outside: Outside, node: Node, places: list[int], other: int) -> tup
         return [one[:, :common] for one in found if one is not None and one.ndim > 1 and one.shape[1] >= common]
 
     with preserved_random_state(), torch.no_grad():
-        pair = both()
-        if len(pair) < 2 or same_bits(*pair):
-            return len(pair) == 2, len(pair) == 2
+        if bits:
+            pair = both()
+            if len(pair) < 2 or same_bits(*pair):
+                return len(pair) == 2, len(pair) == 2
         with without_casts():
             pair = both()
     if len(pair) < 2 or pair[0].dtype not in (torch.float32, torch.float64):
