@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +38,20 @@ class Read(NamedTuple):
     rows: Rows | None = None
 
 
+class Some(NamedTuple):
+    """Some samples of a batch.
+
+    Attributes:
+        places: of their rows.
+        start: an earlier boundary whose entries their output was computed from; None: it was their inputs.
+        rows: these entries, ``[places, ...]``, of a ragged level as long as all of them are.
+    """
+
+    places: Rows
+    start: Node | None = None
+    rows: Tensor | None = None
+
+
 _OURS = tuple(str(Path(file).parent) for file in (__file__, tape.__file__, torch.__file__))
 
 
@@ -45,10 +61,6 @@ class Owner(Protocol):
     keys: Keys
     front: Front | None
     outside: Outside
-
-    @property
-    def writes(self) -> bool:
-        """Whether what is computed now becomes an entry."""
 
     def level_at(self, depth: int) -> Level | None:
         """The level of a boundary."""
@@ -71,8 +83,8 @@ class Owner(Protocol):
     def judge_length(self, level: Level, node: Node) -> None:
         """Find out whether entries of a level serve batches of other lengths, unless that is known."""
 
-    def computed(self, batch: CachedBatch, node: Node, value: Tensor, places: Rows | None = None) -> None:
-        """The output at the deepest boundary was computed, for all samples or for those at some places."""
+    def computed(self, batch: CachedBatch, node: Node, value: Tensor, some: Some | None = None) -> None:
+        """The output at the deepest boundary was computed, for all samples or for some."""
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
@@ -177,7 +189,7 @@ class CachedBatch:
         length = node.meta.shape[1] if level.form.ragged else 1
         missing = np.ones(self.samples, bool)
         parts: list[tuple[Rows, Tensor]] = []
-        computed: list[tuple[Rows, Tensor]] = []
+        computed: list[tuple[Some, Tensor]] = []
         for read in self.reads:
             start = node if read.level is level else self._older.get(read.level.depth)
             form = read.level.form
@@ -201,81 +213,69 @@ class CachedBatch:
                 continue
             if not parts and not self._owner.front_is_unchanged():
                 return None
-            if form.ragged:
-                if start is not node and level.form.ragged and level.padded.agree:
-                    own = max(own, min(self._owner.outside.room(node), int(lengths[chosen[sound]].min())))
-                data = data[:, :own].contiguous()
+            longest = int(lengths[chosen[sound]].min()) if form.ragged and start is not node else own
+            data = data[:, :longest].contiguous() if form.ragged else data
             rows = form.from_memory(data.to(front.device, non_blocking=True))
             if read.rows is not None or not sound.all() or not read_rows.all():
                 kept = (np.cumsum(read_rows) - 1)[chosen[sound]]
                 rows = rows[torch.from_numpy(kept).to(rows.device)]
             places = read.places[sound]
             if start is not node:
-                found = self._replayed(level, node, places, own if level.form.ragged else 1, start, rows)
+                some = Some(places, start, rows)
+                found = self.computed_at(level, node, some, length)
                 if found is None:
                     continue
-                computed.append((places, found))
-                rows = found[:, :length] if level.form.ragged else found
+                computed.append((some, found))
+                rows = found
                 self.advanced += len(places) * (self.calls == 1)
             else:
                 self.hits += len(places) * (self.calls == 1)
             missing[places] = False
             parts.append((places, rows))
+        if missing.all():
+            return None
         if missing.any():
-            places = np.flatnonzero(missing)
-            found = self._padded(level, node, places) if level.form.ragged else None
-            if found is None:
-                found = self._replayed(level, node, places, length) if not missing.all() else None
+            some = Some(np.flatnonzero(missing))
+            found = self.computed_at(level, node, some, length)
             if found is None:
                 return None
-            computed.append((places, found))
-            parts.append((places, found[:, :length] if level.form.ragged else found))
+            computed.append((some, found))
+            parts.append((some.places, found))
         whole = parts[0][1]
         if len(parts) > 1 or whole.is_inference():
             whole = level.form.empty(self.samples, length, front.device)
             for places, rows in parts:
                 whole[torch.from_numpy(places).to(front.device)] = rows
-        for places, rows in computed:
-            self._owner.computed(self, node, rows, places)
+        for some, rows in computed:
+            self._owner.computed(self, node, rows, some)
         if computed:
             whole = level.form.rounded(whole)
         return laid_out(whole, node.meta.shape, node.meta.stride)
 
-    def _padded(self, level: Level, node: Node, places: Rows) -> Tensor | None:
-        """Compute the output of some samples with more padding than their batch has; None if that is of no use."""
-        if not self._owner.writes:
-            return None
-        self._owner.judge_length(level, node)
-        room = self._owner.outside.room(node) if level.padded.agree else 0
-        return self._replayed(level, node, places, room) if room > node.meta.shape[1] else None
+    def computed_at(self, level: Level, node: Node, some: Some, length: int) -> Tensor | None:
+        """Compute the output of some samples at the boundary of a level, with padding up to a length if it is ragged.
 
-    def _replayed(
-        self,
-        level: Level,
-        node: Node,
-        places: Rows,
-        length: int,
-        start: Node | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor | None:
-        """Compute the output of some samples, from their rows at an earlier boundary if they are given.
-
-        A ragged level gets them with padding up to a length.
+        None if that is not possible.
         """
-        outside, shape, value_of = self._owner.outside, node.meta.shape[1:], lambda leaf: leaf.value
-        if not all(outside.fits(leaf) for leaf in node.leaves() if leaf.row is None):
+        outside, shape = self._owner.outside, node.meta.shape[1:]
+        before = shape[0] if level.form.ragged else length
+        if not outside.fits(node, level.form.ragged):
             return None
-        size = self._owner.size_for(len(places), self.samples)
-        padded = np.resize(places, size).tolist()
+        size = self._owner.size_for(len(some.places), self.samples)
+        padded = np.resize(some.places, size).tolist()
         given = {}
-        if start is not None and rows is not None:
-            some = rows[torch.from_numpy(np.resize(np.arange(len(places)), size)).to(rows.device)]
-            given[start] = laid_out(some, start.meta.shape, start.meta.stride)
-        if level.form.ragged and length != shape[0]:
-            value_of = functools.partial(outside.at_length, before=shape[0], length=length)
+        if some.start is not None and some.rows is not None:
+            rows, own = some.rows, some.start.meta.shape[1:]
+            if rows.shape[1:] != own or length != before:
+                rows = rows[:, : length if level.form.ragged and own[0] == before else own[0]]
+            rows = rows[torch.from_numpy(np.resize(np.arange(len(rows)), size)).to(rows.device)]
+            given[some.start] = laid_out(rows, some.start.meta.shape, some.start.meta.stride)
+        value_of: Callable[[Node], Tensor | None] = attrgetter("value")
+        if level.form.ragged and length != before:
+            value_of = functools.partial(outside.at_length, before=before, length=length)
             shape = (length, *shape[1:])
         found = replay(node, padded, given, value_of, outside.has_samples)
-        return found[: len(places)] if found is not None and found.shape[1:] == shape else None
+        return found[: len(some.places)] if found is not None and found.shape[1:] == shape else None
 
     def reached(self, node: Node, value: Tensor) -> Tensor:
         """The output at the deepest boundary was computed for the whole batch; return it as an entry would be."""

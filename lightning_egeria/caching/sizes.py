@@ -7,6 +7,7 @@ padding behind it: see `judge_length`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -84,9 +85,13 @@ class BatchSizes:
 class Lengths:
     """Whether a text's output is the same however far it is padded, as far as batches of some lengths have told.
 
+    Args:
+        version: `Outside.version` of these batches.
+
     Attributes:
         agree: whether it is, to rounding; None if nobody knows yet.
         exact: whether all bits were the same so far.
+        version: as given.
 
     >>> lengths = Lengths()
     >>> lengths.serves(np.array([50, 40, 30]), 40).tolist()
@@ -96,9 +101,10 @@ class Lengths:
     [True, True, False]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, version: int = 0) -> None:
         self.agree: bool | None = None
         self.exact = True
+        self.version = version
         self._judged: set[int] = set()
 
     def is_new(self, length: int) -> bool:
@@ -117,58 +123,83 @@ class Lengths:
         return found
 
 
+class _Role(NamedTuple):
+    """What a tensor from outside was in all batches so far.
+
+    Attributes:
+        ndim: number of its dimensions.
+        with_samples: whether it has a row for each sample.
+        dims: others that have the length of the batch; None before the first batch whose length matters.
+    """
+
+    ndim: int
+    with_samples: bool
+    dims: tuple[int, ...] | None
+
+
 class Outside:
     """Tensors of the program that the front is called with, also as they would be in longer or shorter batches.
 
-    Whether one has a row for each sample is kept from the first batch: later a batch may be as long as it is large.
+    Each keeps its role from the first batch on: a batch may be as long as it is large, or as another tensor is wide.
+    One without samples must stay as it was, or begin as it did: with it, the trial has shown that rows do not depend on
+    one another. Where a batch does not fit, nothing is known of it.
 
     Attributes:
         longest: length of the longest padded batch so far.
+        version: rises when a dimension turns out not to have the length of the batch.
     """
 
     def __init__(self) -> None:
-        self.longest = 0
-        self._with_samples: dict[int, bool] = {}
-        self._tables: dict[int, Tensor] = {}
+        self.longest = self.version = 0
+        self._roles: dict[int, _Role] = {}
+        self._first: dict[int, Tensor] = {}  # of those without samples
+        self._tables: dict[int, Tensor] = {}  # the longest of them
         self._paddings: dict[int, Tensor] = {}
 
     @property
     def has_tables(self) -> bool:
         """Whether there are tensors without samples that grow with the length, such as the numbers of positions."""
-        return bool(self._tables)
+        return any(role.dims and not role.with_samples for role in self._roles.values())
 
     def has_samples(self, leaf: Node) -> bool:
         """Whether a tensor from outside has a row for each sample of its batch."""
-        return self._with_samples.setdefault(leaf.key, has_samples(leaf))
+        role = self._roles.get(leaf.key)
+        return role.with_samples if role is not None else has_samples(leaf)
 
-    def fits(self, leaf: Node) -> bool:
-        """Whether a tensor may be what it was in the first batch: one of samples must have a row for each."""
-        return has_samples(leaf) or not self.has_samples(leaf)
+    def fits(self, node: Node, ragged: bool) -> bool:
+        """Whether the tensors that a boundary activation follows from are what they were before.
+
+        Args:
+            node: boundary activation.
+            ragged: whether it is ``[samples, length, ...]`` and the length matters.
+        """
+        length = node.meta.shape[1] if ragged else None
+        found = [self._fits(leaf, length) for leaf in node.leaves() if leaf.row is None]  # each of them learns
+        return all(found)
 
     def is_padded(self, node: Node) -> bool:
         """Whether a boundary activation, ``[samples, length, ...]``, seems to follow from padded samples."""
         if len(node.meta.shape) < 3 or node.meta.stride[1] < max(node.meta.stride[2:]):
             return False
-        return any(self.has_samples(leaf) for leaf, _ in self._growing(node))
+        length = node.meta.shape[1]
+        texts = [leaf for leaf in node.leaves() if leaf.row is None and len(self._dims(leaf, length)) == 1]
+        return any(map(self.has_samples, texts)) and self.fits(node, ragged=True)
 
     def sample_lengths(self, node: Node) -> list[int]:
         """Return the length of each sample without its padding, of which one position counts; in the batch's order.
 
         Args:
-            node: boundary activation of a padded batch, ``[samples, length, ...]``.
+            node: boundary activation of a padded batch that fits, ``[samples, length, ...]``.
         """
         found = [1] * node.tape.size
-        for leaf, value in self._growing(node):
-            if self.has_samples(leaf):
-                found = [max(before, _stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
+        for _, value in self._texts(node):
+            found = [max(before, _stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
         return found
 
     def learn_padding(self, node: Node) -> bool:
         """Learn from the first batch with padding what that is; return whether it is known, and as before."""
         short = [place for place, one in enumerate(self.sample_lengths(node)) if one < node.meta.shape[1]]
-        for leaf, value in self._growing(node):
-            if not self.has_samples(leaf):
-                continue
+        for leaf, value in self._texts(node):
             ends = value[-1, short]
             if short:
                 self._paddings.setdefault(leaf.key, ends[0].clone())
@@ -185,26 +216,26 @@ class Outside:
         length = node.meta.shape[1]
         self.longest = max(self.longest, length)
         room = min(self.longest, max(LEAST_LENGTH, 1 << (length - 1).bit_length()))
-        return room if room > length and self.learn_padding(node) else length
+        if room <= length or not self.learn_padding(node):
+            return length
+        outside = [leaf for leaf in node.leaves() if leaf.row is None]
+        return room if all(self.at_length(leaf, length, room) is not None for leaf in outside) else length
 
     def at_length(self, leaf: Node, before: int, length: int) -> Tensor | None:
         """Return a tensor as it would be in a batch of another length than before; None if that is not known."""
-        value = leaf.value
-        if value is None:
+        value, role = leaf.value, self._roles.get(leaf.key)
+        if value is None or role is None:
             return None
-        dims = [dim for dim in range(int(self.has_samples(leaf)), value.ndim) if value.shape[dim] == before]
+        dims = role.dims or ()
         if length <= before or not dims:
-            for dim in dims:
-                value = value.narrow(dim, 0, length)
-            return value
-        if len(dims) > 1:
+            return _cut(value, dims, length)
+        if not role.with_samples:
+            table = self._tables[leaf.key]
+            return _cut(table, dims, length) if min(table.shape[dim] for dim in dims) >= length else None
+        padding = self._paddings.get(leaf.key)
+        if padding is None or len(dims) > 1:
             return None
-        if not self.has_samples(leaf):
-            table = self._tables.get(leaf.key)
-            return table[:length].movedim(0, dims[0]) if table is not None and len(table) >= length else None
-        moved, padding = value.movedim(dims[0], 0), self._paddings.get(leaf.key)
-        if padding is None:
-            return None
+        moved = value.movedim(dims[0], 0)
         more = padding.expand(length - before, *moved.shape[1:])
         return torch.cat([moved, more]).movedim(0, dims[0]).contiguous()
 
@@ -216,53 +247,84 @@ class Outside:
         size = node.tape.size
         if not node.tape.has_outside:
             return np.zeros(size, np.uint64)
-        outside = [leaf for leaf in node.leaves() if leaf.row is None]
+        if not self.fits(node, ragged):
+            return None
+        texts = {leaf.key: value for leaf, value in self._texts(node)} if ragged else {}
+        outside = [leaf for leaf in node.leaves() if leaf.row is None and leaf.value is not None]
         states = [xxhash.xxh3_64() for _ in range(size)]
         for leaf in outside:
-            if leaf.value is None or leaf.version != version_of(leaf.value) or not self.fits(leaf):
-                return None
-            value, with_samples = leaf.value.detach(), self.has_samples(leaf)
-            grows = self._along(leaf, node.meta.shape[1]) if ragged else None
-            if grows is not None and with_samples:
+            role, value = self._roles[leaf.key], _known(leaf).detach()
+            head = f"{leaf.key} {tuple(value.shape[1:])} {value.dtype}"
+            if leaf.key in texts:
+                grows, padding = texts[leaf.key], self._paddings.get(leaf.key)
                 head = f"{leaf.key} {tuple(grows.shape[2:])} {value.dtype}"
-                parts = [content(row, self._paddings.get(leaf.key)) for row in grows.movedim(1, 0)]
-            elif grows is not None and self._goes_on(leaf.key, grows):
-                continue
-            elif with_samples:
-                head = f"{leaf.key} {tuple(value.shape[1:])} {value.dtype}"
+                parts = [content(row, padding) for row in grows.movedim(1, 0)]
+            elif role.with_samples:
                 parts = [bytes_of(row) for row in value.cpu()]
+            elif role.dims:
+                continue  # it begins as in all other batches of this run
             else:
-                head = f"{leaf.key} {tuple(value.shape)} {value.dtype}"
                 parts = [bytes_of(value)] * size
             for state, part in zip(states, parts, strict=True):
                 state.update(head.encode())
                 state.update(part)
         return np.array([state.intdigest() if outside else 0 for state in states], np.uint64)
 
-    def _growing(self, node: Node) -> Iterator[tuple[Node, Tensor]]:
-        """The tensors that a boundary activation follows from and that have its length, which comes in front."""
+    def _texts(self, node: Node) -> Iterator[tuple[Node, Tensor]]:
+        """The tensors with a row for each sample and one dimension of the length, which comes in front."""
         for leaf in node.leaves():
-            value = self._along(leaf, node.meta.shape[1])
-            if value is not None:
-                yield leaf, value
+            role = self._roles.get(leaf.key)
+            if leaf.row is None and role is not None and role.with_samples and len(role.dims or ()) == 1:
+                yield leaf, _known(leaf).movedim((role.dims or ())[0], 0)
 
-    def _along(self, leaf: Node, length: int) -> Tensor | None:
-        """A tensor with the one dimension of a length in front; None if it has none, or several."""
-        if leaf.row is not None or leaf.value is None:
-            return None
-        with_samples = self.has_samples(leaf)
-        dims = [dim for dim, size in enumerate(leaf.value.shape) if size == length and (dim or not with_samples)]
-        return leaf.value.movedim(dims[0], 0) if len(dims) == 1 else None
-
-    def _goes_on(self, key: int, value: Tensor) -> bool:
-        """Whether a table begins as those of other batches do; the longest one is kept."""
-        longest = self._tables.setdefault(key, value.clone())
-        common = min(len(longest), len(value))
-        if not same_bits(value[:common], longest[:common]):
+    def _fits(self, leaf: Node, length: int | None) -> bool:
+        value = leaf.value
+        if value is None or leaf.version != version_of(value):
             return False
-        if len(value) > len(longest):
+        role = self._roles.get(leaf.key)
+        if role is None:
+            role = _Role(value.ndim, has_samples(leaf), None)
+            if not role.with_samples:
+                self._first[leaf.key] = self._tables[leaf.key] = value.clone()
+        if value.ndim != role.ndim:
+            return False
+        if length is not None:
+            dims = self._dims(leaf, length)
+            self.version += role.dims is not None and dims != role.dims
+            role = role._replace(dims=dims)
+        self._roles[leaf.key] = role
+        if role.with_samples:
+            return has_samples(leaf)
+        return same_bits(value, self._first[leaf.key]) or self._goes_on(leaf.key, value, role.dims or ())
+
+    def _dims(self, leaf: Node, length: int) -> tuple[int, ...]:
+        """Dimensions that have had the length of the batch in all batches, and in this one."""
+        role, shape = self._roles.get(leaf.key), () if leaf.value is None else leaf.value.shape
+        dims = role.dims if role is not None and role.dims is not None else range(self.has_samples(leaf), len(shape))
+        return tuple(dim for dim in dims if dim < len(shape) and shape[dim] == length)
+
+    def _goes_on(self, key: int, value: Tensor, dims: tuple[int, ...]) -> bool:
+        """Whether a table begins as those of other batches do; the longest one is kept."""
+        longest = self._tables[key]
+        if not dims:
+            return False
+        common = min(value.shape[dims[0]], longest.shape[dims[0]])
+        if not same_bits(_cut(value, dims, common), _cut(longest, dims, common)):
+            return False
+        if value.shape[dims[0]] > common:
             self._tables[key] = value.clone()
         return True
+
+
+def _cut(value: Tensor, dims: Sequence[int], length: int) -> Tensor:
+    for dim in dims:
+        value = value.narrow(dim, 0, length)
+    return value
+
+
+def _known(leaf: Node) -> Tensor:
+    assert leaf.value is not None  # tensors from outside have values
+    return leaf.value
 
 
 def form_length(length: int) -> int:

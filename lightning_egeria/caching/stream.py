@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_egeria.caching.batch import CachedBatch
+from lightning_egeria.caching.batch import CachedBatch, Some
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.padding import judge_length, with_padding
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.recording import Limits
 from lightning_egeria.caching.sizes import Outside
 from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
-from lightning_egeria.caching.trial import Trials, is_rounding, judge_length
+from lightning_egeria.caching.trial import Trials, is_rounding
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tape import Node
@@ -201,13 +202,9 @@ class Stream:
 
     def judge_length(self, level: Level, node: Node) -> None:
         """Find out whether entries of a level serve batches of other lengths, unless that is known."""
-        if not level.form.ragged or not level.padded.is_new(node.meta.shape[1]):
-            return
-        text = judge_length(level.padded, self.outside, node)
-        if text is not None:
-            self._notices.inform(text)
+        judge_length(level, self.outside, node, self._notices)
 
-    def computed(self, batch: CachedBatch, node: Node, value: Tensor, places: Rows | None = None) -> None:
+    def computed(self, batch: CachedBatch, node: Node, value: Tensor, some: Some | None = None) -> None:
         """The output at the deepest boundary was computed, of all samples or some: try, compare or record it."""
         front = self.front
         if front is None:
@@ -216,21 +213,16 @@ class Stream:
             self._finish_trial(batch, node, value, front)
             return
         level = self.level_at(front.depth)
-        some = places if places is not None else np.arange(batch.samples)
-        if level is None or node.key != level.key or value.shape[:1] != some.shape:
+        some = some if some is not None else Some(np.arange(batch.samples))
+        if level is None or node.key != level.key or value.shape[:1] != some.places.shape:
             return
         if not self.front_is_unchanged():
             self._front_moved(front)
             return
         self._moved = 0
         in_doubt = self._planner.sizes.verdict(batch.samples) is None or batch.plan.checks
-        if (in_doubt and not self._compare(batch, level, value)) or not self.writes:
-            return
-        self.judge_length(level, node)
-        made = self.outside.stamps(node, level.form.ragged)
-        if made is not None and self.is_proven(batch.samples):
-            fields, lazy = [batch.fields[place] for place in some], [batch.lazy[place] for place in some]
-            self.levels.recording.write(self.levels.all, batch.entries[some], value, fields, lazy, made[some])
+        if (not in_doubt or self._compare(batch, level, value)) and self.is_proven(batch.samples):
+            self._record(batch, level, node, value, some)
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
@@ -261,8 +253,7 @@ class Stream:
 
     def dropped(self, batch: CachedBatch) -> None:
         """The batch does not run."""
-        if batch.eager:
-            self._planner.trial_planned = False
+        self._planner.trial_planned &= not batch.eager
 
     def touched_late(self, batch: CachedBatch) -> None:
         """The program reads inputs after the end of their batch."""
@@ -335,15 +326,25 @@ class Stream:
             return
         if text is None:
             return
-        self.judge_length(self.levels.all[-1], node)
-        made = self.outside.stamps(node, self.levels.all[-1].form.ragged)
         self.stats.depth = front.depth
         self._notices.inform(text)
-        if self.writes and made is not None:
-            fields = [without_inputs(one, self._planner.inputs) if one is not None else None for one in batch.fields]
-            self.levels.recording.write(self.levels.all, batch.entries, value, fields, batch.lazy, made)
+        inputs = self._planner.inputs
+        batch.fields = tuple([without_inputs(one, inputs) if one is not None else None for one in batch.fields])
+        self._record(batch, self.levels.all[-1], node, value, Some(np.arange(batch.samples)))
         if not self._trials.exact:
             self._notices.inform(
                 "the last bits of a sample's output depend on its place in the batch; they may differ from a run "
                 "without the cache"
             )
+
+    def _record(self, batch: CachedBatch, level: Level, node: Node, value: Tensor, some: Some) -> None:
+        """Write the output of some samples, if it may be read again."""
+        if not self.writes:
+            return
+        value, same = with_padding(batch, level, node, value, some, self.outside, self._notices)
+        made = self.outside.stamps(node, level.form.ragged)
+        if made is None:
+            return
+        value, places = value[same.to(value.device)], some.places[same.numpy()]
+        fields, lazy = [batch.fields[place] for place in places], [batch.lazy[place] for place in places]
+        self.levels.recording.write(self.levels.all, batch.entries[places], value, fields, lazy, made[places])

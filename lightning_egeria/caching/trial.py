@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from functools import partial
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.front import Front, without_casts
+from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet, Origin
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.planner import Planner
-from lightning_egeria.caching.sizes import BatchSizes, Lengths, Outside, has_samples
+from lightning_egeria.caching.sizes import BatchSizes, Outside, has_samples
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node, version_of
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 
-ROWS = 8  # at most that are run again, to compare two lengths
-LEAST_PADDING = 2  # positions, besides the first, of samples that are used for that
-PADDING_STEP = 2**-14  # share of the largest value by which a row may differ at another length, in float32
 TRIALS = 10  # batches that may show nothing, before the cache stops
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
@@ -86,71 +81,6 @@ def smaller_sizes(node: Node, value: Tensor) -> list[int]:
             if 1 < smaller < size and all(same_bits(replay(node, places), value[places]) for places in tries):
                 found.append(smaller)
     return found
-
-
-def judge_length(lengths: Lengths, outside: Outside, node: Node) -> str | None:
-    """Compute some samples of a padded batch with less padding, with none, and with more: is their output the same?
-
-    Another length may take another kernel, so the bits may differ. Then it must be the same to rounding without
-    autocast, where rounding is far smaller than whatever looks at the padding.
-
-    Args:
-        lengths: keeps the answer; it is not changed by a batch without padding.
-        outside: tensors of the program.
-        node: boundary activation, ``[samples, length, ...]``.
-
-    Returns:
-        What is new to tell the user.
-    """
-    length, own = node.meta.shape[1], outside.sample_lengths(node)
-    outside.learn_padding(node)
-    order = sorted(range(len(own)), key=own.__getitem__)
-    # Where only the last values are equal, that may be no padding. The longest of these samples gets none.
-    short = [place for place in order if own[place] <= length - LEAST_PADDING][:ROWS]
-    tries = {max(1, own[short[-1]] - 1): short} if short else {}
-    if (room := outside.room(node)) > length:
-        tries[room] = order[-ROWS:]
-    if not tries:
-        return None
-    was_exact = lengths.exact
-    judged = [_is_same(outside, node, places, other, was_exact) for other, places in tries.items()]
-    exact, same = all(bits for _, bits in judged), all(fine for fine, _ in judged)
-    lengths.judged(length, same, exact)
-    if not same:
-        return (
-            "the output of a text depends on its padding (is there no mask?), so what was computed in a batch serves "
-            "only batches of the same length"
-        )
-    if was_exact and not exact:
-        return (
-            "the last bits of a text's output depend on the length of its batch; they may differ from a run without "
-            "the cache"
-        )
-    return None
-
-
-def _is_same(outside: Outside, node: Node, places: list[int], other: int, bits: bool) -> tuple[bool, bool]:
-    """Whether rows are the same at another length, to rounding; and whether they are the same bits, if that matters."""
-    before = node.meta.shape[1]
-    common = min(before, other)
-
-    def both() -> list[Tensor]:
-        at_other = partial(outside.at_length, before=before, length=other)
-        found = [
-            replay(node, places, None, value_of, outside.has_samples) for value_of in (attrgetter("value"), at_other)
-        ]
-        return [one[:, :common] for one in found if one is not None and one.ndim > 1 and one.shape[1] >= common]
-
-    with preserved_random_state(), torch.no_grad():
-        if bits:
-            pair = both()
-            if len(pair) < 2 or same_bits(*pair):
-                return len(pair) == 2, len(pair) == 2
-        with without_casts():
-            pair = both()
-    if len(pair) < 2 or pair[0].dtype not in (torch.float32, torch.float64):
-        return False, False
-    return is_rounding(pair[0], pair[1], PADDING_STEP), False
 
 
 class Trials:
@@ -238,13 +168,13 @@ class Trials:
         # Texts are small, and an entry may be too short for its next batch.
         planner.leaves_out = planner.leaves_out and not ragged
         longest = max((len(one) for one in batch.fields if one is not None), default=0)
-        origin = self._origin(node, front)
+        origin = self._origin(node, front, ragged)
         text = self._levels.open(origin, value, ragged, max(64, FIELD_SLACK * longest), node.key)
         planner.sizes = BatchSizes(batch.samples, smaller)
         return text
 
-    def _origin(self, node: Node, front: Front) -> Origin:
-        only_here = self._planner.has_own_ids or self._outside.has_tables
+    def _origin(self, node: Node, front: Front, ragged: bool) -> Origin:
+        only_here = self._planner.has_own_ids or (ragged and self._outside.has_tables)
         return Origin(
             self._name,
             type(self._dataset.dataset),

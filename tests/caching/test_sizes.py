@@ -24,7 +24,9 @@ def boundary(tokens, width=4):
 
 def test_the_length_of_a_sample_is_that_before_the_padding():
     node, _ = boundary(pad_sequence(SAMPLES, batch_first=True))
-    assert Outside().sample_lengths(node) == [4, 5, 3]  # one position of the padding belongs to a sample
+    outside = Outside()
+    assert outside.fits(node, ragged=True)
+    assert outside.sample_lengths(node) == [4, 5, 3]  # one position of the padding belongs to a sample
 
 
 def test_samples_are_padded_if_a_tensor_of_them_has_the_length():
@@ -66,6 +68,7 @@ def test_stamps_are_the_same_however_long_a_batch_is():
 def test_a_sample_without_padding_is_known_again():
     outside = Outside()
     node, _ = with_table(SAMPLES, torch.arange(20))
+    assert outside.fits(node, ragged=True)
     assert outside.learn_padding(node)
     first = outside.stamps(node, ragged=True)
     longer, _ = with_table([torch.arange(1, 9), SAMPLES[1], SAMPLES[2]], torch.arange(20))
@@ -75,10 +78,10 @@ def test_a_sample_without_padding_is_known_again():
 def test_tensors_at_other_lengths_are_those_of_such_batches():
     outside, places = Outside(), torch.arange(20)
     long, _ = with_table([torch.arange(1, 9), SAMPLES[1], SAMPLES[2]], places)
+    assert outside.fits(long, ragged=True)
     assert outside.room(long) == 8
     node, (tokens, table) = with_table(SAMPLES, places)
-    outside.stamps(long, ragged=True)
-    assert outside.learn_padding(long)
+    assert outside.fits(node, ragged=True)
     assert outside.room(node) == 8
     wanted = torch.cat([tokens.value, torch.zeros(3, 3, dtype=torch.int64)], 1)
     assert torch.equal(outside.at_length(tokens, 5, 8), wanted)
@@ -90,9 +93,11 @@ def test_tensors_at_other_lengths_are_those_of_such_batches():
 
 def test_another_padding_is_not_made_longer():
     outside = Outside()
-    assert outside.learn_padding(with_table([torch.arange(1, 9), SAMPLES[1]], torch.arange(20))[0])
+    long, _ = with_table([torch.arange(1, 9), SAMPLES[1]], torch.arange(20))
     node, leaves = with_table(SAMPLES, torch.arange(20))
-    outside.longest = 8
+    assert outside.fits(long, ragged=True)
+    assert outside.fits(node, ragged=True)
+    assert outside.room(long) == 8
     assert outside.room(node) == 8
     leaves[0].value[leaves[0].value == 0] = 7
     assert outside.room(node) == 5
@@ -100,13 +105,64 @@ def test_another_padding_is_not_made_longer():
 
 def test_samples_are_those_of_the_first_batch():
     outside = Outside()
-    node, leaves = with_table(SAMPLES, torch.arange(20))
-    assert [outside.has_samples(leaf) for leaf in leaves] == [True, False]
+    first, _ = with_table(SAMPLES, torch.arange(20))
+    assert outside.fits(first, ragged=True)
     node, leaves = with_table([torch.arange(1, 4), torch.arange(1, 3), torch.arange(1, 2)], torch.arange(20))
+    assert outside.fits(node, ragged=True)  # as long as it is large
     assert [outside.has_samples(leaf) for leaf in leaves] == [True, False]
-    assert all(outside.fits(leaf) for leaf in leaves)
     assert outside.sample_lengths(node) == [3, 3, 2]
     assert torch.equal(outside.at_length(leaves[1], 3, 2), torch.arange(2))
+
+
+def with_mask(samples, mask):
+    tape = Tape(Keys(), len(samples), lambda places: [], lambda: None)
+    tokens = pad_sequence(samples, batch_first=True)
+    spec = torch.utils._pytree.tree_flatten(((0, 0), {}))[1]
+    leaves = [tape.outside(tokens), tape.outside(mask(tokens))]
+    (node,) = tape.record("x", lambda x, y: x, leaves, spec, [Meta.of(torch.empty(*tokens.shape, 4))])
+    return node, leaves
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda tokens: (tokens != 0) if (tokens == 0).any() else torch.ones(1, tokens.shape[1]).bool(),
+        lambda tokens: (tokens != 0).t(),
+        lambda tokens: (tokens != 0)[:, None, :].expand(-1, tokens.shape[1], -1).repeat_interleave(2, 0),
+        lambda tokens: (tokens != 0).sum() * torch.ones(1),
+    ],
+    ids=["one row", "length first", "heads", "number"],
+)
+def test_a_mask_that_the_trial_did_not_try_is_not_known(mask):
+    """The first batch has no padding, so that no row could depend on another row of the mask."""
+    outside = Outside()
+    whole = [torch.arange(1, 6)] * 3
+    assert outside.stamps(with_mask(whole, mask)[0], ragged=True) is not None
+    node, _ = with_mask([*whole[:2], torch.arange(1, 4)], mask)
+    assert not outside.fits(node, ragged=True)
+    assert outside.stamps(node, ragged=True) is None
+    assert outside.stamps(with_mask(whole, mask)[0], ragged=True) is not None
+
+
+def test_a_second_text_of_the_same_length_does_not_grow():
+    """Its dimension has the length of the first text by chance."""
+    outside = Outside()
+
+    def pair(first, second):
+        tape = Tape(Keys(), 3, lambda places: [], lambda: None)
+        leaves = [tape.outside(torch.ones(3, length)) for length in (first, second)]
+        spec = torch.utils._pytree.tree_flatten(((0, 0), {}))[1]
+        return tape.record("x", lambda x, y: x, leaves, spec, [Meta.of(torch.empty(3, first, 4))])[0], leaves
+
+    node, leaves = pair(5, 5)
+    assert outside.fits(node, ragged=True)
+    assert outside.at_length(leaves[1], 5, 4).shape == (3, 4)
+    assert outside.version == 0
+    assert outside.fits(pair(6, 5)[0], ragged=True)
+    assert outside.version == 1  # what was judged together is judged anew
+    assert outside.fits(node, ragged=True)
+    assert outside.version == 1
+    assert outside.at_length(leaves[1], 5, 4).shape == (3, 5)
 
 
 def test_entries_serve_shorter_batches_once_lengths_agree():
@@ -149,13 +205,19 @@ def test_the_content_of_numbers_is_their_bits():
     assert content(torch.tensor([5, 7, 7]), torch.tensor(0)) != content(torch.tensor([5, 7]), torch.tensor(0))
 
 
-def test_a_tensor_with_two_such_dimensions_is_not_made_longer():
-    outside, tape = Outside(), Tape(Keys(), 3, lambda places: [], lambda: None)
-    square, one = tape.outside(torch.zeros(5, 5)), tape.outside(torch.zeros(3, 1, 1, 5))
-    assert outside.at_length(square, 5, 8) is None
-    assert outside.at_length(square, 5, 4).shape == (4, 4)
-    assert outside.at_length(one, 5, 4).shape == (3, 1, 1, 4)
-    assert outside.at_length(one, 6, 8) is one.value
+def test_a_mask_of_positions_is_a_table():
+    outside = Outside()
+
+    def square(tokens):
+        return torch.ones(32, 32).tril()[: tokens.shape[1], : tokens.shape[1]]
+
+    long, _ = with_mask([torch.arange(1, 9)], square)
+    node, (_, leaf) = with_mask([torch.arange(1, 6)], square)
+    assert outside.fits(node, ragged=True)
+    assert outside.at_length(leaf, 5, 8) is None
+    assert outside.fits(long, ragged=True)
+    assert torch.equal(outside.at_length(leaf, 5, 8), torch.ones(8, 8).tril())
+    assert outside.at_length(leaf, 5, 4).shape == (4, 4)
 
 
 def test_forms_have_room_for_longer_batches():

@@ -4,13 +4,10 @@ import pytest
 import torch
 from lazies import Source
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.caching.sizes import Lengths, Outside
-from lightning_egeria.caching.trial import is_rounding, judge_length, smaller_sizes, try_boundary
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.tape import Meta, Tape, Unit
+from lightning_egeria.caching.trial import is_rounding, smaller_sizes, try_boundary
+from lightning_egeria.lazy.tape import Meta, Unit
 from lightning_egeria.lazy.tensors import plain
 from lightning_egeria.snapshots.digests import same_bits
 
@@ -155,56 +152,3 @@ def test_rounding_is_a_few_last_bits_of_the_largest_value():
     assert is_rounding(value + torch.tensor([0, 1e-3]), value)
     assert not is_rounding(value + torch.tensor([0.1, 0]), value)
     assert not is_rounding(value.long(), value.long() + 1)
-
-
-EMBEDDING = torch.randn(20, 4)
-
-
-def judged(function, lengths=(3, 9, 5, 2)):
-    """What a batch of padded texts tells: whether lengths agree, whether the bits do, and the message."""
-    tokens = pad_sequence([torch.arange(1, 1 + length) for length in lengths], batch_first=True)
-    tape = Tape(Keys(), len(tokens), lambda places: [], lambda: None)
-    value = function(tokens)
-    (node,) = tape.record("layers", Layers(function), [tape.outside(tokens)], ONE_ARGUMENT, [Meta.of(value)])
-    found = Lengths()
-    text = judge_length(found, Outside(), node)
-    return found.agree, found.exact, text
-
-
-def masked_mean(tokens):
-    real = (tokens != 0)[..., None]
-    x = EMBEDDING[tokens] * real
-    return x + x.sum(1, keepdim=True) / real.sum(1, keepdim=True)
-
-
-def test_lengths_agree_where_the_padding_is_masked():
-    assert judged(lambda tokens: EMBEDDING[tokens]) == (True, True, None)
-    assert judged(masked_mean)[0] is True
-
-
-def test_other_bits_of_another_length_are_told():
-    agree, exact, text = judged(lambda tokens: masked_mean(tokens) * (1 + 1e-6 * tokens.shape[1]))
-    assert agree is True
-    assert exact is False
-    assert "the last bits of a text's output depend on the length of its batch" in text
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda tokens: EMBEDDING[tokens] - EMBEDDING[tokens].mean(1, keepdim=True),
-        lambda tokens: EMBEDDING[tokens] + EMBEDDING[tokens[:, -1:]],  # whether there is any
-        lambda tokens: EMBEDDING[tokens].bfloat16() * (1 + 0.01 * tokens.shape[1]),  # too coarse to tell
-        lambda tokens: EMBEDDING[tokens].view(tokens.shape[0], 9, 4),
-    ],
-    ids=["no mask", "last position", "coarse", "one length only"],
-)
-def test_lengths_do_not_agree_where_the_padding_is_seen(function):
-    agree, _, text = judged(function)
-    assert agree is False
-    assert "depends on its padding" in text
-
-
-def test_a_batch_without_padding_tells_nothing():
-    assert judged(masked_mean, (5, 5, 5)) == (None, True, None)
-    assert judged(masked_mean, (5, 4, 5)) == (None, True, None)  # one equal value at the end may be chance

@@ -1,0 +1,94 @@
+"""Texts that are padded further, or less: whether their outputs agree."""
+
+import types
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils import _pytree as pytree
+
+from lightning_egeria.caching.padding import judge_length, same_rows
+from lightning_egeria.caching.sizes import Lengths, Outside
+from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.tape import Meta, Tape, Unit
+from lightning_egeria.stores.rows import RowForm
+from lightning_egeria.training.notices import Notices
+
+ONE_ARGUMENT = pytree.tree_flatten(((0,), {}))[1]
+
+
+class Layers(Unit):
+    """Frozen layers that compute a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(x)
+
+
+EMBEDDING = torch.randn(20, 4)
+
+
+def judged(function, lengths=(3, 9, 5, 2)):
+    """What a batch of padded texts tells: whether lengths agree, whether the bits do, and the message."""
+    tokens = pad_sequence([torch.arange(1, 1 + length) for length in lengths], batch_first=True)
+    tape = Tape(Keys(), len(tokens), lambda places: [], lambda: None)
+    value = function(tokens)
+    (node,) = tape.record("layers", Layers(function), [tape.outside(tokens)], ONE_ARGUMENT, [Meta.of(value)])
+    level = types.SimpleNamespace(form=RowForm.of(value).with_room(64), padded=Lengths())
+    notices, texts = Notices("cache"), []
+    notices.inform = texts.append
+    judge_length(level, Outside(), node, notices)
+    return level.padded.agree, level.padded.exact, "".join(texts) or None
+
+
+def masked_mean(tokens):
+    real = (tokens != 0)[..., None]
+    x = EMBEDDING[tokens] * real
+    return x + x.sum(1, keepdim=True) / real.sum(1, keepdim=True)
+
+
+def test_lengths_agree_where_the_padding_is_masked():
+    assert judged(lambda tokens: EMBEDDING[tokens]) == (True, True, None)
+    assert judged(masked_mean)[0] is True
+
+
+def test_other_bits_of_another_length_are_told():
+    agree, exact, text = judged(lambda tokens: masked_mean(tokens) * (1 + 1e-6 * tokens.shape[1]))
+    assert agree is True
+    assert exact is False
+    assert "the last bits of a text's output depend on the length of its batch" in text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda tokens: EMBEDDING[tokens] - EMBEDDING[tokens].mean(1, keepdim=True),
+        lambda tokens: EMBEDDING[tokens] + EMBEDDING[tokens[:, -1:]],  # whether there is any
+        lambda tokens: EMBEDDING[tokens].bfloat16() * (1 + 0.01 * tokens.shape[1]),  # too coarse to tell
+        lambda tokens: EMBEDDING[tokens].view(tokens.shape[0], 9, 4),
+    ],
+    ids=["no mask", "last position", "coarse", "one length only"],
+)
+def test_lengths_do_not_agree_where_the_padding_is_seen(function):
+    agree, _, text = judged(function)
+    assert agree is False
+    assert "depends on how far it is padded" in text
+
+
+def test_a_batch_without_padding_tells_nothing():
+    assert judged(masked_mean, (5, 5, 5)) == (None, True, None)
+    assert judged(masked_mean, (5, 4, 5)) == (None, True, None)  # one equal value at the end may be chance
+
+
+def test_texts_agree_beside_the_largest_value_of_each_channel():
+    value = torch.randn(3, 5, 4)
+    value[..., 0] = 3e4  # one channel of large values must not hide what the others do
+    other = value.clone()
+    other[1, 2, 3] += 1e-2
+    assert same_rows(value, other).tolist() == [True, False, True]
+    assert same_rows(value, value + 1e-6 * value).all()
+    assert same_rows(value.bfloat16(), other.bfloat16()).all()
+    value[0, 0, 1] = torch.nan
+    assert not same_rows(value, value)[0]
