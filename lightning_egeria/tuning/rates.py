@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +18,9 @@ _OF_SCHEDULERS = ("base_lrs", "max_lrs", "_last_lr")
 
 
 class LearningRate:
-    """The base learning rate: the one that schedulers multiply. That of the first parameter group counts.
+    """The base learning rate: the one that schedulers multiply, or the peak of a one-cycle schedule.
+
+    That of the first parameter group counts.
 
     A change scales the rates of all parameter groups and schedulers by one factor, so a schedule keeps its shape.
     """
@@ -61,7 +63,7 @@ class LearningRate:
                 if isinstance(vars(scheduler).get(name), list):
                     vars(scheduler)[name] = [_scaled(rate, factor) for rate in vars(scheduler)[name]]
         first = trainer.optimizers[0].param_groups[0]  # exactly, where the product is rounded
-        name = "initial_lr" if "initial_lr" in first else "lr"
+        name = _name(first)
         if not isinstance(first[name], Tensor):
             at_base = first["lr"] == first[name]
             first[name] = float(value)
@@ -71,7 +73,12 @@ class LearningRate:
 
 def _base(optimizer: Optimizer) -> float:
     group = optimizer.param_groups[0]
-    return float(group.get("initial_lr", group["lr"]))
+    return float(group[_name(group)])
+
+
+def _name(group: Mapping[str, Any]) -> str:
+    """Name of the base rate in a parameter group."""
+    return next(name for name in ("max_lr", "initial_lr", "lr") if name in group)
 
 
 def _scaled(rate: Any, factor: float) -> Any:

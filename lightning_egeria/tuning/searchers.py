@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
+from torch.quasirandom import SobolEngine
+
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, Uniform
 
@@ -28,7 +30,7 @@ SearcherFactory: TypeAlias = Callable[[Mapping[str, Space], int], Searcher]  # o
 
 
 class RandomSearcher:
-    """Draws settings, each once.
+    """Draws settings, each once, that are spread evenly: a scrambled Sobol sequence, so that few cover the spaces.
 
     Args:
         spaces: the values of each tunable.
@@ -42,6 +44,7 @@ class RandomSearcher:
     def __init__(self, spaces: Mapping[str, Space], seed: int = 0) -> None:
         self._spaces = dict(spaces)
         self._generator = random.Random(seed)
+        self._points = SobolEngine(max(1, len(self._spaces)), scramble=True, seed=seed)
         self._drawn: set[str] = set()
 
     def ask(self) -> Setting | None:
@@ -50,7 +53,11 @@ class RandomSearcher:
         if len(self._drawn) >= math.prod(sizes):
             return None
         for _ in range(TRIES * (len(self._drawn) + 1)):
-            setting = {name: space.draw(self._generator) for name, space in self._spaces.items()}
+            shares = self._points.draw()[0].tolist()
+            setting = {
+                name: space.at(share) if isinstance(space, Choice | Uniform) else space.draw(self._generator)
+                for share, (name, space) in zip(shares, self._spaces.items(), strict=False)
+            }
             if repr(setting) not in self._drawn:
                 self._drawn.add(repr(setting))
                 return setting

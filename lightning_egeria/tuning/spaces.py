@@ -47,9 +47,13 @@ class Choice:
                 "value, choose between names and use Custom with a setter"
             )
 
+    def at(self, share: float) -> Value:
+        """Return the value at a share of the list, in [0, 1)."""
+        return self.values[int(share * len(self.values))]
+
     def draw(self, generator: random.Random) -> Value:
         """Return one of the values."""
-        return generator.choice(self.values)
+        return self.at(generator.random())
 
     def grid(self, points: int) -> list[Value]:
         """Return all values."""
@@ -73,13 +77,17 @@ class Uniform:
             raise ArgumentError(f"{type(self).__name__} needs finite low < high, got {low!r} and {high!r}")
         self.low, self.high = float(low), float(high)
 
+    def at(self, share: float) -> Value:
+        """Return the number at a share of the way, in [0, 1)."""
+        return self.low + share * (self.high - self.low)
+
     def draw(self, generator: random.Random) -> Value:
         """Return a number, each with the same probability."""
-        return generator.uniform(self.low, self.high)
+        return self.at(generator.random())
 
     def grid(self, points: int) -> list[Value]:
         """Return numbers in equal distances, with both ends; the middle if it is one."""
-        return [self.low + share * (self.high - self.low) for share in _shares(points)]
+        return [self.at(share) for share in _shares(points)]
 
 
 class LogUniform(Uniform):
@@ -97,16 +105,14 @@ class LogUniform(Uniform):
         if low <= 0:
             raise ArgumentError(f"LogUniform needs a positive low, got {low!r}")
 
-    def draw(self, generator: random.Random) -> Value:
-        """Return a number whose logarithm is uniform."""
-        return self._within(math.exp(generator.uniform(math.log(self.low), math.log(self.high))))
+    def at(self, share: float) -> Value:
+        """Return the number at a share of the way of its logarithm, in [0, 1)."""
+        value: float = self.low * (self.high / self.low) ** share
+        return min(max(value, self.low), self.high)
 
     def grid(self, points: int) -> list[Value]:
         """Return numbers in equal ratios, with both ends; the middle if it is one."""
-        return [self._within(self.low * (self.high / self.low) ** share) for share in _shares(points)]
-
-    def _within(self, value: float) -> float:
-        return min(max(value, self.low), self.high)
+        return [self.at(share) for share in _shares(points)]
 
 
 def _shares(points: int) -> list[float]:

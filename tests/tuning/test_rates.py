@@ -73,3 +73,9 @@ def test_a_rate_of_zero_and_a_foreign_scheduler_are_refused():
         LearningRate().check(trainer_of(0.1, lambda optimizer, rate: Mine(optimizer)))
     with pytest.raises(UnsupportedError, match="the learning rate is 0"):
         LearningRate().check(trainer_of(0.0, None))
+
+
+def test_the_base_rate_is_the_one_that_the_user_named():
+    """Of a one-cycle schedule that is its peak, not the 25th part that it begins with."""
+    for make in SCHEDULES.values():
+        assert LearningRate().get(trainer_of(0.1, make)) == pytest.approx(0.1)
