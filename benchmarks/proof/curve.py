@@ -32,8 +32,8 @@ class Curve(lightning.Callback):
 
     Attributes:
         points: one for each validation.
-        durations: of every batch, the kind of most of its samples and the seconds that it took, waiting for it
-            included.
+        durations: of every batch, the kind of its samples, ``"mixed"`` if they are of several, and the seconds that it
+            took, waiting for it included.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Curve(lightning.Callback):
         now = time.perf_counter()
         shares = self._shares()
         kind = max(shares, key=shares.__getitem__)
-        self.durations.append((kind, now - self._mark))
+        self.durations.append((kind if len(shares) == 1 else "mixed", now - self._mark))
         self.seconds += now - self._mark
         if self.selection is None:
             for part, share in shares.items():

@@ -89,7 +89,7 @@ def _is_same(outside: Outside, node: Node, places: list[int], other: int, bits: 
                 return len(pair) == 2, len(pair) == 2
         with without_casts():
             pair = both()
-    if len(pair) < 2 or pair[0].dtype not in (torch.float32, torch.float64):
+    if len(pair) < 2 or pair[0].shape != pair[1].shape or pair[0].dtype not in (torch.float32, torch.float64):
         return False, False
     return bool(same_rows(pair[0], pair[1]).all()), False
 

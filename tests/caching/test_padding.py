@@ -68,8 +68,9 @@ def test_other_bits_of_another_length_are_told():
         lambda tokens: EMBEDDING[tokens] + EMBEDDING[tokens[:, -1:]],  # whether there is any
         lambda tokens: EMBEDDING[tokens].bfloat16() * (1 + 0.01 * tokens.shape[1]),  # too coarse to tell
         lambda tokens: EMBEDDING[tokens].view(tokens.shape[0], 9, 4),
+        lambda tokens: EMBEDDING[tokens] @ EMBEDDING[tokens].mT,
     ],
-    ids=["no mask", "last position", "coarse", "one length only"],
+    ids=["no mask", "last position", "coarse", "one length only", "each with each"],
 )
 def test_lengths_do_not_agree_where_the_padding_is_seen(function):
     agree, _, text = judged(function)
