@@ -10,6 +10,8 @@ import lightning
 from lightning_egeria import FrozenPrefixCache, PrefixFreezing
 from lightning_egeria.selecting.stats import SelectionStats
 
+MOSTLY = 0.9  # share of a batch's samples that makes it one of their kind, where steps are timed
+
 
 class Curve(lightning.Callback):
     """Notes the metrics after each validation, with the batches that were done of each kind until then.
@@ -32,8 +34,8 @@ class Curve(lightning.Callback):
 
     Attributes:
         points: one for each validation.
-        durations: of every batch, the kind of its samples, ``"mixed"`` if they are of several, and the seconds that it
-            took, waiting for it included.
+        durations: of every batch, the kind of nearly all of its samples, or ``"mixed"``, and the seconds that it took,
+            waiting for it included.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Curve(lightning.Callback):
         now = time.perf_counter()
         shares = self._shares()
         kind = max(shares, key=shares.__getitem__)
-        self.durations.append((kind if len(shares) == 1 else "mixed", now - self._mark))
+        self.durations.append((kind if shares[kind] >= MOSTLY else "mixed", now - self._mark))
         self.seconds += now - self._mark
         if self.selection is None:
             for part, share in shares.items():
