@@ -15,7 +15,7 @@ from lightning_egeria.freezing.comparison_setup import set_up_comparison
 from lightning_egeria.freezing.display import MetricsLog, share_of_step, tell_why_nothing_froze
 from lightning_egeria.freezing.guide import Guide
 from lightning_egeria.freezing.policy import Policy
-from lightning_egeria.freezing.pretrained import answer_auto, untrained_behind
+from lightning_egeria.freezing.pretrained import answer_auto
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.savings import Savings, savings_table
 from lightning_egeria.freezing.summary import summarize
@@ -163,8 +163,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             self._guide.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        untrained = untrained_behind(self._norms, freezer.chain, self.ranks)
-        return [comparison, MetricsLog(trainer, self._guide), *self._guide.start_trial(trainer, untrained)]
+        return [comparison, MetricsLog(trainer, self._guide), *self._guide.start_trial(trainer, self._norms)]
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning_egeria.distributed.ranks import DepthBroadcast
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison, slopes_of
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
+from lightning_egeria.freezing.pretrained import untrained_behind
 from lightning_egeria.freezing.trial import DepthTrial, Frontier
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.checkpoints import checkpoint_read
@@ -48,12 +49,12 @@ class Guide:
         """What the trial saw; None before its end, and without one."""
         return self.trial.frontier if self.trial is not None else None
 
-    def start_trial(self, trainer: pl.Trainer, untrained: str | None) -> list[Observer]:
+    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool] | None) -> list[Observer]:
         """Start a trial of depths if the policy wants one and it is possible; return its observers.
 
         Args:
             trainer: the Trainer.
-            untrained: path of a layer behind the trained ones that is not; a trial would show little.
+            norms: as in `untrained_behind`: in front of an untrained part a trial would show little.
         """
         if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
             return []
@@ -61,6 +62,7 @@ class Guide:
             self.policy.compare_layers()
             return []
         self.policy.start_trial()
+        untrained = untrained_behind(norms, self.freezer.chain, self.freezer.ranks)
         self.trial = DepthTrial(trainer, self.freezer, self.policy, self.comparison.costs, untrained)
         return [self.trial]
 

@@ -15,12 +15,12 @@ def read_at_most(path: Path, most: int) -> bytes:
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is no ordinary file")
-        content = opened.read(most + 1)
-    if len(content) > most:
-        raise OSError(f"{path} is larger than {most} bytes")
-    return content
+        if status.st_size > most:
+            raise OSError(f"{path} is larger than {most} bytes")
+        return opened.read(status.st_size)  # so much memory is taken before anything is read
 
 
 def write_whole(path: Path, text: str) -> None:
