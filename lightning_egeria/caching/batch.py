@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +19,6 @@ from lightning_egeria.caching.plan import Loaded, Mode
 from lightning_egeria.caching.sizes import Outside
 from lightning_egeria.lazy import tape
 from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.sending import receive
 from lightning_egeria.lazy.tape import Node, Tape, version_of
 from lightning_egeria.profiling.clock import mark
@@ -270,11 +266,9 @@ class CachedBatch:
                 rows = rows[:, : length if level.form.ragged and own[0] == before else own[0]]
             rows = rows[torch.from_numpy(np.resize(np.arange(len(rows)), size)).to(rows.device)]
             given[some.start] = laid_out(rows, some.start.meta.shape, some.start.meta.stride)
-        value_of: Callable[[Node], Tensor | None] = attrgetter("value")
-        if level.form.ragged and length != before:
-            value_of = functools.partial(outside.at_length, before=before, length=length)
+        if level.form.ragged:
             shape = (length, *shape[1:])
-        found = replay(node, padded, given, value_of, outside.has_samples)
+        found = outside.replayed(node, padded, length if level.form.ragged else None, given)
         return found[: len(some.places)] if found is not None and found.shape[1:] == shape else None
 
     def reached(self, node: Node, value: Tensor) -> Tensor:

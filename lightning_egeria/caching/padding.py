@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from operator import attrgetter
-
 import torch
 from torch import Tensor
 
@@ -12,7 +9,6 @@ from lightning_egeria.caching.batch import CachedBatch, Some
 from lightning_egeria.caching.front import without_casts
 from lightning_egeria.caching.levels import Level
 from lightning_egeria.caching.sizes import Lengths, Outside
-from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import preserved_random_state
@@ -34,11 +30,9 @@ def judge_length(level: Level, outside: Outside, node: Node, notices: Notices) -
     Args:
         level: keeps the answer in `Level.padded`, which a batch without padding does not change.
         outside: tensors of the program.
-        node: boundary activation, ``[samples, length, ...]``.
+        node: boundary activation of a batch that fits, ``[samples, length, ...]``.
         notices: takes messages.
     """
-    if not level.form.ragged or not outside.fits(node, ragged=True):
-        return
     if level.padded.version != outside.version:
         level.padded = Lengths(outside.version)
     lengths, length = level.padded, node.meta.shape[1]
@@ -76,10 +70,7 @@ def _is_same(outside: Outside, node: Node, places: list[int], other: int, bits: 
     common = min(before, other)
 
     def both() -> list[Tensor]:
-        at_other = partial(outside.at_length, before=before, length=other)
-        found = [
-            replay(node, places, None, value_of, outside.has_samples) for value_of in (attrgetter("value"), at_other)
-        ]
+        found = [outside.replayed(node, places, length) for length in (before, other)]
         return [one[:, :common] for one in found if one is not None and one.ndim > 1 and one.shape[1] >= common]
 
     with preserved_random_state(), torch.no_grad():
@@ -125,9 +116,11 @@ def with_padding(
     Returns:
         The output with as much padding as is known to be possible, and for which texts it was the same: ``[texts]``.
     """
-    judge_length(level, outside, node, notices)
     every = torch.ones(len(value), dtype=torch.bool)
-    if not level.form.ragged or not level.padded.agree or not outside.fits(node, ragged=True):
+    if not level.form.ragged or not outside.fits(node, ragged=True):
+        return value, every
+    judge_length(level, outside, node, notices)
+    if not level.padded.agree:
         return value, every
     length = node.meta.shape[1]
     longest = outside.room(node) if some.rows is None else min(outside.room(node), some.rows.shape[1])

@@ -1,12 +1,14 @@
 """Batches of other sizes whose rows have the same bits, and texts that are padded to another length.
 
 An entry of a padded batch serves every batch that is not longer, where the output at a position does not depend on the
-padding behind it: see `judge_length`.
+padding behind it: see `padding.judge_length`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node, version_of
 from lightning_egeria.snapshots.digests import bytes_of, same_bits
 
@@ -238,6 +241,18 @@ class Outside:
         moved = value.movedim(dims[0], 0)
         more = padding.expand(length - before, *moved.shape[1:])
         return torch.cat([moved, more]).movedim(0, dims[0]).contiguous()
+
+    def replayed(
+        self, node: Node, places: Sequence[int], length: int | None = None, given: Mapping[Node, Tensor] | None = None
+    ) -> Tensor | None:
+        """Compute a boundary activation of a batch that fits anew, as `replay` does.
+
+        With a ``length``, texts are padded to it.
+        """
+        value_of: Callable[[Node], Tensor | None] = attrgetter("value")
+        if length is not None and length != node.meta.shape[1]:
+            value_of = partial(self.at_length, before=node.meta.shape[1], length=length)
+        return replay(node, places, given, value_of, self.has_samples)
 
     def stamps(self, node: Node, ragged: bool) -> npt.NDArray[np.uint64] | None:
         """Return a digest of what the program made of each sample, ``[samples]``; None if it cannot be known.

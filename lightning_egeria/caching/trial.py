@@ -168,13 +168,13 @@ class Trials:
         # Texts are small, and an entry may be too short for its next batch.
         planner.leaves_out = planner.leaves_out and not ragged
         longest = max((len(one) for one in batch.fields if one is not None), default=0)
-        origin = self._origin(node, front, ragged)
+        origin = self._origin(node, front)
         text = self._levels.open(origin, value, ragged, max(64, FIELD_SLACK * longest), node.key)
         planner.sizes = BatchSizes(batch.samples, smaller)
         return text
 
-    def _origin(self, node: Node, front: Front, ragged: bool) -> Origin:
-        only_here = self._planner.has_own_ids or (ragged and self._outside.has_tables)
+    def _origin(self, node: Node, front: Front) -> Origin:
+        only_here = self._planner.has_own_ids or self._outside.has_tables
         return Origin(
             self._name,
             type(self._dataset.dataset),

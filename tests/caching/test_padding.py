@@ -4,28 +4,15 @@ import types
 
 import pytest
 import torch
+from lazies import ONE_ARGUMENT, Layers
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.padding import judge_length, same_rows
 from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.tape import Meta, Tape, Unit
+from lightning_egeria.lazy.tape import Meta, Tape
 from lightning_egeria.stores.rows import RowForm
 from lightning_egeria.training.notices import Notices
-
-ONE_ARGUMENT = pytree.tree_flatten(((0,), {}))[1]
-
-
-class Layers(Unit):
-    """Frozen layers that compute a function."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, x):
-        return self.function(x)
-
 
 EMBEDDING = torch.randn(20, 4)
 
@@ -39,7 +26,9 @@ def judged(function, lengths=(3, 9, 5, 2)):
     level = types.SimpleNamespace(form=RowForm.of(value).with_room(64), padded=Lengths())
     notices, texts = Notices("cache"), []
     notices.inform = texts.append
-    judge_length(level, Outside(), node, notices)
+    outside = Outside()
+    assert outside.fits(node, ragged=True)
+    judge_length(level, outside, node, notices)
     return level.padded.agree, level.padded.exact, "".join(texts) or None
 
 

@@ -12,13 +12,8 @@ from lightning_egeria.lazy.tape import Meta, Tape
 SAMPLES = [torch.arange(1, 1 + length) for length in (3, 5, 2)]
 
 
-def boundary(tokens, width=4):
-    """A node ``[samples, length, width]`` that follows from tokens of the program."""
-    tape = Tape(Keys(), len(tokens), lambda places: [], lambda: None)
-    leaf = tape.outside(tokens)
-    meta = Meta.of(torch.empty(*tokens.shape, width))
-    spec = torch.utils._pytree.tree_flatten(((0,), {}))[1]
-    (node,) = tape.record("embed", lambda x: x, [leaf], spec, [meta])
+def boundary(tokens):
+    node, (leaf,) = node_of(tokens)
     return node, leaf
 
 
@@ -41,14 +36,24 @@ def test_samples_are_padded_if_a_tensor_of_them_has_the_length():
     assert not Outside().is_padded(pooled)
 
 
+def with_mask(samples, mask):
+    """A node that follows from padded samples and from a tensor that the program makes of them."""
+    tokens = pad_sequence(samples, batch_first=True)
+    return node_of(tokens, mask(tokens))
+
+
 def with_table(samples, table):
     """A node that follows from padded samples and from a tensor that grows with their length."""
-    tape = Tape(Keys(), len(samples), lambda places: [], lambda: None)
-    tokens = pad_sequence(samples, batch_first=True)
-    leaves = [tape.outside(tokens), tape.outside(table[: tokens.shape[1]])]
-    meta = Meta.of(torch.empty(*tokens.shape, 4))
-    spec = torch.utils._pytree.tree_flatten(((0, 0), {}))[1]
-    (node,) = tape.record("embed", lambda x, y: x, leaves, spec, [meta])
+    return with_mask(samples, lambda tokens: table[: tokens.shape[1]])
+
+
+def node_of(*tensors, width=4):
+    """A node ``[samples, length, width]`` that follows from tensors of the program, as long as the first one."""
+    tape = Tape(Keys(), len(tensors[0]), lambda places: [], lambda: None)
+    leaves = [tape.outside(tensor) for tensor in tensors]
+    meta = Meta.of(torch.empty(*tensors[0].shape, width))
+    spec = torch.utils._pytree.tree_flatten((tuple(range(len(tensors))), {}))[1]
+    (node,) = tape.record("embed", lambda *all_: all_[0], leaves, spec, [meta])
     return node, leaves
 
 
@@ -114,15 +119,6 @@ def test_samples_are_those_of_the_first_batch():
     assert torch.equal(outside.at_length(leaves[1], 3, 2), torch.arange(2))
 
 
-def with_mask(samples, mask):
-    tape = Tape(Keys(), len(samples), lambda places: [], lambda: None)
-    tokens = pad_sequence(samples, batch_first=True)
-    spec = torch.utils._pytree.tree_flatten(((0, 0), {}))[1]
-    leaves = [tape.outside(tokens), tape.outside(mask(tokens))]
-    (node,) = tape.record("x", lambda x, y: x, leaves, spec, [Meta.of(torch.empty(*tokens.shape, 4))])
-    return node, leaves
-
-
 @pytest.mark.parametrize(
     "mask",
     [
@@ -149,10 +145,7 @@ def test_a_second_text_of_the_same_length_does_not_grow():
     outside = Outside()
 
     def pair(first, second):
-        tape = Tape(Keys(), 3, lambda places: [], lambda: None)
-        leaves = [tape.outside(torch.ones(3, length)) for length in (first, second)]
-        spec = torch.utils._pytree.tree_flatten(((0, 0), {}))[1]
-        return tape.record("x", lambda x, y: x, leaves, spec, [Meta.of(torch.empty(3, first, 4))])[0], leaves
+        return node_of(torch.ones(3, first), torch.ones(3, second))
 
     node, leaves = pair(5, 5)
     assert outside.fits(node, ragged=True)

@@ -2,28 +2,16 @@
 
 import pytest
 import torch
-from lazies import Source
+from lazies import ONE_ARGUMENT, Layers, Source
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.trial import is_rounding, smaller_sizes, try_boundary
-from lightning_egeria.lazy.tape import Meta, Unit
+from lightning_egeria.lazy.tape import Meta
 from lightning_egeria.lazy.tensors import plain
 from lightning_egeria.snapshots.digests import same_bits
 
 X = torch.randn(8, 4)
 W = torch.randn(4, 4)
-ONE_ARGUMENT = pytree.tree_flatten(((0,), {}))[1]
-
-
-class Layers(Unit):
-    """Frozen layers that compute a function."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, x):
-        return self.function(x)
 
 
 def trial(function, x=X, before=lambda x: x):

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.tape import Meta, Tape
+from lightning_egeria.lazy.tape import Meta, Tape, Unit
 from lightning_egeria.lazy.tensors import LazyTensor, plain, show
 
 X, W = torch.randn(6, 4), torch.randn(4, 4)
@@ -23,6 +23,19 @@ BY_ROW = {
     "reduced": lambda x: x.sum(1),
     "expanded": lambda x: x[:, :, None].expand(len(x), 4, 2),
 }
+
+
+ONE_ARGUMENT = pytree.tree_flatten(((0,), {}))[1]
+
+
+class Layers(Unit):
+    """Frozen layers that compute a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(x)
 
 
 class Source:
