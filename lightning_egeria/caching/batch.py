@@ -111,7 +111,7 @@ class CachedBatch:
         hits: samples of the first such call whose output came from the deepest boundary.
         advanced: samples of it whose output came from a shallower one.
         was_touched: file and line of the program that first needed an input that was not loaded; None if nothing did.
-        made_differs: what the program made of a sample is not what the entry was computed from.
+        other_shape: of its output at the boundary, which has no place among the entries; None if it has.
         began: the front was called.
         ended: its boundary was reached.
     """
@@ -128,7 +128,7 @@ class CachedBatch:
         self._older: dict[int, Node] = {}
         self._versions: dict[int, int] = {}
         self._is_over = False
-        self.made_differs = False
+        self.other_shape: tuple[int, ...] | None = None
         self.began: float | torch.cuda.Event | None = None
         self.ended: float | torch.cuda.Event | None = None
         self._owner = owner
@@ -181,7 +181,8 @@ class CachedBatch:
 
     def _assembled(self, level: Level, node: Node, front: Front) -> Tensor | None:
         if node.meta.shape[:1] != (self.samples,) or not level.form.takes(node.meta.shape[1:]):
-            return None  # rows of another size, or of other samples
+            self.other_shape = node.meta.shape
+            return None
         length = node.meta.shape[1] if level.form.ragged else 1
         missing = np.ones(self.samples, bool)
         parts: list[tuple[Rows, Tensor]] = []
@@ -311,7 +312,6 @@ class CachedBatch:
         """Which entries were computed from these samples, and from what the program made of them; ``[places]``."""
         level, entries = read.level, self.entries[read.places]
         same: Flags = made[read.places] == known[:, 1]
-        self.made_differs = self.made_differs or not same.all()
         for at, place in enumerate(read.places.tolist()):
             if self.lazy[place]:
                 continue

@@ -19,7 +19,7 @@ from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.plan import Mode, Plan
+from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.sizes import BatchSizes
 from lightning_egeria.errors import CacheError
 from lightning_egeria.training.notices import Notices
@@ -174,11 +174,22 @@ class Planner:
             stored[(stored == number) & doubtful] = -1
         return dataclasses.replace(plan, stored=tuple(stored.tolist()))
 
-    def received(self, plan: Plan) -> list[Read]:
+    def received(self, loaded: Loaded) -> list[Read]:
         """A planned batch is there; return the reads of its rows."""
-        self._received = plan.number
-        self._levels.reader.used(plan.number)
-        return self._reads.pop(plan.number, [])
+        if loaded.drew is not None and not self._views:
+            self.load_all(
+                f"loading a sample changes {loaded.drew}, so every sample is loaded in each epoch. Only the frozen "
+                "layers are skipped, for samples that come back unchanged. See augmentation_views"
+            )
+        self._received = loaded.plan.number
+        self._levels.reader.used(loaded.plan.number)
+        return self._reads.pop(loaded.plan.number, [])
+
+    def load_all(self, reason: str) -> None:
+        """Leave out no more inputs, and tell why."""
+        if self.leaves_out:
+            self._notices.inform(reason)
+        self.leaves_out = False
 
     def _numbers_of(self, ids: Sequence[Any]) -> list[int]:
         """Numbers of samples from their ids: an index is its own number, other ids are counted as they come."""

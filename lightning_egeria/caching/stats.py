@@ -114,7 +114,7 @@ class Habits:
 
     def __init__(self) -> None:
         self.reader: str | None = None
-        self._strange = self._other = 0
+        self._strange = self._other = self._shaped = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -126,11 +126,15 @@ class Habits:
         served = batch.hits + batch.advanced > 0
         had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
         self._strange = 0 if served or batch.plan.checks else self._strange + had_rows
+        self._shaped = self._shaped + (batch.other_shape is not None) if self._strange else 0
         self._other = 0 if batch.matches else self._other + had_rows
         if self._other >= OTHER:
             return f"the last {OTHER} batches called the frozen layers in another way than before, or not at all"
         if self._strange >= STRANGE:
-            return f"the inputs of the last {STRANGE} batches differed from those of the entries (random or mixed?)"
+            if 2 * self._shaped > STRANGE:
+                return f"most of the last {STRANGE} batches had other shapes than the entries"
+            differed = f"the inputs of the last {STRANGE} batches differed from those of the entries"
+            return f"{differed} (random, mixed, or sorted by the collate function?)"
         return self._count_lazy(batch, front)
 
     def _count_lazy(self, batch: CachedBatch, front: Front) -> str | None:

@@ -176,13 +176,7 @@ class Stream:
     def receive(self, loaded: Loaded, waited: float) -> tuple[Any, CachedBatch | None]:
         """Return the user's batch, and the batch under the cache; None for one without."""
         plan = loaded.plan
-        reads, planner = self._planner.received(plan), self._planner
-        if loaded.drew is not None and planner.leaves_out and not self._views:
-            planner.leaves_out = False
-            self._notices.inform(
-                f"loading a sample changes {loaded.drew}, so every sample is loaded in each epoch. Only the frozen "
-                "layers are skipped, for samples that come back unchanged. See augmentation_views"
-            )
+        reads, planner = self._planner.received(loaded), self._planner
         if self.front is None or plan.mode is Mode.PLAIN or plan.front != self._fronts:
             if self.front is not None:
                 self.stats.misses += len(plan.ids)
@@ -230,8 +224,9 @@ class Stream:
         if front is None or batch.front is not front:
             return
         if batch.eager and not batch.calls:
+            missing = f"{front.units[-1].path!r} was not called with tensors of the batch"
             try:
-                self._trials.shows_nothing("the frozen layers were not called with tensors of the batch")
+                self._trials.shows_nothing(f"{missing} (a table of positions? Freeze one layer module more)")
             except CacheError as error:
                 self.stop(str(error))
             return
@@ -242,9 +237,12 @@ class Stream:
         if reason is not None:
             self.stop(reason)
             return
-        if self._habits.reader is not None and self._planner.leaves_out:
-            self._planner.leaves_out = False
-            self._notices.inform(f"{self._habits.reader} reads the input in most batches, so samples are loaded again")
+        if self._habits.reader is not None:
+            reader = self._habits.reader
+            self._planner.load_all(f"{reader} reads the input in most batches, so samples are loaded again")
+        if batch.other_shape is not None:
+            text = f"an output of shape {batch.other_shape} has no place among entries of the shape of the first batch"
+            self._notices.inform(f"{text}. Give all samples one size", once=f"shapes of {self._name}")
         judgement = self._accounts.judgement()
         if judgement is not None and not judgement[0]:
             self.stop(f"it does not pay: {judgement[1]}")

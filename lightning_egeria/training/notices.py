@@ -67,9 +67,11 @@ class Notices:
         self._topic = topic
         self._told: set[str] = set()
 
-    def inform(self, text: str) -> None:
-        """Log one line."""
-        log_line(f"{self._topic}: {text}")
+    def inform(self, text: str, once: str | None = None) -> None:
+        """Log one line; about one thing only ``once``, if that has a name."""
+        if once is None or once not in self._told:
+            log_line(f"{self._topic}: {text}")
+        self._told.add(once or text)
 
     def warn(self, text: str, once: str | None = None) -> None:
         """Warn about something that the user may want to change. Training continues.

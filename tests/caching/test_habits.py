@@ -9,7 +9,7 @@ from lightning_egeria.caching.stats import COUNTED, OTHER, STRANGE, Habits
 READ = SimpleNamespace(future=SimpleNamespace(done=lambda: True, cancelled=lambda: False))
 
 
-def batch(hits=4, matches=1, touched=None, lazy=True, checks=False, reads=(READ,)):
+def batch(hits=4, matches=1, touched=None, lazy=True, checks=False, reads=(READ,), shape=None):
     return SimpleNamespace(
         hits=hits,
         advanced=0,
@@ -19,6 +19,7 @@ def batch(hits=4, matches=1, touched=None, lazy=True, checks=False, reads=(READ,
         lazy=(lazy,) * 4,
         reads=reads,
         plan=SimpleNamespace(checks=checks),
+        other_shape=shape,
     )
 
 
@@ -43,6 +44,7 @@ def test_served_batches_go_on():
     [
         ({"hits": 0, "matches": 0}, OTHER, "called the frozen layers in another way"),
         ({"hits": 0}, STRANGE, "differed from those of the entries"),
+        ({"hits": 0, "shape": (4, 8)}, STRANGE, "had other shapes than the entries"),
         ({"ran": {1}}, COUNTED, "reads the output of 'net.b'"),
     ],
 )

@@ -196,7 +196,17 @@ def test_front_that_cannot_be_cached(drive, layer, reason):
 
 
 def test_other_calls_of_the_network_stop_the_cache(drive):
-    _stops(drive(), "the frozen layers were not called with tensors of the batch", step=lambda net, x, y: x)
+    _stops(drive(), "was not called with tensors of the batch", step=lambda net, x, y: x)
+
+
+def test_samples_of_another_size_are_told_once(drive, caplog):
+    data = Samples(lambda data, index: (data.x[index].expand(*([8] if index < 12 else []), 8), index))
+    with caplog.at_level("INFO"):
+        one = recorded(drive(data=data))
+        one.epoch()
+        one.epoch()
+    assert (one.stats.hits, one.stats.off) == (24, None)
+    assert caplog.text.count("an output of shape (6, 8) has no place among entries") == 1
 
 
 def test_network_that_gets_noise_stops_the_cache(drive):

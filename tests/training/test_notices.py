@@ -31,6 +31,18 @@ def test_lines_appear_where_those_of_lightning_do(notices, caplog):
     assert record.message == "freezing: 3 layer modules froze"
 
 
+def test_line_about_one_thing_is_logged_once(notices, caplog):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        for shape in (1, 2):
+            notices.inform(f"a shape of {shape}", once="shapes")
+            notices.inform("3 layer modules froze")
+    assert [record.message for record in caplog.records] == [
+        "freezing: a shape of 1",
+        "freezing: 3 layer modules froze",
+        "freezing: 3 layer modules froze",
+    ]
+
+
 def test_without_a_bar_no_lock_for_several_processes_is_made():
     """A killed process would leave its semaphore."""
     program = (
