@@ -41,7 +41,7 @@ class BranchTuner(pl.Callback):
             to a searcher.
         max_trials: most settings in a search.
         max_share: most steps of all trials together, as a share of the steps of the run.
-        first_steps: optimizer steps of the first trial.
+        first_steps: optimizer steps of the first trials.
         monitor: metric of validation that starts a search when it stops getting better; None starts none.
         mode: ``"min"`` if less of the metric is better, or ``"max"``.
         patience: validations without a better one before a search.
@@ -305,7 +305,7 @@ class BranchTuner(pl.Callback):
             first = self.first_steps if batch_size is None else batch_size.first_steps(self.first_steps, most)
             return Limits(first, most, self.max_trials, total)
         last = self.searches[-1]
-        return Limits(last.trial_steps, most, len(last.branches), total, doubling=False)
+        return Limits(last.trial_steps, most, len(last.branches), total, halving=False)
 
     def _show(self, text: str) -> None:
         self._trying = text

@@ -9,10 +9,11 @@ from typing import Any
 
 from lightning_egeria.tuning.searchers import Searcher
 from lightning_egeria.tuning.spaces import Setting
-from lightning_egeria.tuning.summary import Label, Summary, summarize
+from lightning_egeria.tuning.summary import WINDOWS, Label, Summary, summarize
 
 TOP = 5  # branches whose speeds must agree for a search to end
 AGREEMENT = 0.1
+HALVES = 2  # windows of a trial in a race: more show the noise of single batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +21,49 @@ class Limits:
     """What a search may spend.
 
     Attributes:
-        first_steps: optimizer steps of a trial; of the first one if ``doubling``.
+        first_steps: optimizer steps of a trial; of the first ones if ``halving``.
         most_steps: most steps of a trial.
         most_trials: most branches.
         most_total: most steps of all branches together.
-        doubling: whether trials get longer until a branch converges.
+        halving: whether the faster half of the branches goes on, in trials twice as long, until one is left.
     """
 
     first_steps: int
     most_steps: int
     most_trials: int
     most_total: float = math.inf
-    doubling: bool = True
+    halving: bool = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """Steps that a branch has after each round, if it stays.
+
+        >>> Limits(10, 77, 20).lengths
+        [10, 20, 40, 77]
+        """
+        found = [min(self.first_steps, self.most_steps)]
+        while found[-1] < self.most_steps:
+            found.append(min(2 * found[-1], self.most_steps))
+        return found
+
+    @property
+    def affordable(self) -> int:
+        """Number of branches to begin with, two at least, so that all rounds together take ``most_total`` steps.
+
+        >>> Limits(10, 77, 20, 308).affordable, Limits(10, 77, 20).affordable
+        (11, 20)
+        """
+        counts = range(self.most_trials, 2, -1)
+        return next((count for count in counts if self._cost(count) <= self.most_total), min(2, self.most_trials))
+
+    def _cost(self, count: int) -> int:
+        steps, cost = 0, 0
+        for length in self.lengths:
+            cost += count * (length - steps)
+            steps, count = length, -(-count // 2)
+            if count == 1:
+                break
+        return cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +126,6 @@ class Branch:
         """What its losses show."""
         return self.summary.label if self.summary is not None else Label.FAILED
 
-    @property
-    def alive(self) -> bool:
-        """Whether it may train on."""
-        return self.label not in (Label.DIVERGED, Label.FAILED)
-
     def state(self) -> dict[str, Any]:
         """Return the branch in plain types."""
         known = {} if self.summary is None else {"range": self.summary.range, "noise": self.summary.noise}
@@ -130,13 +157,15 @@ class Outcome:
 
 
 def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Order, Result, Outcome]:
-    """Search for the fastest setting, as MLtuner does (Cui et al., arXiv:1803.07445).
+    """Search for the fastest setting by branches that are measured as those of MLtuner (Cui et al., arXiv:1803.07445).
 
-    With ``doubling``, each round adds a setting, trains all branches for the same number of steps, and gives up those
-    that diverge. The steps double from round to round until a branch converges with another setting than the present
-    one: a steady fall alone does not tell how long it takes to see a better one. After that, and without
-    ``doubling``, each further setting has one trial of that length. The search ends when the speeds of the five best
-    branches differ by less than 10 %, when there is nothing left to try, or at a limit.
+    With ``halving``, all branches train for the same few steps; the faster half of them trains on until it has twice as
+    many, and so on until one is left or a trial is as long as it may be (successive halving, Jamieson and Talwalkar,
+    arXiv:1502.07943). It begins with as many settings as the limits allow. A trial has two windows, its halves: in ten,
+    short trials show the noise of single batches.
+
+    Without, as in MLtuner, each setting has one trial, and the search ends when the speeds of the five best branches
+    differ by less than 10 %, when there is nothing left to try, or at a limit.
 
     Args:
         searcher: chooses the settings.
@@ -150,56 +179,67 @@ def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Or
         The outcome.
     """
     rounds = _Rounds(searcher, present, limits)
-    steps = min(limits.first_steps, limits.most_steps)
-    if limits.doubling:
-        yield from rounds.train_all(steps)
-        while not (rounds.converging or rounds.spent_all or steps == limits.most_steps or rounds.only_one_left):
-            steps = min(2 * steps, limits.most_steps)
-            yield from rounds.train_all(steps)
-        rounds.tell()
-    while rounds.reason is None and not rounds.agreed:
-        branch = rounds.next_branch()
-        if branch is not None:
-            yield from rounds.train(branch, steps)
-        rounds.tell()
-    reason = rounds.reason or f"the {TOP} best speeds differ by less than {AGREEMENT:.0%}"
-    return Outcome(rounds.branches, rounds.best, steps, reason)
+    yield from rounds.halve() if limits.halving else rounds.one_by_one()
+    steps = max((branch.steps for branch in rounds.branches), default=0)
+    return Outcome(rounds.branches, rounds.best, steps, rounds.reason or "")
 
 
 class _Rounds:
     def __init__(self, searcher: Searcher, present: Setting, limits: Limits) -> None:
         self.branches: list[Branch] = []
-        self.reason: str | None = None  # why there are no further trials
+        self.reason: str | None = None  # why there are no further settings
         self.spent_all = False
         self._searcher = searcher
         self._present = present
         self._limits = limits
-        self._untold: list[int] = []
         self._spent = 0
 
     @property
-    def converging(self) -> bool:
-        return any(branch.label is Label.CONVERGING for branch in self.branches[1:])
-
-    @property
-    def only_one_left(self) -> bool:
-        return self.reason is not None and sum(branch.alive for branch in self.branches) <= 1
-
-    @property
     def best(self) -> int | None:
-        numbers = [number for number, branch in enumerate(self.branches) if branch.speed > 0]
-        return max(numbers, key=lambda number: self.branches[number].speed, default=None)
+        """The fastest of the branches with the longest trials; None if none makes progress."""
+        return next(iter(self._ranked(range(len(self.branches)))), None)
 
-    @property
-    def agreed(self) -> bool:
+    def one_by_one(self) -> Generator[Order, Result, None]:
+        while (number := self._next_branch(self._limits.most_trials)) is not None:
+            best = self.best
+            yield from self._train(number, self._limits.first_steps, [best] if best is not None else [])
+            if self._agreed():
+                self.reason = f"the {TOP} best speeds differ by less than {AGREEMENT:.0%}"
+
+    def halve(self) -> Generator[Order, Result, None]:
+        first, *lengths = self._limits.lengths
+        most = self._limits.affordable
+        while (number := self._next_branch(most)) is not None:
+            yield from self._train(number, first, self._faster_half(range(number), most))
+        racing: Sequence[int] = range(len(self.branches))
+        for steps in lengths:
+            racing = self._faster_half(racing, len(racing))
+            if len(racing) == 1 or self.spent_all:
+                break
+            for at, number in enumerate(racing):
+                yield from self._train(number, steps, [*self._faster_half(racing[:at], len(racing)), *racing[at + 1 :]])
+        if not self.spent_all and len(self.branches) > 1:
+            self.reason = f"the fastest of {len(self.branches)} settings was found"
+
+    def _ranked(self, numbers: Sequence[int]) -> list[int]:
+        """Those that make progress: longer trials tell more, and of as long ones the fastest is first."""
+        branches = self.branches
+        found = (number for number in numbers if branches[number].speed > 0)
+        return sorted(found, key=lambda number: (-branches[number].steps, -branches[number].speed))
+
+    def _faster_half(self, numbers: Sequence[int], count: int) -> list[int]:
+        """Those that may be among the faster half of ``count``."""
+        return self._ranked(numbers)[: -(-count // 2)]
+
+    def _agreed(self) -> bool:
         speeds = sorted((branch.speed for branch in self.branches if branch.speed > 0), reverse=True)[:TOP]
         return len(speeds) == TOP and speeds[-1] > (1 - AGREEMENT) * speeds[0]
 
-    def next_branch(self) -> int | None:
+    def _next_branch(self, most: int) -> int | None:
         if self.reason is not None:
             return None
-        if len(self.branches) >= self._limits.most_trials:
-            self.reason = f"{self._limits.most_trials} settings were tried"
+        if len(self.branches) >= most:
+            self.reason = f"{most} settings were tried"
             return None
         setting: Setting | None = self._present
         if self.branches:
@@ -211,40 +251,24 @@ class _Rounds:
             self.reason = "every setting was tried" if len(self.branches) > 1 else "there is one setting"
             return None
         self.branches.append(Branch(setting))
-        if len(self.branches) > 1:
-            self._untold.append(len(self.branches) - 1)
         return len(self.branches) - 1
 
-    def train_all(self, steps: int) -> Generator[Order, Result, None]:
-        fresh = self.next_branch()
-        if self.only_one_left:
-            return  # there is nothing to compare it with
-        for number in range(len(self.branches)):
-            if self.branches[number].alive or number == fresh:
-                yield from self.train(number, steps)
-
-    def train(self, number: int, steps: int) -> Generator[Order, Result, None]:
-        branch, best = self.branches[number], self.best
-        if self._spent + steps - branch.steps > self._limits.most_total and number > 0:
+    def _train(self, number: int, steps: int, needed: Sequence[int]) -> Generator[Order, Result, None]:
+        branch = self.branches[number]
+        cost = steps - branch.steps
+        if self._spent + cost > self._limits.most_total and number > 0:
             self.spent_all, self.reason = True, f"{self._spent} steps of trials were used up"
             if branch.steps == 0:  # it is the last one
                 self.branches.pop()
-                self._untold = [other for other in self._untold if other != number]
             return
-        if self._limits.doubling and not self.converging:
-            needed = [other for other, one in enumerate(self.branches) if one.alive]
-        else:
-            needed = [] if best is None else [best]
-        result = yield Order(number, branch.setting, steps, tuple(other for other in needed if other != number))
-        self._spent += steps - branch.steps
-        branch.steps = steps
-        branch.failed = result.failed
-        branch.summary = None if result.failed is not None else summarize(result.losses, result.cost, result.start)
-
-    def tell(self) -> None:
-        for number in self._untold:
-            self._searcher.tell(self.branches[number].setting, self.branches[number].speed)
-        self._untold = []
+        result = yield Order(number, branch.setting, steps, tuple(needed))
+        self._spent += cost
+        first, branch.steps, branch.failed = branch.steps == 0, steps, result.failed
+        windows = HALVES if self._limits.halving else WINDOWS
+        summary = None if result.failed is not None else summarize(result.losses, result.cost, result.start, windows)
+        branch.summary = summary
+        if first and number > 0:
+            self._searcher.tell(branch.setting, branch.speed)
 
 
 def play(
@@ -254,7 +278,7 @@ def play(
 
     >>> from lightning_egeria.tuning.searchers import GridSearcher
     >>> from lightning_egeria.tuning.spaces import Choice
-    >>> run = search(GridSearcher({"lr": Choice([1, 2])}), {"lr": 1}, Limits(2, 2, 9, doubling=False))
+    >>> run = search(GridSearcher({"lr": Choice([1, 2])}), {"lr": 1}, Limits(2, 2, 9, halving=False))
     >>> known = {("{'lr': 1}", 2): Result([3.0, 2.0], 2), ("{'lr': 2}", 2): Result([3.0, 1.0], 2)}
     >>> orders, outcome = play(run, known)
     >>> [order.setting["lr"] for order in orders], outcome.winner, outcome.reason

@@ -31,7 +31,7 @@ class Searches(L.Callback):
             tunables = Tunables({"lr": Choice([0.05, 0.2, 0.8])})
             trials = Trials(trainer, self.feed, tunables, Ranks(), None, 0)  # states are in files
             run = SearchRun(trainer, trials, Ranks(), Notices("tuning"), self.finished)
-            self.record = run.search(GridSearcher, Limits(2, 2, 9, doubling=False), "of the test", self.shown.append)
+            self.record = run.search(GridSearcher, Limits(2, 2, 9, halving=False), "of the test", self.shown.append)
             assert "save_checkpoint" not in vars(trainer)
 
 
