@@ -219,7 +219,7 @@ class _Rounds:
             for at, number in enumerate(racing):
                 yield from self._train(number, steps, [*self._faster_half(racing[:at], len(racing)), *racing[at + 1 :]])
         if not self.spent_all and len(self.branches) > 1:
-            self.reason = f"the fastest of {len(self.branches)} settings was found"
+            self.reason = f"{len(self.branches)} settings were compared"
 
     def _ranked(self, numbers: Sequence[int]) -> list[int]:
         """Those that make progress: longer trials tell more, and of as long ones the fastest is first."""

@@ -13,7 +13,7 @@ from lightning_egeria.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.errors import TrainingDataError, UnsupportedError
 from lightning_egeria.training.epoch_length import set_epoch_length
 
-RATE = 0.02
+RATE = 0.005
 
 
 def tuner(*tried, **arguments):
