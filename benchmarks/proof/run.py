@@ -175,7 +175,7 @@ def run(
             views = WORKLOADS[workload].views
             cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views, seed=seed)
         importance = ImportanceSampling() if method == "importance" else None
-        selected = wrapped(method, datamodule, seed)
+        selected = wrapped(method, datamodule, seed, WORKLOADS[workload].selects)
         selects = importance if importance is not None else SelectiveBackprop.find(selected)
         counts = (lambda: selects.selection) if selects is not None else None
         curve = Curve(freezing, cache, counts, config.data.batch_size, partial, batch_size)

@@ -33,7 +33,7 @@ class RandomRule(SelectionRule):
 
 
 class RandomSelection(SelectiveBackprop):
-    """Full batches of samples that were kept at random. Nothing is scored."""
+    """Samples are kept at random. Nothing is scored."""
 
     def make_rule(self) -> SelectionRule:
         return RandomRule(self.beta, self.history)
@@ -87,10 +87,12 @@ class ImportanceSampling(lightning.Callback):
         vars(pl_module).pop("training_step", None)
 
 
-def wrapped(method: str, datamodule: lightning.LightningDataModule, seed: int) -> lightning.LightningDataModule:
+def wrapped(
+    method: str, datamodule: lightning.LightningDataModule, seed: int, mode: str
+) -> lightning.LightningDataModule:
     """The data of a run by one of these methods; the data themselves for any other."""
     if method in METHODS:
-        return SelectiveBackprop(datamodule, beta=BETA, seed=seed, **METHODS[method])
+        return SelectiveBackprop(datamodule, beta=BETA, seed=seed, mode=mode, **METHODS[method])
     if method == "random":
-        return RandomSelection(datamodule, beta=BETA, seed=seed)
+        return RandomSelection(datamodule, beta=BETA, seed=seed, mode=mode)
     return datamodule

@@ -41,6 +41,7 @@ class Workload:
         methods: what is compared.
         overrides: where the data are; ``{data}`` is the folder with all data sets, ``{size}`` that of the experiment.
         views: augmented views of each sample in the cache; 0 where nothing is random.
+        selects: mode of Selective-Backprop; texts of other lengths do not wait for one another in a queue.
     """
 
     metric: str
@@ -48,6 +49,7 @@ class Workload:
     methods: tuple[str, ...]
     overrides: tuple[str, ...]
     views: int
+    selects: str = "queue"
 
 
 # One argument of ours at a time, as overrides of the configuration; the interval is a share of the run.
@@ -107,6 +109,7 @@ WORKLOADS = {
             "model.weights={data}/checkpoints/all_minilm_l6_v2_int8.safetensors",
         ),
         views=0,
+        selects="in_batch",
     ),
     "finetune_imagenette_resnet20": Workload(
         "val/acc",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,14 +106,22 @@ class Rows:
         first = parts[0]
         if len(parts) == 1:
             return first
-        if any(part.form != first.form for part in parts):
-            forms = sorted({part.form for part in parts})
-            raise RowsError(
-                f"samples of several batches cannot be joined, because their structure or shape differs: "
-                f"{' and '.join(forms[:2])}. Pad all samples to one shape, or use mode='in_batch'"
-            )
+        check_forms({part.form for part in parts})
         columns = [_joined(columns) for columns in zip(*(part.columns for part in parts), strict=True)]
         return Rows(first.structure, columns, sum(part.samples for part in parts))
+
+
+def check_forms(forms: Set[str]) -> None:
+    """Find out whether samples of these forms can be joined.
+
+    Raises:
+        RowsError: there are several.
+    """
+    if len(forms) > 1:
+        raise RowsError(
+            f"samples of several batches cannot be joined, because their structure or shape differs: "
+            f"{' and '.join(sorted(forms)[:2])}. Pad all samples to one shape, or use mode='in_batch'"
+        )
 
 
 def _taken_apart(value: Any, samples: int, columns: list[Any], is_root: bool) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_egeria.batches.reading import BatchSource, numbered
-from lightning_egeria.batches.rows import Rows, samples_of
+from lightning_egeria.batches.rows import Rows, check_forms, samples_of
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.selecting.collating import InOrder
 from lightning_egeria.selecting.losses import LossTable
@@ -57,6 +57,7 @@ class SelectedBatches:
         self._random = self._begun  # in which batch `_number` was loaded
         self._now: RandomState | None = None  # of a checkpoint, until the epoch begins or goes on
         self._seen = self._resumed_seen = 0
+        self._forms: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         if "_loader" not in vars(self):  # while it is being unpickled
@@ -217,7 +218,10 @@ class SelectedBatches:
         return min(2, self._size)
 
     def _check(self, number: int, batch: Any, samples: int) -> None:
-        """Find out at the start whether the losses of the samples can be had."""
+        """Find out at the start whether the losses of the samples can be had, and whether the queue can join them."""
+        if self._settings.share is None:
+            self._forms.add(Rows.of(batch, samples).form)
+            check_forms(self._forms)
         if self._checked < CHECKED_BATCHES and self._settings.rule.needs_losses:
             self._checked += 1
             self._side.check(batch, samples, number)
