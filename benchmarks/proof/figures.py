@@ -56,6 +56,7 @@ TITLES = {
     "autofreeze": "AutoFreeze",
     "selective": "Selective-Backprop",
     "shortened_selective": "plain, as short as Selective-Backprop",
+    "in_batch": "Selective-Backprop, in each batch",
     "random": "the same share at random",
     "importance": "importance sampling",
 }
@@ -79,6 +80,7 @@ COLORS = {
     "autofreeze": "#d4a017",
     "selective": "#2f855a",
     "shortened_selective": "#8a8a8a",
+    "in_batch": "#1d5c3a",
     "random": "#a6d854",
     "importance": "#e78ac3",
 }

@@ -101,7 +101,7 @@ def freezing_of(
     method: str, config: DictConfig, total: int, per_epoch: int, depth: int | None
 ) -> PrefixFreezing | None:
     """The callback that decides what freezes in this method; None in a plain run."""
-    if method in ("plain", *SHORTENED, *PARTIAL, "selective", "selective_stale", "random", "importance"):
+    if method in ("plain", *SHORTENED, *PARTIAL, "selective", "selective_stale", "in_batch", "random", "importance"):
         return None
     if method in ("freezing", "cached", "selective_freezing"):
         return hydra.utils.instantiate(config.callbacks.freezing, **SYNCHRONOUS)

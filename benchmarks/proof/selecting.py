@@ -18,6 +18,7 @@ BETA = 1
 SHARE = 1 / (BETA + 1)
 METHODS: Mapping[str, dict[str, Any]] = {
     "selective": {},
+    "in_batch": {"mode": "in_batch"},
     "selective_stale": {"staleness": 2},
     "selective_freezing": {},
 }
@@ -92,7 +93,7 @@ def wrapped(
 ) -> lightning.LightningDataModule:
     """The data of a run by one of these methods; the data themselves for any other."""
     if method in METHODS:
-        return SelectiveBackprop(datamodule, beta=BETA, seed=seed, mode=mode, **METHODS[method])
+        return SelectiveBackprop(datamodule, beta=BETA, seed=seed, **{"mode": mode} | METHODS[method])
     if method == "random":
         return RandomSelection(datamodule, beta=BETA, seed=seed, mode=mode)
     return datamodule
