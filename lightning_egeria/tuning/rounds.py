@@ -122,6 +122,16 @@ class Branch:
         return self.summary.speed if self.summary is not None else 0.0
 
     @property
+    def gain(self) -> tuple[float, float]:
+        """Its speed, and without one the loss that it gains, its noise taken off."""
+        return self.speed, -(self.summary.range + self.summary.noise) if self.summary is not None else 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may train on."""
+        return self.label not in (Label.DIVERGED, Label.FAILED)
+
+    @property
     def label(self) -> Label:
         """What its losses show."""
         return self.summary.label if self.summary is not None else Label.FAILED
@@ -228,8 +238,11 @@ class _Rounds:
         return sorted(found, key=lambda number: (-branches[number].steps, -branches[number].speed))
 
     def _faster_half(self, numbers: Sequence[int], count: int) -> list[int]:
-        """Those that may be among the faster half of ``count``."""
-        return self._ranked(numbers)[: -(-count // 2)]
+        """Those that may be among the faster half of ``count``; all that may train on, if none makes progress yet."""
+        alive = [number for number in numbers if self.branches[number].alive]
+        if not any(self.branches[number].speed > 0 for number in alive):
+            return alive
+        return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: -(-count // 2)]
 
     def _agreed(self) -> bool:
         speeds = sorted((branch.speed for branch in self.branches if branch.speed > 0), reverse=True)[:TOP]

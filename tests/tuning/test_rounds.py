@@ -72,6 +72,14 @@ def test_longer_trials_tell_more_than_shorter_ones():
     assert [branch.steps for branch in outcome.branches] == [4, 4, 8, 8, 4, 16, 16, 4]
 
 
+def test_trials_too_short_to_show_progress_get_longer():
+    """With a warm-up, say. None is left behind for that."""
+    losses = lambda rate, steps: [100 - rate * max(0, i - 10) + (i < 10) * i for i in range(steps)]  # noqa: E731
+    orders, outcome, *_ = ran([1.0, 2.0, 3.0], losses, present=0.5)
+    assert [branch for branch, _, steps in orders if steps == 8] == [0, 1, 2, 3]
+    assert outcome.branches[outcome.winner].setting == {"lr": 3.0}
+
+
 def test_where_all_diverge_a_shorter_trial_wins():
     losses = lambda rate, steps: [math.nan if rate > 2 and steps > 4 else 100 - rate * i for i in range(steps)]  # noqa: E731
     _, outcome, *_ = ran([1.0, 3.0, 2.0, 5.0], losses, present=0.5)
