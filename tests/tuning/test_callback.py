@@ -317,7 +317,7 @@ def test_a_checkpoint_within_a_trial_continues_the_search(tmp_path):
 
         def training_step(self, batch, batch_idx):
             ran.append(self.global_step)
-            if self.saving and len(ran) == 16:  # within a trial in epoch 1
+            if self.saving and len(ran) == 24:  # within a trial in epoch 1
                 self.trainer.save_checkpoint(tmp_path / "within.ckpt")
             return super().training_step(batch, batch_idx)
 
