@@ -66,7 +66,10 @@ def test_no_trial_is_longer_than_allowed():
 
 def test_longer_trials_tell_more_than_shorter_ones():
     """A rate that is too large falls fast, and then no more."""
-    losses = lambda rate, steps: [100 - rate * min(i, 3 if rate > 4 else i) for i in range(steps)]  # noqa: E731
+
+    def losses(rate, steps):
+        return [100 - rate * min(i, 3 if rate > 4 else i) for i in range(steps)]
+
     _, outcome, *_ = ran([1.0, 3.0, 9.0, 2.0, 4.0, 10.0, 0.5], losses)
     assert outcome.branches[outcome.winner].setting == {"lr": 4.0}
     assert [branch.steps for branch in outcome.branches] == [4, 4, 8, 8, 4, 16, 16, 4]
@@ -74,14 +77,19 @@ def test_longer_trials_tell_more_than_shorter_ones():
 
 def test_trials_too_short_to_show_progress_get_longer():
     """With a warm-up, say. None is left behind for that."""
-    losses = lambda rate, steps: [100 - rate * max(0, i - 10) + (i < 10) * i for i in range(steps)]  # noqa: E731
+
+    def losses(rate, steps):
+        return [100 - rate * max(0, i - 10) + (i < 10) * i for i in range(steps)]
+
     orders, outcome, *_ = ran([1.0, 2.0, 3.0], losses, present=0.5)
     assert [branch for branch, _, steps in orders if steps == 8] == [0, 1, 2, 3]
     assert outcome.branches[outcome.winner].setting == {"lr": 3.0}
 
 
 def test_where_all_diverge_a_shorter_trial_wins():
-    losses = lambda rate, steps: [math.nan if rate > 2 and steps > 4 else 100 - rate * i for i in range(steps)]  # noqa: E731
+    def losses(rate, steps):
+        return [math.nan] * steps if rate > 2 and steps > 4 else falling(rate, steps)
+
     _, outcome, *_ = ran([1.0, 3.0, 2.0, 5.0], losses, present=0.5)
     assert outcome.branches[outcome.winner].setting == {"lr": 2.0}
     assert [branch.steps for branch in outcome.branches] == [4, 4, 8, 8, 8]
