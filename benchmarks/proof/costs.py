@@ -57,8 +57,8 @@ class Fit(NamedTuple):
     def of(cls, kind: str) -> "Fit":
         """The fit that a kind of step is measured in."""
         depth, _, what = kind.partition(" ")
-        if what == "score":
-            return cls(0, scores=True)
+        if what.endswith("score"):
+            return cls(int(depth), "work", scores=True) if what == "hit score" else cls(0, scores=True)
         if what.startswith("from "):
             return cls(int(depth), "work", int(what.removeprefix("from ")))
         if what.startswith("of "):
@@ -102,8 +102,8 @@ def seconds_of(
         curve = Curve(freezing, cache, partial=suffix, smaller=fit.batch_size or None)
         callbacks = [callback for callback in (freezing, suffix, curve) if callback is not None]
         trainer = trainer_of(config, callbacks, max_epochs=epochs, limit_val_batches=0)
-        selects = SelectiveBackprop(datamodule, mode="in_batch", share=1) if fit.scores else None
-        trainer.fit(model, datamodule=cache or selects or datamodule)
+        data: lightning.LightningDataModule = cache or datamodule
+        trainer.fit(model, datamodule=SelectiveBackprop(data, mode="in_batch", share=1) if fit.scores else data)
     found: dict[str, list[float]] = {}
     measured = curve.durations[(settling + fit.scores) * BATCHES :]
     for number, (kind, seconds) in enumerate(measured):
@@ -125,7 +125,7 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
         ``full``: median seconds of a step with nothing frozen; ``shares``: of each kind, the median over the rounds of
         its share of one that was measured shortly before, and ``spread``: the smallest and the largest.
     """
-    kinds = set(kinds)
+    kinds = set(kinds) | {kind.removesuffix(" score") for kind in kinds if kind.endswith("hit score")}
     fits = sorted({Fit.of(kind) for kind in kinds} - {Fit(0)})
     batch_size = configured(workload, size, data).data.batch_size
     config = configured(workload, size, data, [f"data.train_size={BATCHES * batch_size}"])
@@ -137,6 +137,7 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
     datamodule = data_of(batch_size)
     full: list[float] = []
     shares: dict[str, list[float]] = {}
+    scored: dict[str, list[float]] = {}  # of steps that are scored as well
     for round_ in range(rounds):
         order = fits if round_ % 2 == 0 else fits[::-1]
         for start in range(0, max(1, len(order)), FITS_BESIDE_A_FULL_ONE):
@@ -144,10 +145,13 @@ def measure(workload: str, size: str, data: str, kinds: Iterable[str], rounds: i
             for fit in order[start : start + FITS_BESIDE_A_FULL_ONE]:
                 own = datamodule if not fit.batch_size else data_of(fit.batch_size)
                 for kind, seconds in seconds_of(workload, config, own, fit).items():
-                    if fit.scores:
-                        shares.setdefault("0 score", []).append(seconds / full[-1] - 1)
+                    if fit.scores and (not fit.depth or kind.endswith("hit")):
+                        scored.setdefault(kind, []).append(seconds / full[-1])
                     elif kind in kinds and Fit.of(kind) == fit:
                         shares.setdefault(kind, []).append(seconds / full[-1])
+        for kind, all_ in scored.items():
+            alone = shares[kind][-1] if kind in shares else 1
+            shares.setdefault(f"{kind} score", []).append(all_[-1] - alone)
         print(f"round {round_ + 1} of {rounds}: full step {full[-1] * 1e3:.1f} ms", flush=True)
     if rare := sorted(kinds - shares.keys() - {"0"}):
         print(f"not measured, taken to cost what the nearest kind does: {', '.join(rare)}", flush=True)

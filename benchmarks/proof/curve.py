@@ -27,7 +27,7 @@ class Curve(lightning.Callback):
         freezing: of the run, or None.
         cache: of the run, or None.
         selection: of the run, or None. Batches are counted by their samples then, and forward batches that were scored
-            as a kind of their own: ``"0 score"``.
+            as a kind of their own: ``"0 score"``, or from entries ``"5 hit score"``.
         batch_size: of the data.
         partial: callback that computes suffixes, with the depth in front of the last one; None without.
         smaller: batch size, if it is not the workload's own.
@@ -79,7 +79,8 @@ class Curve(lightning.Callback):
         else:
             stats = self.selection()
             before, self._selected = self._selected, (stats.scored, stats.trained)
-            self.batches[f"{self._depth} score"] += (stats.scored - before[0]) / self.batch_size
+            scored = f"{kind if kind.endswith('hit') else self._depth} score"
+            self.batches[scored] += (stats.scored - before[0]) / self.batch_size
             self.batches[kind] += (stats.trained - before[1]) / self.batch_size
         self._mark = now
 

@@ -103,7 +103,7 @@ def freezing_of(
     """The callback that decides what freezes in this method; None in a plain run."""
     if method in ("plain", *SHORTENED, *PARTIAL, "selective", "selective_stale", "in_batch", "random", "importance"):
         return None
-    if method in ("freezing", "cached", "selective_freezing"):
+    if method in ("freezing", "cached", "selective_freezing", "selective_cached"):
         return hydra.utils.instantiate(config.callbacks.freezing, **SYNCHRONOUS)
     if method == "slope":
         own = {name: value for name, value in config.callbacks.freezing.items() if name[0] != "_" and name != "policy"}
@@ -175,14 +175,14 @@ def run(
             views = WORKLOADS[workload].views
             cache = FrozenPrefixCache(datamodule, cache_dir=cache_dir, augmentation_views=views, seed=seed)
         importance = ImportanceSampling() if method == "importance" else None
-        selected = wrapped(method, datamodule, seed, WORKLOADS[workload].selects)
+        selected = wrapped(method, cache if cache is not None else datamodule, seed, WORKLOADS[workload].selects)
         selects = importance if importance is not None else SelectiveBackprop.find(selected)
         counts = (lambda: selects.selection) if selects is not None else None
         curve = Curve(freezing, cache, counts, config.data.batch_size, partial, batch_size)
         length = {"max_epochs": -1, "max_steps": steps} if steps is not None else {}
         callbacks = [one for one in (freezing, partial, importance, curve) if one is not None]
         trainer = trainer_of(config, callbacks, **length)
-        trainer.fit(model, datamodule=cache if cache is not None else selected)
+        trainer.fit(model, datamodule=selected)
         if not curve.points or curve.points[-1]["step"] < trainer.global_step:  # it ended between two validations
             trainer.validate(model, datamodule=datamodule, verbose=False)
     savings = freezing.savings() if isinstance(freezing, KnowledgeGuidedFreezing) else None

@@ -21,6 +21,7 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "in_batch": {"mode": "in_batch"},
     "selective_stale": {"staleness": 2},
     "selective_freezing": {},
+    "selective_cached": {},
 }
 
 
