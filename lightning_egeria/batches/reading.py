@@ -1,4 +1,4 @@
-"""The batches of a loader with the ids of their samples, and loaders that can read samples again."""
+"""The batches of a loader with the ids of their samples, and loaders whose batches can be looked at first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_egeria.batches.rows import Index, Rows
+
 T = TypeVar("T")
 
 
-class Rereading(Protocol):
-    """Lets a batch be looked at before samples of it are trained, and reads these again without loading them."""
+class Lookahead(Protocol):
+    """Lets batches be looked at before samples of them are trained."""
 
     def last_ids(self) -> tuple[Any, ...]:
         """Return the ids of the samples of the batch that the loader yielded last, in the order of its rows."""
@@ -22,11 +24,14 @@ class Rereading(Protocol):
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """While the model runs on the last batch, which is not trained as it is."""
 
-    def read(self, ids: Sequence[Any]) -> Any:
-        """Return a batch of samples that this epoch has yielded; None if some of them would have to be loaded."""
+    def last(self, batch: Rows) -> Any:
+        """Return what is known of the batch that the loader yielded last, which is given; None if nothing is."""
+
+    def joined(self, parts: Sequence[tuple[Any, Index]]) -> Any:
+        """Return some rows of such batches as one; None if the front cannot be left out for it."""
 
     def trains(self) -> None:
-        """Tell that the batch read last, or else yielded last, is trained next."""
+        """Tell that the batch joined last, or else yielded last, is trained next."""
 
 
 class BatchSource:
@@ -41,7 +46,7 @@ class BatchSource:
 
     Attributes:
         loader: as above.
-        rereading: reads samples of it again; None if nothing can.
+        lookahead: of a loader whose batches can be looked at first; None of another.
 
     >>> import torch
     >>> source = BatchSource(DataLoader(torch.arange(5), batch_size=2, sampler=[4, 3, 2, 1, 0]))
@@ -52,19 +57,19 @@ class BatchSource:
     def __init__(self, loader: Any, wrap_collate: Callable[[Any], Any] | None = None) -> None:
         self.loader = loader
         self._wrap_collate = wrap_collate
-        self.rereading: Rereading | None = getattr(type(loader), "rereading", None)
+        self.lookahead: Lookahead | None = getattr(type(loader), "lookahead", None)
         self._ids: deque[tuple[Any, ...]] = deque()
         self._copies = LoaderCopies()
 
     @property
     def has_ids(self) -> bool:
         """Whether the samples have ids."""
-        return self.rereading is not None or _is_plain(self.loader)
+        return self.lookahead is not None or _is_plain(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[Any, ...] | None]]:
         # At once, as the user's does: it draws a random number and starts the workers.
-        if self.rereading is not None:
-            return self._read_again(iter(self.loader), self.rereading)
+        if self.lookahead is not None:
+            return self._looked_at(iter(self.loader), self.lookahead)
         if not _is_plain(self.loader):
             return ((batch, None) for batch in iter(self.loader))
         self._ids.clear()
@@ -75,9 +80,9 @@ class BatchSource:
         self._copies.close()
 
     @staticmethod
-    def _read_again(batches: Iterator[Any], rereading: Rereading) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def _looked_at(batches: Iterator[Any], lookahead: Lookahead) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         for batch in batches:
-            ids = rereading.last_ids()
+            ids = lookahead.last_ids()
             yield batch, ids
 
     def _recorded(self) -> DataLoader[Any]:

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_egeria.caching.engine import PrefixCache
-from lightning_egeria.caching.loader import CachedRereading, Line, why_not
+from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.recording import Budget, Limits
 from lightning_egeria.caching.stats import CacheStats
@@ -179,7 +179,7 @@ class FrozenPrefixCache(WrappingDataModule):
         line = Line(loader, make_stream, self._epochs if training else _forever, arrived)
         cache.add(name, line)
         if training:
-            type(line.loader).rereading = CachedRereading(line, cache.looking, cache.arrived_for_training)
+            type(line.loader).lookahead = CachedLookahead(line, cache.looking, cache.arrived_for_training)
             if self._bar_entry is not None:
                 self._bar_entry.remove()
             self._bar_entry = BarEntry(self.trainer, "cached", line.stream.progress_text)

@@ -66,20 +66,29 @@ class _UnitCall(Unit):
     """One call of a unit, which can be run later in the modes of the call."""
 
     def __init__(self, unit: FrontUnit, context: Context) -> None:
-        self._unit, self._context = unit, context
+        self.context = context
+        self._unit = unit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit, context = self._unit, self._context
+        unit, context = self._unit, self.context
         if _without_casts.get():
             context = context._replace(autocast=tuple((device, False, dtype) for device, _, dtype in context.autocast))
         unit.front.ran.add(unit.number)
         if Context.current(unit.front.devices) == context:
             return unit.original(*args, **kwargs)
-        with torch.set_grad_enabled(context.grad):
-            run = functools.partial(unit.original, *args, **kwargs)
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.set_grad_enabled(context.grad))
             for device, enabled, dtype in context.autocast:
-                run = functools.partial(_cast, device, enabled, dtype, run)
-            return run()
+                modes.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            return unit.original(*args, **kwargs)
+
+
+def precision_of(node: Node) -> torch.dtype:
+    """Return the precision that the output of a unit was computed in: that of its autocast, or its own."""
+    run = node.call.run if node.call is not None else None
+    casts = run.context.autocast if isinstance(run, _UnitCall) else ()
+    here = [dtype for device, enabled, dtype in casts if enabled and device == node.meta.device.type]
+    return here[0] if here else node.meta.dtype
 
 
 @contextlib.contextmanager
@@ -100,11 +109,6 @@ def _is_of_a_batch(lazy: LazyTensor) -> bool:
 def _needs_grad(tensor: Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad
-
-
-def _cast(device: str, enabled: bool, dtype: torch.dtype, run: Callable[[], Any]) -> Any:
-    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
-        return run()
 
 
 class FrontUnit:
@@ -228,13 +232,7 @@ class FrontUnit:
             node.value = result
         return output, nodes, (metas, form, written)
 
-    def _hand_on(
-        self,
-        batch: Batch,
-        flat: list[Any],
-        nodes: tuple[Node, ...],
-        form: _Form,
-    ) -> Any:
+    def _hand_on(self, batch: Batch, flat: list[Any], nodes: tuple[Node, ...], form: _Form) -> Any:
         """Return lazy results; at a boundary, the cached or computed output."""
         _, structure, written = form
         shown: list[Tensor] = [show(node) for node in nodes[: len(nodes) - len(written)]]

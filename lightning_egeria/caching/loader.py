@@ -8,7 +8,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -21,11 +21,13 @@ from torch.utils.data.sampler import (
 )
 
 from lightning_egeria.batches.reading import LoaderCopies
+from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker
-from lightning_egeria.caching.plan import Plan
+from lightning_egeria.caching.plan import Loaded, Plan
 from lightning_egeria.caching.stream import Stream
-from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.lazy.sending import joined
+from lightning_egeria.lazy.tensors import LazyTensor
 from lightning_egeria.training.loops import is_asked_by_loop
 
 # These draw random numbers before the first batch and behind the last, so reading them ahead in between moves no draw.
@@ -111,15 +113,20 @@ class Line:
         # At once, as the user's does: it draws a random number and starts the workers.
         return self._batches(iter(self._planned(loader)))
 
-    def again(self, ids: Sequence[Any]) -> tuple[Any, CachedBatch] | None:
-        """Return a batch of samples that this pass has had; None if one would have to be loaded."""
-        started = time.perf_counter()
-        plan = self.stream.plan_again(ids)
-        if plan is None:
+    def joined(self, parts: Sequence[tuple[Looked, Index]]) -> tuple[Any, CachedBatch] | None:
+        """Return some rows of batches as one batch; None if the cache does not know all of them."""
+        started, (first, _) = time.perf_counter(), parts[0]
+        if any(one.cached.front is not self.stream.front or one.batch.form != first.batch.form for one, _ in parts):
             return None
-        loaded = self._dataset.from_stores(plan)
-        if loaded is None:
+        columns = [
+            _joined([(one.batch.columns[at], rows) for one, rows in parts]) for at in range(len(first.batch.columns))
+        ]
+        places = [(one, row) for one, rows in parts for row in rows.tolist()]
+        plan = self.stream.plan_again([one.ids[row] for one, row in places])
+        if plan is None or any(column is None for column in columns):
             return None
+        lazy, fields = ([getattr(one.cached, name)[row] for one, row in places] for name in ("lazy", "fields"))
+        loaded = Loaded(Rows(first.batch.structure, columns, len(places)).batch(), plan, tuple(lazy), tuple(fields))
         batch, cached = self.stream.receive(loaded, time.perf_counter() - started)
         return None if cached is None else (batch, cached)
 
@@ -158,12 +165,35 @@ class Line:
         )
 
 
-class CachedRereading:
-    """A `batches.reading.Rereading` of the training loader.
+class Looked(NamedTuple):
+    """A batch that was looked at.
+
+    Attributes:
+        cached: the batch, as the cache knows it.
+        batch: as the program got it.
+        ids: of its samples, in the order of its rows.
+    """
+
+    cached: CachedBatch
+    batch: Rows
+    ids: tuple[Any, ...]
+
+
+def _joined(column: Sequence[tuple[Any, Index]]) -> Any:
+    """Rows of one column of several batches; None if some stand for what cannot be named."""
+    if not any(isinstance(values, LazyTensor) for values, _ in column):
+        return Rows.joined([Rows(None, [values], len(values)).take(rows) for values, rows in column]).columns[0]
+    if not all(isinstance(values, LazyTensor) for values, _ in column):
+        return None
+    return joined([(values, rows.tolist()) for values, rows in column])
+
+
+class CachedLookahead:
+    """A `batches.reading.Lookahead` of the training loader.
 
     Args:
         line: the way of the loader's batches.
-        looking: see `Rereading.looking`.
+        looking: see `Lookahead.looking`.
         trains: called with the batch that is trained next; None for one without the cache.
     """
 
@@ -175,8 +205,7 @@ class CachedRereading:
     ) -> None:
         self.looking = looking
         self._line, self._trains = line, trains
-        self._read: CachedBatch | None = None
-        self._draws = False  # the collate function draws random numbers
+        self._joined: CachedBatch | None = None
 
     def last_ids(self) -> tuple[Any, ...]:
         """Return the ids of the samples of the last batch, in the order of its rows."""
@@ -186,22 +215,23 @@ class CachedRereading:
         ids, order = last.plan.ids, last.tape.order
         return ids if order is None else tuple(ids[position] for position in order)
 
-    def read(self, ids: Sequence[Any]) -> Any:
-        """Return a batch from entries alone; None if some of its samples have none."""
-        before = RandomState.current()
-        found = None if self._draws else self._line.again(ids)
+    def last(self, batch: Rows) -> Looked | None:
+        """Return what is known of the last batch; None of one without the cache."""
+        last = self._line.last
+        return Looked(last, batch, self.last_ids()) if isinstance(last, CachedBatch) else None
+
+    def joined(self, parts: Sequence[tuple[Looked | None, Index]]) -> Any:
+        """Return some rows of batches as one; None if the cache does not know all of them."""
+        known = [(one, rows) for one, rows in parts if one is not None]
+        found = self._line.joined(known) if len(known) == len(parts) else None
         if found is None:
             return None
-        if RandomState.current() != before:
-            before.restore()
-            self._draws = True
-            return None
-        batch, self._read = found
+        batch, self._joined = found
         return batch
 
     def trains(self) -> None:
-        """Have the batch read last, or else the last of the loader, go through the front in the next training step."""
-        batch, self._read = self._read, None
+        """Have the batch joined last, or else the last of the loader, go through the front in the next step."""
+        batch, self._joined = self._joined, None
         last = self._line.last
         self._trains(batch if batch is not None else last if isinstance(last, CachedBatch) else None)
 

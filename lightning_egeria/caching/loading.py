@@ -80,15 +80,6 @@ class PlannedDataset:
             found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
         return self._collated(plan, found, stored, fields, structures[0], drew)
 
-    def from_stores(self, plan: Plan) -> Loaded | None:
-        """Return a batch without loading a sample; None if its stores lack one."""
-        size, stored = len(plan.ids), self._stored(plan)
-        if len(stored) < size:
-            return None
-        tape = Tape(Keys(), size, lambda places: self.tensors(plan, places), lambda: None)
-        found = {at: with_leaves(plan.structure, iter(_with_rows(tape, stored[at], at))) for at in stored}
-        return self._collated(plan, found, stored, {}, plan.structure, None)
-
     def _collated(
         self,
         plan: Plan,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.batch import CachedBatch, Some
-from lightning_egeria.caching.front import without_casts
+from lightning_egeria.caching.front import precision_of, without_casts
 from lightning_egeria.caching.levels import Level
 from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.tape import Node
@@ -85,17 +85,19 @@ def _is_same(outside: Outside, node: Node, places: list[int], other: int, bits: 
     return bool(same_rows(pair[0], pair[1]).all()), False
 
 
-def same_rows(first: Tensor, second: Tensor) -> Tensor:
+def same_rows(first: Tensor, second: Tensor, precision: torch.dtype | None = None) -> Tensor:
     """Return which texts have the same output to rounding, each number beside the largest of its channel: ``[texts]``.
 
     Args:
         first: ``[texts, length, ...]``.
         second: the same, computed with other padding.
+        precision: in which both were computed, if it is not their own.
     """
+    dtype = precision or first.dtype
     wide = first.double(), second.double()
     scale = wide[1].abs().amax((0, 1))
     scale = scale.clamp(min=float(scale.median()) * LEAST_SCALE)
-    step = max(PADDING_STEP, COARSE * torch.finfo(first.dtype).eps) if first.dtype.is_floating_point else 0
+    step = max(PADDING_STEP, COARSE * torch.finfo(dtype).eps) if dtype.is_floating_point else 0
     return ((wide[0] - wide[1]).abs() <= step * scale).flatten(1).all(1)
 
 
@@ -133,5 +135,5 @@ def with_padding(
         found = batch.computed_at(level, node, some, other)
     if found is None:
         return value, ~every
-    same = same_rows(found[:, :length], value[:, :other]).cpu() | (own > other)
+    same = same_rows(found[:, :length], value[:, :other], precision_of(node)).cpu() | (own > other)
     return (found if other > length else value), same

@@ -132,34 +132,16 @@ class Planner:
         self.trial_planned = True
         return dataclasses.replace(plan, mode=Mode.TRIAL)
 
-    def plan_again(self, ids: Sequence[Any], front: Front, fronts: int) -> Plan | None:
-        """Plan a batch of samples that were planned before; None unless entries hold all that is wanted of them.
+    def plan_again(self, ids: Sequence[Any], front: Front, fronts: int) -> Plan:
+        """Plan a batch of samples that are there already.
 
         Args:
             ids: as in `plan`.
             front: as in `plan`.
             fronts: as in `plan`.
         """
-        level = self._levels.at(front.depth)
-        if level is None or not self.leaves_out or not self.inputs or self.sizes.verdict(len(ids)) is False:
-            return None
         plan, entries = self._begun(ids, front, fronts)
-        there = level.present(entries) & level.verified[entries]
-        plan = dataclasses.replace(
-            plan,
-            mode=Mode.FOLLOWED,
-            inputs=self.inputs,
-            structure=self.structure,
-            stores=(level.store.folder,),
-            stored=tuple(np.where(there, 0, -1).tolist()),
-            stamps=tuple(level.stamps[entries, 0].tolist()),
-        )
-        plan = self.last_look(plan)
-        if min(plan.stored) < 0:
-            self._reads.pop(plan.number)
-            return None
-        self._reads[plan.number].append(self._read(plan, level, np.arange(len(entries)), entries, front))
-        return plan
+        return self._plan_reads(plan, entries, front)
 
     def last_look(self, plan: Plan) -> Plan:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""

@@ -156,8 +156,8 @@ class Stream:
             return self._planner.plan(ids, None, self._fronts)
 
     def plan_again(self, ids: Sequence[Any]) -> Plan | None:
-        """Plan a batch of samples that were planned before; None unless entries hold all that is wanted of them."""
-        if self.front is None or self.front.renewals != self._renewals:
+        """Plan a batch of samples that are there already; None if it would have nothing to do with the cache."""
+        if self.front is None or self.front.renewals != self._renewals or self.level_at(self.front.depth) is None:
             return None
         return self._planner.plan_again(ids, self.front, self._fronts)
 

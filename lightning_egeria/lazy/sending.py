@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.tree import change_leaves
-from lightning_egeria.lazy.tape import Node, Tape
+from lightning_egeria.lazy.tape import Meta, Node, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, plain, show
 
 MAX_STEPS = 20_000  # operations in a collate function that are sent to the training process
@@ -65,6 +67,33 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
         return Sent(tuple(steps), value)
 
     return change_leaves(batch, LazyTensor, describe)
+
+
+def joined(parts: Sequence[tuple[LazyTensor, Sequence[int]]]) -> Sent | None:
+    """Describe some rows of lazy tensors as one tensor, whose rows are numbered anew.
+
+    Args:
+        parts: tensors that stack a tensor of each sample, and numbers of their rows.
+
+    Returns:
+        The tensor; None if one is something else.
+    """
+    rows: list[tuple[Any, ...]] = []
+    number = parts[0][0].node.rows
+    for lazy, chosen in parts:
+        node = lazy.node
+        if node.rows is None or node.rows != number or node.call is None:
+            return None
+        for at in chosen:
+            row, value = node.call.flat[at], node.value
+            rows.append(((len(rows), number), row.meta, row.value if value is None else value[at]))
+    if any(meta != rows[0][1] for _, meta, _ in rows):
+        return None
+    flat, spec = pytree.tree_flatten((([_Step(at) for at in range(len(rows))],), {}))
+    shape, stride, dtype, device = rows[0][1]
+    meta = Meta.of(torch.stack([torch.empty_strided(shape, stride, dtype=dtype, device="meta")] * len(rows)))
+    stack = str(torch.ops.aten.stack.default), tuple(flat), spec, meta._replace(device=device), None
+    return Sent((*rows, stack), None)
 
 
 def receive(batch: Any, tape: Tape) -> Any:

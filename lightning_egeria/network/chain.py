@@ -246,9 +246,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
             position += 1
             for part in modules[path].modules():
                 inner = paths[part]
-                # nn.TransformerEncoder assumes that all layers have the mode of the first, and would pass padded
-                # batches as nested tensors to layers that still train. Freezing the parts of the layer is enough.
-                if isinstance(part, nn.TransformerEncoderLayer):
+                if keeps_its_mode(part):
                     continue
                 # A part with another call behind the boundary stays in the mode that this call needs.
                 if inner not in assigned and last_end.get(inner, -1) <= boundary.end:
@@ -287,6 +285,15 @@ def _units(trace: StepTrace, graph: set[Node], previous: ModuleCall | None, boun
             if call in between and call.parent not in between
         )
     )
+
+
+def keeps_its_mode(module: nn.Module) -> bool:
+    """Whether a module inside frozen layers keeps its mode; freezing its parts is enough.
+
+    ``nn.TransformerEncoder`` assumes that all layers have the mode of the first, and would pass padded batches as
+    nested tensors to layers that still train.
+    """
+    return isinstance(module, nn.TransformerEncoderLayer)
 
 
 def _entry(call: ModuleCall) -> ModuleCall:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.chain import LayerChain, keeps_its_mode
 
 SETTLING_STEPS = 40  # after which 1.5 % of a running statistic is older than the freeze
 SETTLING_MOMENTUM = 0.1
@@ -163,6 +163,12 @@ class FrozenPrefix:
         for module, *_ in self._held:
             if module.training:  # reading is much faster than setting
                 module.training = False
+
+    def with_own_mode(self) -> list[nn.Module]:
+        """Return the modules inside frozen layers whose mode is not that of the frozen ones: see `keeps_its_mode`."""
+        modules = dict(self.module.named_modules())
+        units = [modules[path] for layer in self.chain.layer_modules[: self.depth] for path in layer.units]
+        return [part for unit in units for part in unit.modules() if keeps_its_mode(part)]
 
     def buffers(self, depth: int) -> dict[str, Tensor]:
         """Return the buffers of the first ``depth`` layer modules by name, such as running statistics."""

@@ -165,7 +165,7 @@ class SelectiveBackprop(WrappingDataModule):
         if self._batches is not None:
             self._batches.close()
         settings = Settings(self.make_rule(), self.window, self.share, self.seed)
-        side = TrainerSide(trainer, self.per_sample_loss, from_cache=source.rereading is not None)
+        side = TrainerSide(trainer, self.per_sample_loss, from_cache=source.lookahead is not None)
         self._batches = SelectedBatches(loader, settings, self.losses, side, self.selection)
         if self._resumed is not None:
             with checkpoint_read("selective backprop"):

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_egeria.batches.reading import BatchSource, numbered
+from lightning_egeria.batches.reading import BatchSource, Lookahead, numbered
 from lightning_egeria.batches.rows import Rows, check_forms, samples_of
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.selecting.collating import InOrder
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.queue import Emitted, Piece, SelectionQueue, holds, joined, waiting_rows
+from lightning_egeria.selecting.queue import Emitted, Piece, SelectionQueue, joined, waiting_rows
 from lightning_egeria.selecting.rule import Settings, draw, draw_fixed
 from lightning_egeria.selecting.side import Moved, TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
@@ -233,8 +233,8 @@ class SelectedBatches:
         if count < samples:
             rows = np.arange(count)
             batch, ids = Rows.of(batch, samples).take(rows).batch(), ids[:count] if ids is not None else None
-        if self._source.rereading is not None:
-            self._source.rereading.trains()
+        if self._source.lookahead is not None:
+            self._source.lookahead.trains()
         return number + 1, Emitted(seen, last, ids), batch
 
     def _queued(self, number: int, is_end: bool, more: bool) -> Iterator[_Out]:
@@ -300,7 +300,7 @@ class SelectedBatches:
             return losses, moved
         stale, moved = np.flatnonzero(table.stale(ids, epoch)), None
         if len(stale):
-            if len(stale) == samples or self._source.rereading is not None:  # a cache has whole batches
+            if len(stale) == samples or self._source.lookahead is not None:  # a cache has whole batches
                 moved = side.moved(batch)
                 fresh = side.scorer.losses(moved, samples, number)[stale]
             else:
@@ -312,22 +312,27 @@ class SelectedBatches:
 
     def _piece(self, number: int, batch: Any, moved: Any, ids: _Ids, samples: int, rows: NDArray[np.int64]) -> Piece:
         chosen = tuple(ids[row] for row in rows) if ids is not None else None
+        if (lookahead := self._lookahead) is not None:
+            whole = Rows.of(batch, samples)
+            return Piece(number, rows, chosen, whole.take(rows), self._random, lookahead.last(whole))
         if moved is not None:
             return Piece(number, rows, chosen, Rows.of(moved, samples).take(rows), self._random)
         part = self._side.moved(Rows.of(batch, samples).take(rows).batch())
         return Piece(number, rows, chosen, Rows.of(part, len(rows)), self._random)
 
     def _batch_of(self, pieces: list[Piece]) -> Any:
-        """The samples as one batch: read again, if that takes no loading and gives the same, or joined."""
-        rereading = self._source.rereading
-        if rereading is not None and not self._side.has_batch_hooks:
-            ids = [one for piece in pieces for one in piece.ids or ()]
-            batch = rereading.read(ids)
-            moved = self._side.moved(batch) if batch is not None else None
-            if moved is not None and holds(pieces, Rows.of(moved, len(ids))):
-                rereading.trains()
-                return Moved(moved)
-        return Moved(joined(pieces))
+        """The samples as one batch."""
+        if (lookahead := self._lookahead) is None:
+            return Moved(joined(pieces))
+        batch = lookahead.joined([(piece.looked, piece.rows) for piece in pieces])
+        if batch is not None:
+            lookahead.trains()
+        return Moved(self._side.moved(batch if batch is not None else joined(pieces)))
+
+    @property
+    def _lookahead(self) -> Lookahead | None:
+        """What joins samples so that a cache knows them. Behind hooks for batches, they are no longer what it knows."""
+        return None if self._side.has_batch_hooks else self._source.lookahead
 
     def _refill(self, number: int, batch: Any, ids: _Ids) -> None:
         """Put the samples back into the queue that waited in it when the checkpoint was written."""
@@ -338,7 +343,7 @@ class SelectedBatches:
             self._queue.add(self._piece(number, batch, moved, ids, samples, rows))
 
     def _looking(self) -> contextlib.AbstractContextManager[None]:
-        return self._source.rereading.looking() if self._source.rereading is not None else contextlib.nullcontext()
+        return self._source.lookahead.looking() if self._source.lookahead is not None else contextlib.nullcontext()
 
     def _generator(self, number: int) -> np.random.Generator:
         """Random numbers of a forward batch: they follow from its place alone, so a resumed run draws the same."""

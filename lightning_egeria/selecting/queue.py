@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_egeria.batches.rows import Rows
 from lightning_egeria.snapshots.random_state import RandomState
@@ -24,8 +22,9 @@ class Piece:
         number: number of the forward batch in its epoch.
         rows: their rows in it.
         ids: their ids; None if they have none.
-        samples: the samples, after the hooks for batches.
+        samples: the samples, on their device; or where there are no hooks for batches, maybe before that.
         random: the random state in which the forward batch was loaded.
+        looked: what a cache knows of the forward batch; None if nothing.
     """
 
     number: int
@@ -33,6 +32,7 @@ class Piece:
     ids: tuple[Any, ...] | None
     samples: Rows
     random: RandomState
+    looked: Any = None
 
     def take(self, places: slice) -> Piece:
         """Return a part of the piece."""
@@ -43,6 +43,7 @@ class Piece:
             self.ids[places] if self.ids is not None else None,
             self.samples.take(np.arange(len(self.rows))[places]),
             self.random,
+            self.looked,
         )
 
 
@@ -130,31 +131,3 @@ def waiting_rows(state: dict[str, list[Any]]) -> dict[int, tuple[NDArray[np.int6
 def joined(pieces: Sequence[Piece]) -> Any:
     """Return the samples of several pieces as one batch."""
     return Rows.joined([piece.samples for piece in pieces]).batch()
-
-
-def holds(pieces: Sequence[Piece], rows: Rows) -> bool:
-    """Whether rows are the samples of some pieces in their order, as far as their values are there.
-
-    Tensors of a subclass stand for values that are not there, and are only compared in shape and dtype.
-    """
-    if any(piece.samples.form != rows.form for piece in pieces):
-        return False
-    for number, column in enumerate(rows.columns):
-        begin = 0
-        for piece in pieces:
-            own, part = piece.samples.columns[number], column[begin : begin + len(piece.rows)]
-            begin += len(piece.rows)
-            if isinstance(own, Tensor):
-                same = type(own) is not Tensor or type(part) is not Tensor or torch.equal(own, part)
-            else:
-                same = bool(np.array_equal(own, part)) if isinstance(own, np.ndarray) else _equal(own, part)
-            if not same:
-                return False
-    return True
-
-
-def _equal(first: Any, second: Any) -> bool:
-    try:
-        return bool(first == second)
-    except (RuntimeError, ValueError):  # lists of tensors
-        return False

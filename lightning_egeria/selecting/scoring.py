@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_egeria.batches.per_sample_loss import per_sample_losses
 from lightning_egeria.batches.rows import Rows
@@ -19,6 +19,7 @@ from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import PerSampleLossError
 from lightning_egeria.network.trainable import nothing_trains
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
+from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.rehearsal import rehearsal
 
 PerSampleLoss = Callable[[pl.LightningModule, Any], Tensor]
@@ -93,11 +94,20 @@ class Scorer:
         """
         return self._losses(copy.deepcopy(batch) if self._copies else batch, samples, number)
 
+    def _with_own_mode(self) -> list[nn.Module]:
+        """Modules of frozen layers that training calls in another mode than their parts, and so does a cache."""
+        freezing = freezing_of(self._trainer)
+        freezer = freezing.freezer if freezing is not None else None
+        return freezer.prefix.with_own_mode() if freezer is not None else []
+
     def _losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
         module = self._trainer.lightning_module
         without = nothing_trains(module) if self._from_cache else torch.no_grad()
         with rehearsal(module), without, self._trainer.precision_plugin.train_step_context():
+            as_trained = [(part, part.training) for part in self._with_own_mode()]
             module.eval()
+            for part, mode in as_trained:
+                part.training = mode
             if self._per_sample_loss is None:
                 takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
                 arguments = (batch, number) if takes_number else (batch,)

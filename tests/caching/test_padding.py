@@ -80,5 +80,6 @@ def test_texts_agree_beside_the_largest_value_of_each_channel():
     assert same_rows(value, other).tolist() == [True, False, True]
     assert same_rows(value, value + 1e-6 * value).all()
     assert same_rows(value.bfloat16(), other.bfloat16()).all()
+    assert same_rows(value, other, torch.bfloat16).all()
     value[0, 0, 1] = torch.nan
     assert not same_rows(value, value)[0]

@@ -7,7 +7,7 @@ import torch
 from lazies import BY_ROW, Source, X, is_lazy
 
 from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.sending import Sent, operation, receive, send
+from lightning_egeria.lazy.sending import Sent, joined, operation, receive, send
 from lightning_egeria.lazy.tape import Tape
 from lightning_egeria.lazy.tensors import plain
 
@@ -50,3 +50,32 @@ def test_other_batches_are_sent_as_they_are(name):
     sent = pickle.loads(pickle.dumps(send(BY_ROW[name](Source(X).batch()))))
     assert type(sent) is torch.Tensor
     assert sent.equal(BY_ROW[name](X))
+
+
+def test_rows_of_several_tensors_become_one():
+    first, second = Source(X), Source(X + 10)
+    sent = joined([(first.batch(), [4, 1]), (second.batch(), [0])])
+    assert first.loaded == second.loaded == []
+    loads = []
+
+    def load(places):
+        loads.extend(places)
+        return [torch.full(X.shape[1:], float(position)) for position, _ in places]
+
+    arrived = receive({"x": sent}, Tape(Keys(), 3, load, lambda: None))["x"]
+    assert is_lazy(arrived)
+    assert arrived.shape == (3, *X.shape[1:])
+    assert plain(arrived).equal(torch.stack([torch.full(X.shape[1:], float(row)) for row in range(3)]))
+    assert sorted(loads) == [(row, 0) for row in range(3)]  # numbered anew
+
+
+def test_rows_that_are_there_are_not_loaded_again():
+    source = Source(X)
+    batch = source.batch()
+    plain(batch)
+    arrived = receive(joined([(batch, [3, 3])]), Tape(Keys(), 2, None, lambda: None))
+    assert plain(arrived).equal(X[[3, 3]])
+
+
+def test_rows_of_a_computed_tensor_have_no_name():
+    assert joined([(Source(X).batch(), [0]), (Source(X).batch() * 2, [0])]) is None

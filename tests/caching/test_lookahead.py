@@ -3,7 +3,8 @@
 import pytest
 import torch
 from methods import scripted
-from models import Classifier, ConvNet, equal, fit, images, loader
+from models import Classifier, ConvNet, Transformer, equal, fit, images, loader
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_egeria import FrozenPrefixCache, SelectiveBackprop
@@ -103,5 +104,60 @@ def test_without_a_freeze_it_is_out_of_the_way():
         module, batches = Classifier(), loader(shuffle=True)
         source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
         fit(module, scripted({}), data=SelectiveBackprop(source, staleness=1))
+        found.append(module)
+    assert equal(*found)
+
+
+class Texts(Dataset):
+    """Texts of two to five tokens."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 20, (2 + index % 4,), generator=generator), index % 3
+
+
+def padded(samples):
+    texts, labels = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True), torch.tensor(labels)
+
+
+def of_one_length(samples):
+    texts, labels = padded(samples)
+    return nn.functional.pad(texts, (0, 5 - texts.shape[1])), labels
+
+
+@pytest.mark.parametrize(
+    ("collate", "options"),
+    [(padded, {"mode": "in_batch"}), (of_one_length, {}), (of_one_length, {"mode": "in_batch", "share": 0.25})],
+)
+def test_samples_of_texts_come_from_entries(collate, options):
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        module = Classifier(Transformer(dropout=0))
+        batches = DataLoader(Texts(), 8, shuffle=True, collate_fn=collate)
+        source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
+        fit(module, scripted({1: 2}), data=SelectiveBackprop(source, **options), epochs=6)
+        found.append(module)
+    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
+    assert source.stats.off is None
+    assert source.stats.hits > 3 * 48
+
+
+def test_behind_hooks_for_batches_samples_are_those_of_the_hooks():
+    class Brighter(Classifier):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            x, labels = batch
+            return x + torch.rand(1), labels
+
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        module = Brighter(ConvNet(dropout=0))
+        source = FrozenPrefixCache(loader(images(48)), min_free_bytes=0) if cached else loader(images(48))
+        fit(module, scripted({3: 1}), data=SelectiveBackprop(source), epochs=3)
         found.append(module)
     assert equal(*found)
