@@ -1,13 +1,15 @@
-"""Whether a collate function keeps the order of the samples, so that the ids of the sampler are those of the rows."""
+"""What is asked of a collate function beside its batch: whether the order is kept, and the samples themselves."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_egeria.batches.rows import Rows
 from lightning_egeria.errors import UnsupportedError
@@ -36,16 +38,80 @@ class InOrder:
         if not self._left or len(samples) < 2:
             return self.collate(samples)
         self._left -= 1
-        backwards = copy.deepcopy(samples[::-1])
-        batch = self.collate(samples)
-        with preserved_random_state():
-            other = self.collate(backwards)
-        if _is_in_another_order(Rows.of(batch, len(samples)).columns, Rows.of(other, len(samples)).columns):
+        batch, in_order = _checked(self.collate, samples)
+        if not in_order:
             raise UnsupportedError(
                 "the collate function of the DataLoader changes the order of the samples, so stale losses would be "
                 "those of other samples. Keep the order, or use staleness=0"
             )
         return batch
+
+
+@dataclasses.dataclass
+class Collated:
+    """A batch with the samples that it was made of.
+
+    Attributes:
+        batch: the user's batch.
+        samples: the samples; None if they were not kept.
+        in_order: whether its rows have the order of the samples, as far as is known.
+    """
+
+    batch: Any
+    samples: list[Any] | None
+    in_order: bool
+
+    def pin_memory(self, device: Any = None) -> Collated:
+        """Pin the batch, as the DataLoader asks."""
+        self.batch = pin_memory(self.batch, device)
+        return self
+
+
+class WithSamples:
+    """A collate function that hands on the samples too, so that some of them can be collated anew.
+
+    Args:
+        collate: the user's collate function.
+        keeps: a tensor in shared memory: whether samples are handed on. It tells workers that run already.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], keeps: Tensor) -> None:
+        self.collate, self._keeps = collate, keeps
+        self._left, self._in_order = CHECKED_BATCHES, True
+
+    def __call__(self, samples: list[Any]) -> Collated:
+        """Return the user's batch and more."""
+        keeps = bool(self._keeps)
+        kept = copy.deepcopy(samples) if keeps else None  # collating may change them
+        if self._left and len(samples) > 1 and (keeps or len({*map(_form, samples)}) > 1):
+            self._left -= 1
+            batch, in_order = _checked(self.collate, samples)
+            self._in_order &= in_order
+        else:
+            batch = self.collate(samples)
+        return Collated(batch, kept if self._in_order else None, self._in_order)
+
+
+def _form(sample: Any) -> Any:
+    """What samples have in common that are not padded: shapes of tensors and arrays, lengths of texts and lists."""
+    if isinstance(sample, (Tensor, np.ndarray)):
+        return tuple(sample.shape)
+    if isinstance(sample, Mapping):
+        return tuple((key, _form(value)) for key, value in sample.items())
+    if isinstance(sample, (list, tuple)) and not (sample and isinstance(sample[0], int)):
+        return tuple(map(_form, sample))
+    if dataclasses.is_dataclass(sample):
+        return tuple(_form(getattr(sample, field.name)) for field in dataclasses.fields(sample))
+    return len(sample) if isinstance(sample, (list, tuple, str, bytes)) else None
+
+
+def _checked(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
+    """The user's batch, and whether its rows have the order of the samples."""
+    backwards = copy.deepcopy(samples[::-1])
+    batch = collate(samples)
+    with preserved_random_state():
+        other = collate(backwards)
+    return batch, not _is_in_another_order(Rows.of(batch, len(samples)).columns, Rows.of(other, len(samples)).columns)
 
 
 def _is_in_another_order(columns: Sequence[Any], backwards: Sequence[Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 from collections import deque
@@ -12,14 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_egeria.batches.reading import BatchSource, Lookahead, numbered
-from lightning_egeria.batches.rows import Rows, check_forms, samples_of
+from lightning_egeria.batches.reading import numbered
+from lightning_egeria.batches.rows import Rows, samples_of
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.selecting.collating import InOrder
+from lightning_egeria.selecting.collating import Collated
+from lightning_egeria.selecting.joining import Joining
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.queue import Emitted, Piece, SelectionQueue, joined, waiting_rows
+from lightning_egeria.selecting.queue import Emitted, Piece, SelectionQueue, waiting_rows
 from lightning_egeria.selecting.rule import Settings, draw, draw_fixed
-from lightning_egeria.selecting.side import Moved, TrainerSide
+from lightning_egeria.selecting.side import TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
 from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.training.loops import is_asked_by_loop
@@ -49,7 +49,7 @@ class SelectedBatches:
         vars(self).update(_loader=loader)
         self.emitted: deque[Emitted] = deque()
         self._settings, self._table, self._side, self._stats = settings, table, side, stats
-        self._source = BatchSource(loader, InOrder if table.staleness else None)
+        self._joining = Joining(loader, side, in_queue=settings.share is None, in_order=bool(table.staleness))
         self._queue = SelectionQueue()
         self._begun = RandomState.current()
         self._position = self._number = self._size = self._checked = 0
@@ -57,7 +57,7 @@ class SelectedBatches:
         self._random = self._begun  # in which batch `_number` was loaded
         self._now: RandomState | None = None  # of a checkpoint, until the epoch begins or goes on
         self._seen = self._resumed_seen = 0
-        self._forms: set[str] = set()
+        self._collated: Collated | None = None  # what the loader handed on, if that is not the batch itself
 
     def __getattr__(self, name: str) -> Any:
         if "_loader" not in vars(self):  # while it is being unpickled
@@ -86,7 +86,7 @@ class SelectedBatches:
             self._now.restore()
         self._now = None
         self._position, self._begun = 0, RandomState.current()
-        return self._batches(iter(self._source))
+        return self._batches(iter(self._joining.source))
 
     def take_resumed(self) -> int:
         """Return, once, `Emitted.seen` of the last batch before a checkpoint in this epoch; else 0."""
@@ -95,7 +95,7 @@ class SelectedBatches:
 
     def close(self) -> None:
         """Stop the workers. Safe to call twice."""
-        self._source.close()
+        self._joining.source.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: Lightning reads it in the middle of an epoch only. `rank_states` has the state."""
@@ -110,6 +110,7 @@ class SelectedBatches:
             "position": self._position,
             "seen": self._seen,
             "size": self._size,
+            "forms": sorted(self._joining.forms)[:2],
             "begun": self._begun.to_plain() if self._position else None,
             "now": RandomState.current().to_plain(),
             # A batch was loaded and waits while the queue empties.
@@ -128,6 +129,7 @@ class SelectedBatches:
         self._table.load_state_dict(own["table"])
         self._stats.load_state_dict(own["stats"])
         self._size = int(own["size"])
+        self._joining.know(own["forms"])
         if len(ranks) != self._side.world_size:
             return
         self._now = RandomState.from_plain(own["now"])
@@ -143,7 +145,7 @@ class SelectedBatches:
         if arriving is None and self._now is not None:
             skipped, now, self._now = self._position, self._now, None
             self._begun.restore()
-            arriving = iter(self._source)
+            arriving = iter(self._joining.source)
         assert arriving is not None
         for number, (batch, ids, random), is_end in numbered(self._noted(arriving), self._side.batches):
             self._number, self._random = number, random
@@ -176,6 +178,8 @@ class SelectedBatches:
         for number in itertools.count():
             random = self._random_of(number) if is_loaded_here else None
             for batch, ids in itertools.islice(arriving, 1):
+                self._collated = batch if isinstance(batch, Collated) else None
+                batch = self._collated.batch if self._collated is not None else batch
                 yield batch, ids, random or self._random_of(number)
                 break
             else:
@@ -219,9 +223,7 @@ class SelectedBatches:
 
     def _check(self, number: int, batch: Any, samples: int) -> None:
         """Find out at the start whether the losses of the samples can be had, and whether the queue can join them."""
-        if self._settings.share is None:
-            self._forms.add(Rows.of(batch, samples).form)
-            check_forms(self._forms)
+        self._joining.check(batch, samples, self._collated)
         if self._checked < CHECKED_BATCHES and self._settings.rule.needs_losses:
             self._checked += 1
             self._side.check(batch, samples, number)
@@ -233,8 +235,7 @@ class SelectedBatches:
         if count < samples:
             rows = np.arange(count)
             batch, ids = Rows.of(batch, samples).take(rows).batch(), ids[:count] if ids is not None else None
-        if self._source.lookahead is not None:
-            self._source.lookahead.trains()
+        self._joining.trains_whole()
         return number + 1, Emitted(seen, last, ids), batch
 
     def _queued(self, number: int, is_end: bool, more: bool) -> Iterator[_Out]:
@@ -247,7 +248,7 @@ class SelectedBatches:
             self._stats.count(self._side.epoch, trained=count)
             ids = tuple(one for piece in pieces for one in piece.ids or ())
             emitted = Emitted(seen, last, ids if len(ids) == count else None)
-            yield number + 1, emitted, self._batch_of(pieces)
+            yield number + 1, emitted, self._joining.batch_of(pieces)
 
     def _agreed(self, samples: int, more: bool, number: int) -> tuple[int, bool, int]:
         """Samples of the next batch, whether it is the last, and the forward batches seen, the same on all ranks."""
@@ -263,21 +264,21 @@ class SelectedBatches:
         count = max(1, round(share * samples), min(2, samples, round(share * self._size)))
         if not rule.needs_losses:
             rows = draw_fixed(np.ones(samples), count, self._generator(number))
-            with self._looking():
+            with self._joining.looking():
                 piece = self._piece(number, batch, None, ids, samples, rows)
         else:
-            with self._looking():
+            with self._joining.looking():
                 losses, moved = self._losses(number, batch, ids, samples)
                 rows = draw_fixed(rule.probabilities(losses), count, self._generator(number))
                 piece = self._piece(number, batch, moved, ids, samples, rows)
             self._stats.count_losses(losses, np.isin(np.arange(samples), rows))
         self._stats.count(self._side.epoch, trained=count)
-        return number + 1, Emitted(number + 1, is_end, piece.ids), self._batch_of([piece])
+        return number + 1, Emitted(number + 1, is_end, piece.ids), self._joining.batch_of([piece])
 
     def _select(self, number: int, batch: Any, ids: _Ids, samples: int, is_end: bool) -> None:
         """Put the samples of a batch that are kept into the queue."""
         rule = self._settings.rule
-        with self._looking():
+        with self._joining.looking():
             losses, moved = self._losses(number, batch, ids, samples)
             probabilities = rule.probabilities(losses)
             kept = draw(probabilities, self._generator(number))
@@ -300,7 +301,7 @@ class SelectedBatches:
             return losses, moved
         stale, moved = np.flatnonzero(table.stale(ids, epoch)), None
         if len(stale):
-            if len(stale) == samples or self._source.lookahead is not None:  # a cache has whole batches
+            if len(stale) == samples or self._joining.source.lookahead is not None:  # a cache has whole batches
                 moved = side.moved(batch)
                 fresh = side.scorer.losses(moved, samples, number)[stale]
             else:
@@ -311,28 +312,7 @@ class SelectedBatches:
         return table.of(ids), moved
 
     def _piece(self, number: int, batch: Any, moved: Any, ids: _Ids, samples: int, rows: NDArray[np.int64]) -> Piece:
-        chosen = tuple(ids[row] for row in rows) if ids is not None else None
-        if (lookahead := self._lookahead) is not None:
-            whole = Rows.of(batch, samples)
-            return Piece(number, rows, chosen, whole.take(rows), self._random, lookahead.last(whole))
-        if moved is not None:
-            return Piece(number, rows, chosen, Rows.of(moved, samples).take(rows), self._random)
-        part = self._side.moved(Rows.of(batch, samples).take(rows).batch())
-        return Piece(number, rows, chosen, Rows.of(part, len(rows)), self._random)
-
-    def _batch_of(self, pieces: list[Piece]) -> Any:
-        """The samples as one batch."""
-        if (lookahead := self._lookahead) is None:
-            return Moved(joined(pieces))
-        batch = lookahead.joined([(piece.looked, piece.rows) for piece in pieces])
-        if batch is not None:
-            lookahead.trains()
-        return Moved(self._side.moved(batch if batch is not None else joined(pieces)))
-
-    @property
-    def _lookahead(self) -> Lookahead | None:
-        """What joins samples so that a cache knows them. Behind hooks for batches, they are no longer what it knows."""
-        return None if self._side.has_batch_hooks else self._source.lookahead
+        return self._joining.piece(number, batch, moved, ids, samples, rows, self._random, self._collated)
 
     def _refill(self, number: int, batch: Any, ids: _Ids) -> None:
         """Put the samples back into the queue that waited in it when the checkpoint was written."""
@@ -341,9 +321,6 @@ class SelectedBatches:
             samples = len(ids) if ids is not None else samples_of(batch)
             moved = None if self._table.staleness else self._side.moved(batch)  # as before the checkpoint
             self._queue.add(self._piece(number, batch, moved, ids, samples, rows))
-
-    def _looking(self) -> contextlib.AbstractContextManager[None]:
-        return self._source.lookahead.looking() if self._source.lookahead is not None else contextlib.nullcontext()
 
     def _generator(self, number: int) -> np.random.Generator:
         """Random numbers of a forward batch: they follow from its place alone, so a resumed run draws the same."""

@@ -25,6 +25,7 @@ class Piece:
         samples: the samples, on their device; or where there are no hooks for batches, maybe before that.
         random: the random state in which the forward batch was loaded.
         looked: what a cache knows of the forward batch; None if nothing.
+        raw: the samples before the collate function; None if they are rows of one shape.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Piece:
     samples: Rows
     random: RandomState
     looked: Any = None
+    raw: Sequence[Any] | None = None
 
     def take(self, places: slice) -> Piece:
         """Return a part of the piece."""
@@ -44,6 +46,7 @@ class Piece:
             self.samples.take(np.arange(len(self.rows))[places]),
             self.random,
             self.looked,
+            self.raw[places] if self.raw is not None else None,
         )
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from models import images, loader
-from selected import Indexed, Noting, trained
+from models import equal, images, loader
+from selected import Checkpoints, Indexed, Noting, trained
 from test_rule import kept_by_a_loop
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -137,8 +137,11 @@ def test_nested_batches_stay_together():
 
 
 class Stream(IterableDataset):
+    def __init__(self, data=None):
+        self.data = Indexed() if data is None else data
+
     def __iter__(self):
-        yield from (Indexed()[index] for index in range(40))
+        yield from (self.data[index] for index in range(40))
 
 
 def test_a_stream_without_length_ends_with_its_last_batch():
@@ -159,26 +162,69 @@ def test_history_must_hold_a_batch():
         trained(history=7, batches=Iterating())
 
 
-def padded(samples):
-    length = 3 + int(samples[0][2]) % 3
-    x = torch.zeros(len(samples), 1, 8, 8 + length)
-    return x, torch.tensor([label for _, label, _ in samples]), torch.tensor([index for _, _, index in samples])
+def padded(samples, length=None):
+    """Wider for some first samples than for others."""
+    length = 3 + int(samples[0]["index"]) % 3 if length is None else length
+    x = torch.stack([torch.nn.functional.pad(one.pop("x"), (0, length)) for one in samples])
+    return x, *(torch.tensor([one[name] for one in samples]) for name in ("label", "index"))
+
+
+def of_one_shape(samples):
+    return padded(samples, 5)
+
+
+class Words(Indexed):
+    def __getitem__(self, index):
+        x, label, _ = super().__getitem__(index)
+        return {"x": x, "text": "word " * (1 + index % 4), "label": label, "index": index}
 
 
 class Averaging(Noting):
+    """Leaves the padding out."""
+
     def training_step(self, batch, batch_idx):
         x, labels, ids = batch
         return super().training_step((x[..., :8], labels, ids), batch_idx)
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"mode": "in_batch"}])
+def test_padded_samples_are_those_of_one_shape(options, workers):
+    found = []
+    for collate in (padded, of_one_shape):
+        torch.manual_seed(3)
+        settings = {"num_workers": workers, "persistent_workers": workers > 0}
+        batches = DataLoader(Words(), 8, shuffle=True, collate_fn=collate, **settings)
+        module, _, _ = trained(module=Averaging(), batches=batches, epochs=4, **options)
+        found.append((module.ids, module.losses))
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 8
+
+
+def test_padded_samples_in_the_queue_are_resumed(tmp_path):
+    def run(*callbacks, **options):
+        torch.manual_seed(3)
+        batches = DataLoader(Words(), 8, shuffle=True, collate_fn=padded)
+        return trained(None, *callbacks, module=Averaging(), batches=batches, epochs=4, **options)[0]
+
+    whole = run(Checkpoints(tmp_path))
+    for step in (6, 7, 9):
+        resumed = run(ckpt_path=tmp_path / f"{step}")
+        assert resumed.ids == whole.ids[step:]
+        assert equal(resumed, whole)
+
+
 def test_samples_of_other_shapes_are_refused_in_the_queue():
-    batches = loader(Indexed(), collate_fn=padded)
-    module = Averaging()
-    with pytest.raises(RowsError, match="cannot be joined"):
-        trained(module=module, batches=batches)
-    assert len(module.ids) < 3  # at once, not behind the first epoch
-    module, _, _ = trained(module=Averaging(), batches=batches, mode="in_batch")
-    assert len(module.ids) == 15
+    def backwards(samples):
+        return padded(sorted(samples, key=lambda sample: -sample["index"]))
+
+    for batches in (loader(Words(), collate_fn=backwards), DataLoader(Stream(Words()), 8, collate_fn=padded)):
+        module = Averaging()
+        with pytest.raises(RowsError, match="cannot be joined"):
+            trained(module=module, batches=batches)
+        assert len(module.ids) < 3  # at once, not behind the first epoch
+        module, _, _ = trained(module=Averaging(), batches=batches, mode="in_batch")
+        assert len(module.ids) == 15
 
 
 def test_workers_stop_and_the_loader_is_the_users():
