@@ -153,7 +153,7 @@ class _PerSample(_Losses):
         if term is not None:
             self.terms.append(term)
             return term.reduced
-        if any(self._leads_to_a_term(tensor) for tensor in tensor_leaves((args, kwargs))):
+        if self.terms and any(self._leads_to_a_term(tensor) for tensor in tensor_leaves((args, kwargs))):
             with torch.enable_grad():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)

@@ -160,7 +160,8 @@ class FrontUnit:
         context = Context.current(self.front.devices)
         leaves = [node_of(tape, leaf) for leaf in flat]
         try:
-            known = (spec, context.inference, *(leaf.meta if isinstance(leaf, Node) else leaf for leaf in leaves))
+            arguments = [leaf.meta if isinstance(leaf, Node) else leaf for leaf in leaves]
+            known = (spec, context, self._module.training, *arguments)
             form = self._forms.get(known)
         except TypeError:  # an argument cannot be hashed, so the call has no name
             return self._untracked(flat, spec)

@@ -11,6 +11,7 @@ from lazies import Source, is_lazy
 from programs.parts import Net
 from torch import nn
 
+from lightning_egeria.caching.front import precision_of
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tensors import plain
 
@@ -182,6 +183,18 @@ def test_recorded_modules_run_in_the_modes_of_their_call(front):
     front.close()
     with torch.autocast("cpu", torch.bfloat16):
         assert found[1].equal(net.a(X))
+
+
+def test_the_precision_of_an_output_is_that_of_autocast(front):
+    def nodes(enabled):
+        batch, found = Batch(front), []
+        batch.boundary = lambda depth, node: found.append(node)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            net_of(front)(batch.source.batch())
+        return found
+
+    assert {precision_of(node) for node in nodes(True)} == {torch.bfloat16}
+    assert {precision_of(node) for node in nodes(False)} == {torch.float32}
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
