@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.levels import Flags, Found, Level, Rows
+from lightning_egeria.caching.levels import Flags, Level, Rows
 from lightning_egeria.caching.loading import stamp_of
+from lightning_egeria.caching.outputs import Output, Read, Some
 from lightning_egeria.caching.plan import Loaded, Mode
 from lightning_egeria.caching.sizes import Outside
 from lightning_egeria.lazy import tape
@@ -23,30 +23,6 @@ from lightning_egeria.lazy.sending import receive
 from lightning_egeria.lazy.tape import Node, Tape, version_of
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.stores.rows import laid_out
-
-
-class Read(NamedTuple):
-    """Rows of a level that are being read, for some samples of a plan or, by ``rows``, for some rows of the batch."""
-
-    level: Level
-    places: Rows
-    future: Future[Found]
-    rows: Rows | None = None
-
-
-class Some(NamedTuple):
-    """Some samples of a batch.
-
-    Attributes:
-        places: of their rows.
-        start: an earlier boundary whose entries their output was computed from; None: it was their inputs.
-        rows: these entries, ``[places, ...]``, of a ragged level as long as all of them are.
-    """
-
-    places: Rows
-    start: Node | None = None
-    rows: Tensor | None = None
-
 
 _OURS = tuple(str(Path(file).parent) for file in (__file__, tape.__file__, torch.__file__))
 
@@ -110,6 +86,10 @@ class CachedBatch:
         matches: how many of them were recorded as the entries were.
         hits: samples of the first such call whose output came from the deepest boundary.
         advanced: samples of it whose output came from a shallower one.
+        is_looked_at: the model runs on it, and some of its rows may be trained then.
+        output: what the program got at its boundary, if it is looked at; None if that is of no use.
+        ready: such an output of its own rows; None if it has to be read or computed.
+        is_timed: whether its time tells what reading entries takes, or computing the output.
         was_touched: file and line of the program that first needed an input that was not loaded; None if nothing did.
         other_shape: of its output at the boundary, which has no place among the entries; None if it has.
         began: the front was called.
@@ -124,6 +104,10 @@ class CachedBatch:
         self.eager = self.plan.mode is Mode.TRIAL
         self.entries: Rows = np.asarray(self.plan.entries, np.int64)
         self.calls = self.matches = self.hits = self.advanced = 0
+        self.is_looked_at = False
+        self.output: Output | None = None
+        self.ready: Output | None = None
+        self.is_timed = True
         self.was_touched: str | None = None
         self._older: dict[int, Node] = {}
         self._versions: dict[int, int] = {}
@@ -142,7 +126,7 @@ class CachedBatch:
             self.entries = self.entries[order]
             self.lazy = tuple(self.lazy[position] for position in order)
             self.fields = tuple(self.fields[position] for position in order)
-            self.reads = [_in_order(read, order) for read in reads]
+            self.reads = [read.in_order(order) for read in reads]
 
     @property
     def samples(self) -> int:
@@ -174,10 +158,30 @@ class CachedBatch:
             return None
         if not self._owner.is_proven(self.samples):
             return None
-        output = self._assembled(level, node, front)
+        output = self._ready(level, node) if self.ready is not None else self._assembled(level, node, front)
         if output is not None:  # else it is computed now, and `reached` ends the time
             self.ended = self.ended or mark(front.device)
+            self._keep(level, node, output)
         return output
+
+    def _ready(self, level: Level, node: Node) -> Tensor | None:
+        """The output that is there already, if it is that of these rows."""
+        ready, self.ready = self.ready, None  # the program may change it
+        made, front = self._owner.outside.stamps(node, level.form.ragged), self.front
+        if ready is None or front is None or not ready.is_of(node, made, front.state):
+            return None
+        if not self._owner.front_is_unchanged():
+            return None
+        self.hits += self.samples * (self.calls == 1)
+        self.is_timed = False
+        return laid_out(ready.value, node.meta.shape, node.meta.stride)
+
+    def _keep(self, level: Level, node: Node, value: Tensor) -> None:
+        """Keep what the program gets, for a batch of some of these rows."""
+        if self.is_looked_at and not self.eager and self.output is None and self.front is not None:
+            made = self._owner.outside.stamps(node, level.form.ragged)
+            if made is not None and len(value) == self.samples and self._owner.front_is_unchanged():
+                self.output = Output(value, version_of(value), node.key, made, self.front.state)
 
     def _assembled(self, level: Level, node: Node, front: Front) -> Tensor | None:
         if node.meta.shape[:1] != (self.samples,) or not level.form.takes(node.meta.shape[1:]):
@@ -281,7 +285,11 @@ class CachedBatch:
         self._owner.computed(self, node, value)
         self.tape.is_over = self.tape.is_over or self.eager  # in a trial, labels are lazy too
         level = self._owner.level_at(front.depth)
-        return level.form.rounded(value) if level is not None and level.key == node.key else value
+        if level is None or level.key != node.key:
+            return value
+        value = level.form.rounded(value)
+        self._keep(level, node, value)
+        return value
 
     def rows(self, level: Level, length: int) -> Tensor | None:
         """Return the rows of all samples from a level, of a length if it is ragged; None if one is missing."""
@@ -333,11 +341,3 @@ class CachedBatch:
             while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
                 frame = frame.f_back
             self.was_touched = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-def _in_order(read: Read, order: list[int]) -> Read:
-    """The read of some samples of a plan, for the rows of a batch in another order."""
-    at = {position: number for number, position in enumerate(read.places.tolist())}
-    places = [row for row, position in enumerate(order) if position in at]
-    rows = [at[order[row]] for row in places]
-    return Read(read.level, np.array(places, np.int64), read.future, np.array(rows, np.int64))

@@ -75,6 +75,8 @@ class PrefixCache(Observer):
         """While the model runs on the training batch that arrived last, which is not trained as it is."""
         self._look()
         batch, self._training = self._training, None
+        if batch is not None:
+            batch.is_looked_at = True
         self._enter(batch)
         try:
             yield

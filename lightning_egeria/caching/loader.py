@@ -24,6 +24,7 @@ from lightning_egeria.batches.reading import LoaderCopies
 from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker
+from lightning_egeria.caching.outputs import Output
 from lightning_egeria.caching.plan import Loaded, Plan
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.lazy.sending import joined
@@ -116,19 +117,26 @@ class Line:
     def joined(self, parts: Sequence[tuple[Looked, Index]]) -> tuple[Any, CachedBatch] | None:
         """Return some rows of batches as one batch; None if the cache does not know all of them."""
         started, (first, _) = time.perf_counter(), parts[0]
-        if any(one.cached.front is not self.stream.front or one.batch.form != first.batch.form for one, _ in parts):
+        if any(one.batch.form != first.batch.form for one, _ in parts):
             return None
         columns = [
             _joined([(one.batch.columns[at], rows) for one, rows in parts]) for at in range(len(first.batch.columns))
         ]
         places = [(one, row) for one, rows in parts for row in rows.tolist()]
-        plan = self.stream.plan_again([one.ids[row] for one, row in places])
-        if plan is None or any(column is None for column in columns):
+        ready = Output.joined([(one.cached.output, rows) for one, rows in parts])
+        ready = ready if self.stream.is_proven(len(places)) else None
+        if any(column is None for column in columns):
+            return None
+        plan = self.stream.plan_again([one.ids[row] for one, row in places], reads=ready is None)
+        if plan is None or any(one.cached.plan.front != plan.front for one, _ in parts):
             return None
         lazy, fields = ([getattr(one.cached, name)[row] for one, row in places] for name in ("lazy", "fields"))
         loaded = Loaded(Rows(first.batch.structure, columns, len(places)).batch(), plan, tuple(lazy), tuple(fields))
         batch, cached = self.stream.receive(loaded, time.perf_counter() - started)
-        return None if cached is None else (batch, cached)
+        if cached is None:
+            return None
+        cached.ready = ready
+        return batch, cached
 
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.batch import CachedBatch, Some
+from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import precision_of, without_casts
 from lightning_egeria.caching.levels import Level
+from lightning_egeria.caching.outputs import Some
 from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits

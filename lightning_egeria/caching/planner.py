@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from lightning_egeria.batches.data_state import changed, digests_of
-from lightning_egeria.caching.batch import Read
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.outputs import Read
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.sizes import BatchSizes
 from lightning_egeria.errors import CacheError
@@ -132,16 +132,19 @@ class Planner:
         self.trial_planned = True
         return dataclasses.replace(plan, mode=Mode.TRIAL)
 
-    def plan_again(self, ids: Sequence[Any], front: Front, fronts: int) -> Plan:
+    def plan_again(self, ids: Sequence[Any], front: Front, fronts: int, reads: bool) -> Plan:
         """Plan a batch of samples that are there already.
 
         Args:
             ids: as in `plan`.
             front: as in `plan`.
             fronts: as in `plan`.
+            reads: whether entries are read.
         """
         plan, entries = self._begun(ids, front, fronts)
-        return self._plan_reads(plan, entries, front)
+        if reads:
+            return self._plan_reads(plan, entries, front)
+        return dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
 
     def last_look(self, plan: Plan) -> Plan:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""

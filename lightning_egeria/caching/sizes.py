@@ -25,6 +25,7 @@ ROOM = 2  # times the length of the first batch: what longer batches compute is 
 LEAST_ROOM = 64
 LEAST_LENGTH = 16  # that batches are padded to, if there was a longer one
 AGREEING = 2  # batches of another size with the bits of the entries, before it is used
+JUDGED_LENGTHS = 8  # of texts; each text is compared at two lengths besides, before it becomes an entry
 
 
 def has_samples(leaf: Node) -> bool:
@@ -111,8 +112,10 @@ class Lengths:
         self._judged: set[int] = set()
 
     def is_new(self, length: int) -> bool:
-        """Whether a batch of a length may tell more."""
-        return self.agree is not False and length not in self._judged
+        """Whether a batch of a length may tell more. Of those that are not the longest, the first ones are enough."""
+        if self.agree is False or length in self._judged:
+            return False
+        return len(self._judged) < JUDGED_LENGTHS or length > max(self._judged)
 
     def judged(self, length: int, same: bool, exact: bool) -> None:
         """A batch of a length has told whether shorter or longer ones have the same output, and the same bits."""

@@ -78,7 +78,7 @@ class Accounts:
         lazy = sum(batch.lazy)
         stats.not_loaded += 0 if batch.was_touched else lazy
         stats.loaded_after_all += lazy if batch.was_touched else 0
-        if batch.began is None or batch.ended is None:
+        if batch.began is None or batch.ended is None or not batch.is_timed:
             return
         if isinstance(batch.ended, torch.cuda.Event):
             batch.ended.synchronize()

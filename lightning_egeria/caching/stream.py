@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_egeria.caching.batch import CachedBatch, Some
+from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.outputs import Some
 from lightning_egeria.caching.padding import judge_length, with_padding
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
@@ -155,11 +156,16 @@ class Stream:
             self.stop(str(error))
             return self._planner.plan(ids, None, self._fronts)
 
-    def plan_again(self, ids: Sequence[Any]) -> Plan | None:
-        """Plan a batch of samples that are there already; None if it would have nothing to do with the cache."""
+    def plan_again(self, ids: Sequence[Any], reads: bool) -> Plan | None:
+        """Plan a batch of samples that are there already; None if it would have nothing to do with the cache.
+
+        Args:
+            ids: sample ids.
+            reads: whether their entries are read.
+        """
         if self.front is None or self.front.renewals != self._renewals or self.level_at(self.front.depth) is None:
             return None
-        return self._planner.plan_again(ids, self.front, self._fronts)
+        return self._planner.plan_again(ids, self.front, self._fronts, reads)
 
     def last_look(self, plan: Plan) -> Plan:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""

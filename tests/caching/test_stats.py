@@ -16,6 +16,7 @@ def batch(hits=0, advanced=0, samples=4, seconds=0.1, lazy=0, touched=None, eage
         samples=samples,
         lazy=lazies,
         was_touched=touched,
+        is_timed=True,
         began=10.0,
         ended=10.0 + seconds,
         waited=0.0,
