@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import PerSampleLossError
+from lightning_egeria.network.onlookers import Onlooker
 
 _LOSSES = {
     loss: inspect.signature(loss)
@@ -122,7 +122,7 @@ def _combined(loss: Tensor, terms: list[_Term], samples: int) -> Tensor:
     return rows.detach()
 
 
-class _Losses(TorchFunctionMode):
+class _Losses(Onlooker):
     """Sees the loss functions that a step calls.
 
     Attributes:

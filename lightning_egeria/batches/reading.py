@@ -24,6 +24,9 @@ class Lookahead(Protocol):
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """While the model runs on the last batch, which is not trained as it is."""
 
+    def wrap_collate(self, wrap: Callable[[Any], Any]) -> None:
+        """Have the user's collate function wrapped, at least until something is frozen."""
+
     def last(self, batch: Rows) -> Any:
         """Return what is known of the batch that the loader yielded last, which is given; None if nothing is."""
 
@@ -69,6 +72,8 @@ class BatchSource:
     def __iter__(self) -> Iterator[tuple[Any, tuple[Any, ...] | None]]:
         # At once, as the user's does: it draws a random number and starts the workers.
         if self.lookahead is not None:
+            if self._wrap_collate is not None:
+                self.lookahead.wrap_collate(self._wrap_collate)
             return self._looked_at(iter(self.loader), self.lookahead)
         if not _is_plain(self.loader):
             return ((batch, None) for batch in iter(self.loader))

@@ -57,12 +57,13 @@ class Rows:
         self.samples = samples
 
     @classmethod
-    def of(cls, batch: Any, samples: int) -> Rows:
+    def of(cls, batch: Any, samples: int, forms: Set[str] = frozenset()) -> Rows:
         """Take a batch apart.
 
         Args:
             batch: any tree of tensors, arrays, lists, tuples, mappings and dataclasses.
             samples: number of its samples.
+            forms: of other batches. They tell two tensors of a batch of two samples from a list of these samples.
 
         Raises:
             RowsError: nothing in the batch has one value a sample.
@@ -72,6 +73,10 @@ class Rows:
         """
         columns: list[Any] = []
         structure = _taken_apart(batch, samples, columns, True)
+        if forms and (rows := cls(structure, columns, samples)).form not in forms:
+            others: list[Any] = []
+            other = cls(_taken_apart(batch, samples, others, True, apart=True), others, samples)
+            return other if other.form in forms else rows
         if not columns:
             raise RowsError(
                 f"no part of a batch of type {type(batch).__name__} has {samples} rows, expected tensors, arrays or "
@@ -124,11 +129,12 @@ def check_forms(forms: Set[str]) -> None:
         )
 
 
-def _taken_apart(value: Any, samples: int, columns: list[Any], is_root: bool) -> Any:
-    if _is_column(value, samples, is_root):
+def _taken_apart(value: Any, samples: int, columns: list[Any], is_root: bool, apart: bool = False) -> Any:
+    holds_columns = apart and any(leaf.ndim and len(leaf) == samples for leaf in tensor_leaves(value))
+    if _is_column(value, samples, is_root) and (isinstance(value, Tensor) or not holds_columns):
         columns.append(value)
         return _Column(len(columns) - 1)
-    return _changed(value, lambda part: _taken_apart(part, samples, columns, False))
+    return _changed(value, lambda part: _taken_apart(part, samples, columns, False, apart))
 
 
 def _is_column(value: Any, samples: int, is_root: bool) -> bool:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, Unit, version_of
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
+from lightning_egeria.network.onlookers import unwatched
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.rehearsal import is_apart
 
@@ -139,11 +140,10 @@ class FrontUnit:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The module's own ``forward``, even if its class has changed meanwhile."""
-        before: Callable[..., Any] | None = self._before
-        if before is not None:
-            return before
-        return functools.partial(type(self._module).forward, self._module)
+        """The module's own ``forward``, even if its class has changed meanwhile; with the kernels of a plain step."""
+        if self._before is not None:
+            return functools.partial(unwatched, self._before)
+        return functools.partial(unwatched, type(self._module).forward, self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, or run the module."""

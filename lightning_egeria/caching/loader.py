@@ -31,9 +31,17 @@ from lightning_egeria.lazy.sending import joined
 from lightning_egeria.lazy.tensors import LazyTensor
 from lightning_egeria.training.loops import is_asked_by_loop
 
-# These draw random numbers before the first batch and behind the last, so reading them ahead in between moves no draw.
+# Reading these ahead moves no draw of a random number: see `_draws_at_once`.
 _KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 LOOK_AHEAD_BATCHES = 3
+
+
+def _draws_at_once(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler draws random numbers before the first batch and behind the last, as far as it is known."""
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples > len(sampler.data_source)):
+        return False  # it draws some of them at a time
+    return type(loader.batch_sampler) is BatchSampler and type(sampler) in _KNOWN_SAMPLERS
 
 
 def why_not(loader: Any) -> str | None:
@@ -80,6 +88,7 @@ class Line:
         stream: plans, serves and records.
         loader: what to give to Lightning: a copy of the user's loader.
         last: the batch that was handed on last, or its plan if it has nothing to do with the cache.
+        wrap: returns a collate function to use in the place of the user's where nothing is cached; None: the user's.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class Line:
         arrived: Callable[[CachedBatch | None], None],
     ) -> None:
         self.last: CachedBatch | Plan | None = None
+        self.wrap: Callable[[Any], Any] | None = None
         self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
         self.loader: Any = copy.copy(loader)
         elsewhere = functools.partial(load_in_worker, self.loader, self._dataset) if loader.num_workers else None
@@ -109,6 +119,7 @@ class Line:
         """Begin a pass over the data for a loop of Lightning."""
         loader = self.loader
         self._dataset.dataset, self._dataset.collate = loader.dataset, loader.collate_fn
+        self._dataset.collate_plain = self.wrap(loader.collate_fn) if self.wrap is not None else loader.collate_fn
         epoch, epochs = self._epochs(has_samples_once(loader))
         self.stream.begin_epoch(epoch, epochs)
         # At once, as the user's does: it draws a random number and starts the workers.
@@ -162,8 +173,7 @@ class Line:
 
     def _planned(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """A DataLoader that is asked for plans instead of indices."""
-        known = type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in _KNOWN_SAMPLERS
-        ahead = LOOK_AHEAD_BATCHES if known and loader.num_workers == 0 else 0
+        ahead = LOOK_AHEAD_BATCHES if _draws_at_once(loader) and loader.num_workers == 0 else 0
         return self._copies.of(
             loader,
             dataset=self._dataset,
@@ -222,6 +232,10 @@ class CachedLookahead:
             return last.ids if last is not None else ()
         ids, order = last.plan.ids, last.tape.order
         return ids if order is None else tuple(ids[position] for position in order)
+
+    def wrap_collate(self, wrap: Callable[[Any], Any]) -> None:
+        """Have the collate function wrapped where nothing is cached."""
+        self._line.wrap = wrap
 
     def last(self, batch: Rows) -> Looked | None:
         """Return what is known of the last batch; None of one without the cache."""

@@ -42,11 +42,14 @@ class PlannedDataset:
     Args:
         dataset: the user's map-style dataset.
         collate: collate function of the user's DataLoader.
+
+    Attributes:
+        collate_plain: the same for batches without the cache, where it may be watched.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
-        self.collate = collate
+        self.collate = self.collate_plain = collate
         self._stores: dict[Path, ActivationStore | None] = {}
 
     def __len__(self) -> int:
@@ -58,7 +61,7 @@ class PlannedDataset:
     def __getitems__(self, plan: Plan) -> Loaded:
         """Load a batch."""
         if plan.mode is Mode.PLAIN:
-            return Loaded(self.collate(self.fetch(plan.ids, plan.seeds)), plan)
+            return Loaded(self.collate_plain(self.fetch(plan.ids, plan.seeds)), plan)
         size, trial = len(plan.ids), plan.mode is Mode.TRIAL
         stored = self._stored(plan)
         missing = [position for position in range(size) if position not in stored]

@@ -33,6 +33,7 @@ from lightning_egeria.training.notices import Notices
 
 MOVED = 3  # batches in a row with another front, before it is taken for the front
 CHANGES_TO_STOP = 3
+UNLIKE = 6  # batches in a row without a text whose output is the same with other padding, before the cache stops
 
 
 class Stream:
@@ -87,7 +88,7 @@ class Stream:
     def _forget_front(self) -> None:
         self._habits = Habits()
         self._trials.begin_front()
-        self._changes = self._moved = 0
+        self._changes = self._moved = self._unlike = 0
         self._renewals = self.front.renewals if self.front is not None else 0
 
     def start(self, front: Front | None, keep: bool) -> None:
@@ -157,12 +158,7 @@ class Stream:
             return self._planner.plan(ids, None, self._fronts)
 
     def plan_again(self, ids: Sequence[Any], reads: bool) -> Plan | None:
-        """Plan a batch of samples that are there already; None if it would have nothing to do with the cache.
-
-        Args:
-            ids: sample ids.
-            reads: whether their entries are read.
-        """
+        """Plan a batch of samples that are there already, with or without reads of entries; None: it is not cached."""
         if self.front is None or self.front.renewals != self._renewals or self.level_at(self.front.depth) is None:
             return None
         return self._planner.plan_again(ids, self.front, self._fronts, reads)
@@ -239,8 +235,7 @@ class Stream:
         self._accounts.count(batch)
         if self.level_at(front.depth) is None:
             return
-        reason = self._habits.why_stop(batch, front)
-        if reason is not None:
+        if (reason := self._habits.why_stop(batch, front)) is not None:
             self.stop(reason)
             return
         if self._habits.reader is not None:
@@ -336,10 +331,8 @@ class Stream:
         batch.fields = tuple([without_inputs(one, inputs) if one is not None else None for one in batch.fields])
         self._record(batch, self.levels.all[-1], node, value, Some(np.arange(batch.samples)))
         if not self._trials.exact:
-            self._notices.inform(
-                "the last bits of a sample's output depend on its place in the batch; they may differ from a run "
-                "without the cache"
-            )
+            text = "the last bits of a sample's output depend on its place in the batch"
+            self._notices.inform(f"{text}; they may differ from a run without the cache")
 
     def _record(self, batch: CachedBatch, level: Level, node: Node, value: Tensor, some: Some) -> None:
         """Write the output of some samples, if it may be read again."""
@@ -347,7 +340,10 @@ class Stream:
             return
         value, same = with_padding(batch, level, node, value, some, self.outside, self._notices)
         made = self.outside.stamps(node, level.form.ragged)
-        if made is None:
+        self._unlike = 0 if bool(same.any()) else self._unlike + 1
+        if self._unlike >= UNLIKE:
+            self.stop(f"no text of the last {UNLIKE} batches had the same output with other padding")
+        if made is None or self.front is None:
             return
         value, places = value[same.to(value.device)], some.places[same.numpy()]
         fields, lazy = [batch.fields[place] for place in places], [batch.lazy[place] for place in places]

@@ -159,7 +159,9 @@ def _shapes(func: Any, spec: pytree.TreeSpec, *flat: Any) -> tuple[list[Meta], p
 @functools.cache
 def _reads() -> frozenset[Any]:
     """Methods that need the values and do not say so to ``__torch_dispatch__``."""
-    return _memory() | _methods("tolist map_ apply_ map2_ type new _is_view __reduce_ex__ __format__ is_shared")
+    numbers = "__float__ __int__ __index__ __bool__ __complex__ item"  # as `torch.tensor` asks of the items of a list
+    others = "tolist map_ apply_ map2_ type new _is_view __reduce_ex__ __format__ is_shared storage_offset"
+    return _memory() | _methods(f"{numbers} {others}")
 
 
 @functools.cache
@@ -210,6 +212,8 @@ class LazyTensor(Tensor):
                 for lazy in lazies:
                     lazy.node.tape.change()
             return func(*pytree.tree_map_only(LazyTensor, plain, args), **(kwargs or {}))
+        if func is Tensor.new_tensor:  # it reads the items of a list past torch
+            args = (args[0], *pytree.tree_map_only(LazyTensor, plain, args[1:]))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

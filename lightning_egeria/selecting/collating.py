@@ -16,10 +16,11 @@ from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.snapshots.random_state import preserved_random_state
 
 CHECKED_BATCHES = 2
+FEWEST = 3  # samples that show an order: two in reverse are also two moved on by one
 
 
 class InOrder:
-    """A collate function whose first batches are made a second time, from the samples in reverse.
+    """A collate function whose first batches are made a second time, with the first sample behind the others.
 
     Args:
         collate: the user's collate function.
@@ -35,7 +36,7 @@ class InOrder:
         Raises:
             UnsupportedError: its samples are in another order.
         """
-        if not self._left or len(samples) < 2:
+        if not self._left or len(samples) < FEWEST:
             return self.collate(samples)
         self._left -= 1
         batch, in_order = _checked(self.collate, samples)
@@ -83,7 +84,7 @@ class WithSamples:
         """Return the user's batch and more."""
         keeps = bool(self._keeps)
         kept = copy.deepcopy(samples) if keeps else None  # collating may change them
-        if self._left and len(samples) > 1 and (keeps or len({*map(_form, samples)}) > 1):
+        if self._left and len(samples) >= FEWEST and (keeps or len({*map(_form, samples)}) > 1):
             self._left -= 1
             batch, in_order = _checked(self.collate, samples)
             self._in_order &= in_order
@@ -107,18 +108,18 @@ def _form(sample: Any) -> Any:
 
 def _checked(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
     """The user's batch, and whether its rows have the order of the samples."""
-    backwards = copy.deepcopy(samples[::-1])
+    moved_on = copy.deepcopy(samples[1:] + samples[:1])
     batch = collate(samples)
     with preserved_random_state():
-        other = collate(backwards)
+        other = collate(moved_on)
     return batch, not _is_in_another_order(Rows.of(batch, len(samples)).columns, Rows.of(other, len(samples)).columns)
 
 
-def _is_in_another_order(columns: Sequence[Any], backwards: Sequence[Any]) -> bool:
-    """Whether a column has the same rows in both batches, and not in reverse. Rows drawn at random prove nothing."""
-    for first, second in zip(columns, backwards, strict=False):
+def _is_in_another_order(columns: Sequence[Any], moved_on: Sequence[Any]) -> bool:
+    """Whether a column has the same rows in both batches, and not one further. Rows drawn at random prove nothing."""
+    for first, second in zip(columns, moved_on, strict=False):
         rows, others = _rows(first), _rows(second)
-        if len(set(rows)) == len(rows) and set(rows) == set(others) and others != rows[::-1]:
+        if len(set(rows)) == len(rows) and set(rows) == set(others) and others != rows[1:] + rows[:1]:
             return True
     return False
 

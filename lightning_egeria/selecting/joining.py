@@ -44,7 +44,8 @@ class Joining:
 
     def _collate(self, users: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         collate = InOrder(users) if self._in_order else users
-        return WithSamples(collate, self._keeps) if self._in_queue else collate
+        # A cache knows no batch with the samples beside it.
+        return WithSamples(collate, self._keeps) if self._in_queue and self.source.lookahead is None else collate
 
     def know(self, forms: Iterable[str]) -> None:
         """Take the forms that samples had before a checkpoint."""
@@ -57,11 +58,14 @@ class Joining:
         Raises:
             RowsError: they cannot.
         """
-        if self._in_queue:
-            self.forms.add(Rows.of(batch, samples).form)
-            if collated is None or not collated.in_order:
-                check_forms(self.forms)
-            self.know(self.forms)  # the first epoch is whole, so they are known when samples wait
+        self.know({*self.forms, self.rows(batch, samples).form})
+        # The first epoch is whole, so they are known when samples wait.
+        if self._in_queue and (collated is None or not collated.in_order):
+            check_forms(self.forms)
+
+    def rows(self, batch: Any, samples: int) -> Rows:
+        """Take a batch apart."""
+        return Rows.of(batch, samples, self.forms)
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """While the model runs on a batch that is not trained as it is."""
@@ -71,6 +75,10 @@ class Joining:
         """The last batch is trained as it is."""
         if self.source.lookahead is not None:
             self.source.lookahead.trains()
+
+    def is_cached(self, batch: Any, samples: int) -> bool:
+        """Whether a cache knows the last batch, as a whole."""
+        return self._lookahead is not None and self._lookahead.last(self.rows(batch, samples)) is not None
 
     @property
     def _lookahead(self) -> Lookahead | None:
@@ -104,12 +112,12 @@ class Joining:
         given = collated.samples if collated is not None else None
         raw = [given[row] for row in rows] if given is not None else None
         if (lookahead := self._lookahead) is not None:
-            whole = Rows.of(batch, samples)
+            whole = self.rows(batch, samples)
             return Piece(number, rows, chosen, whole.take(rows), random, lookahead.last(whole))
         if moved is not None:
-            return Piece(number, rows, chosen, Rows.of(moved, samples).take(rows), random, raw=raw)
-        part = self._side.moved(Rows.of(batch, samples).take(rows).batch())
-        return Piece(number, rows, chosen, Rows.of(part, len(rows)), random, raw=raw)
+            return Piece(number, rows, chosen, self.rows(moved, samples).take(rows), random, raw=raw)
+        part = self._side.moved(self.rows(batch, samples).take(rows).batch())
+        return Piece(number, rows, chosen, self.rows(part, len(rows)), random, raw=raw)
 
     def batch_of(self, pieces: Sequence[Piece]) -> Moved:
         """Return samples as one batch.

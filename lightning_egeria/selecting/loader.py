@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_egeria.batches.reading import numbered
-from lightning_egeria.batches.rows import Rows, samples_of
+from lightning_egeria.batches.rows import samples_of
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.selecting.collating import Collated
 from lightning_egeria.selecting.joining import Joining
@@ -234,7 +234,7 @@ class SelectedBatches:
         self._stats.count(self._side.epoch, trained=count)
         if count < samples:
             rows = np.arange(count)
-            batch, ids = Rows.of(batch, samples).take(rows).batch(), ids[:count] if ids is not None else None
+            batch, ids = self._joining.rows(batch, samples).take(rows).batch(), ids[:count] if ids is not None else None
         self._joining.trains_whole()
         return number + 1, Emitted(seen, last, ids), batch
 
@@ -301,11 +301,11 @@ class SelectedBatches:
             return losses, moved
         stale, moved = np.flatnonzero(table.stale(ids, epoch)), None
         if len(stale):
-            if len(stale) == samples or self._joining.source.lookahead is not None:  # a cache has whole batches
+            if len(stale) == samples or self._joining.is_cached(batch, samples):  # a cache has whole batches
                 moved = side.moved(batch)
                 fresh = side.scorer.losses(moved, samples, number)[stale]
             else:
-                part = side.moved(Rows.of(batch, samples).take(stale).batch())
+                part = side.moved(self._joining.rows(batch, samples).take(stale).batch())
                 fresh = side.scorer.losses(part, len(stale), number)
             table.update([ids[row] for row in stale], fresh, epoch)
             self._stats.count(epoch, scored=len(stale) if moved is None else samples)

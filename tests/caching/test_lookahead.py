@@ -5,9 +5,10 @@ import torch
 from methods import scripted
 from models import Classifier, ConvNet, Transformer, equal, fit, images, loader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, default_collate
 
 from lightning_egeria import FrozenPrefixCache, SelectiveBackprop
+from lightning_egeria.errors import UnsupportedError
 
 LOADED = []  # an attribute of the dataset that changes would mean that the data do
 
@@ -161,3 +162,113 @@ def test_behind_hooks_for_batches_samples_are_those_of_the_hooks():
         fit(module, scripted({3: 1}), data=SelectiveBackprop(source), epochs=3)
         found.append(module)
     assert equal(*found)
+
+
+class Attention(nn.Module):
+    """Each pixel attends to all; `nn.MultiheadAttention` has another kernel in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.inner(x, x, x, need_weights=False)[0]
+
+
+class OfPixels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(Attention() for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x.squeeze(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "in_batch"}])
+def test_what_scoring_computes_is_what_training_would(options):
+    torch.manual_seed(0)
+    source = FrozenPrefixCache(loader(images(96), shuffle=True), min_free_bytes=0)
+    fit(Classifier(OfPixels()), scripted({1: 2}), data=SelectiveBackprop(source, **options), epochs=40)
+    assert source.stats.off is None
+    assert source.stats.hits > 2000
+    assert source.stats.wrong == 0  # every 200th batch is compared
+
+
+@pytest.mark.parametrize("schedule", [{}, {3: 1}])
+def test_stale_losses_under_hooks_that_draw(schedule):
+    class Drawing(Classifier):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            x, labels = batch
+            return x + torch.randn(1), labels
+
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        module = Drawing(ConvNet(dropout=0))
+        source = FrozenPrefixCache(loader(images(48)), min_free_bytes=0) if cached else loader(images(48))
+        fit(module, scripted(schedule), data=SelectiveBackprop(source, staleness=1), epochs=4)
+        found.append(module)
+    assert equal(*found)
+
+
+def test_stale_losses_need_samples_in_order_here_too():
+    def backwards(samples):
+        return default_collate(samples[::-1])
+
+    source = FrozenPrefixCache(loader(images(48), collate_fn=backwards), min_free_bytes=0)
+    with pytest.raises(UnsupportedError, match="changes the order of the samples"):
+        fit(Classifier(), scripted({}), data=SelectiveBackprop(source, staleness=1))
+
+
+@pytest.mark.parametrize("options", [{"replacement": True, "num_samples": 96}, {"num_samples": 288}])
+def test_a_sampler_that_draws_in_between_is_not_read_ahead(options):
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        data, module = images(96), Classifier(ConvNet(dropout=0))
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(5), **options)
+        batches = DataLoader(data, 8, sampler=sampler)
+        source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
+        fit(module, scripted({3: 1}), data=source, epochs=3, limit_train_batches=6)
+        found.append(module)
+    assert found[0].losses == found[1].losses
+
+
+class Masked(nn.Module):
+    """Makes an additive mask out of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(Adding() for _ in range(3))
+
+    def forward(self, tokens):
+        real = (tokens != 0)[:, None, None, :]
+        mask = torch.zeros_like(real, dtype=torch.float).masked_fill(~real, -1e9)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x.sum(1))
+
+
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        heads = self.inner(x)[:, None]
+        return x + nn.functional.scaled_dot_product_attention(heads, heads, heads, mask)[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*no text of the last 6 batches")
+def test_texts_that_never_agree_are_told():
+    torch.manual_seed(0)
+    data = TensorDataset(*of_one_length([Texts()[index] for index in range(48)]))
+    source = FrozenPrefixCache(DataLoader(data, 8), min_free_bytes=0)
+    fit(Classifier(Masked()), scripted({1: 2}), data=source, epochs=4)
+    assert source.stats.off == "no text of the last 6 batches had the same output with other padding"

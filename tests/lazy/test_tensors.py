@@ -210,3 +210,17 @@ def test_lazy_tensor_is_a_tensor():
     assert isinstance(x, torch.Tensor)
     assert isinstance(x, LazyTensor)
     assert plain(X) is X
+
+
+NUMBERS = torch.randn(4, 3)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray, torch.FloatTensor, torch.Tensor])
+def test_a_tensor_of_numbers_takes_lazy_ones(make):
+    batch = Source(NUMBERS).batch()
+    assert make([batch[0, 0], batch[1, 1]]).equal(torch.stack([NUMBERS[0, 0], NUMBERS[1, 1]]))
+    assert batch[0].new_tensor([batch[0, 0], 1.0]).equal(torch.stack([NUMBERS[0, 0], torch.tensor(1.0)]))
+
+
+def test_a_view_tells_where_it_begins():
+    assert Source(NUMBERS).batch()[2:].storage_offset() == NUMBERS[2:].storage_offset()

@@ -227,6 +227,30 @@ def test_samples_of_other_shapes_are_refused_in_the_queue():
         assert len(module.ids) == 15
 
 
+class Views(Indexed):
+    """Two views of each sample."""
+
+    def __getitem__(self, index):
+        x, label, _ = super().__getitem__(index)
+        return (x, x + 1), label, index
+
+
+class OfViews(Noting):
+    def training_step(self, batch, batch_idx):
+        (x, other), labels, ids = batch
+        assert other.equal(x + 1)
+        return super().training_step((x, labels, ids), batch_idx)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "in_batch"}, {"staleness": 1}])
+def test_two_views_of_two_samples_are_no_list_of_samples(options):
+    found = []
+    for data, module in ((Views(images(42)), OfViews()), (Indexed(images(42)), Noting())):
+        trained(module=module, batches=loader(data), epochs=4, **options)  # the last batch has two samples
+        found.append((module.ids, module.losses))
+    assert found[0] == found[1]
+
+
 def test_workers_stop_and_the_loader_is_the_users():
     module, _, data = trained(epochs=2)
     assert type(data.train_dataloader()) is DataLoader
