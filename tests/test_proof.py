@@ -272,6 +272,9 @@ def test_an_unmeasured_kind_costs_as_much_as_the_nearest():
     assert results.share_of("4", shares) == 0.8
     assert results.share_of("3 hit", shares) == 0.2
     assert results.share_of("3 off", shares) == 0.8
+    assert results.share_of("3 score", shares) == 1 / 3
+    assert results.share_of("3 hit score", shares) == 0.1
+    assert results.share_of("3 hit score", shares | {"3 hit score": 0.05}) == 0.05
     assert results.share_of("6 off", shares | {"7 off": 0.3}) == 0.3
     with pytest.raises(KeyError, match="'7 miss' was not measured"):
         results.share_of("7 miss", {})

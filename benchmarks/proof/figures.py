@@ -57,6 +57,7 @@ TITLES = {
     "selective": "Selective-Backprop",
     "shortened_selective": "plain, as short as Selective-Backprop",
     "in_batch": "Selective-Backprop, in each batch",
+    "selective_cached": "Selective-Backprop with freezing and cache",
     "random": "the same share at random",
     "importance": "importance sampling",
 }
@@ -81,6 +82,7 @@ COLORS = {
     "selective": "#2f855a",
     "shortened_selective": "#8a8a8a",
     "in_batch": "#1d5c3a",
+    "selective_cached": "#9b2c2c",
     "random": "#a6d854",
     "importance": "#e78ac3",
 }

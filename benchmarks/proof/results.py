@@ -76,12 +76,15 @@ def share_of(kind: str, shares: Mapping[str, float]) -> float:
 
     A kind that was not measured costs as much as the one of the nearest depth that was, of those that do the same, or
     else of the next in this row: steps from shallower entries, steps that write, steps without the cache, and again
-    steps that write. A forward that scores samples and was not measured costs a third of a full step.
+    steps that write. A forward that scores samples and was not measured costs a third of a full step, or half
+    of a cached one.
     """
     if kind == "0":
         return 1.0
     if kind in shares:
         return shares[kind]
+    if kind.endswith(" hit score"):
+        return share_of(kind.removesuffix(" score"), shares) / 2
     if kind.endswith(" score"):  # a forward, whatever is frozen
         return shares.get("0 score", 1 / 3)
     depth, _, what = kind.partition(" ")

@@ -81,7 +81,7 @@ WORKLOADS = {
     "trashnet_efficientnet": Workload(
         "val/acc",
         None,
-        (*FINE_TUNING, "selective", "in_batch", "random", "importance"),
+        (*FINE_TUNING, "selective", "in_batch", "random", "importance", "selective_cached"),
         ("data.root={data}/trashnet", f"model.weights={LITE0}"),
         views=0,
     ),
@@ -102,7 +102,7 @@ WORKLOADS = {
     "banking77_minilm": Workload(
         "val/acc",
         None,
-        (*FINE_TUNING, "selective", "random", "shortened_selective"),
+        (*FINE_TUNING, "selective", "random", "shortened_selective", "selective_cached"),
         (
             "data.root={data}/banking77",
             "data.vocabulary={data}/checkpoints/all_minilm_l6_v2_vocab.txt",

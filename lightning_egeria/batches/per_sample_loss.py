@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_egeria.batches.onlookers import Onlooker
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import PerSampleLossError
-from lightning_egeria.network.onlookers import Onlooker
 
 _LOSSES = {
     loss: inspect.signature(loss)

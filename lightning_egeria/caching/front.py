@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 from torch.utils import _pytree as pytree
 
+from lightning_egeria.batches.onlookers import unwatched
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, Unit, version_of
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
-from lightning_egeria.network.onlookers import unwatched
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.rehearsal import is_apart
 

@@ -149,6 +149,8 @@ class SelectedBatches:
         assert arriving is not None
         for number, (batch, ids, random), is_end in numbered(self._noted(arriving), self._side.batches):
             self._number, self._random = number, random
+            self._collated = batch if isinstance(batch, Collated) else None
+            batch = self._collated.batch if self._collated is not None else batch
             if number < skipped:
                 self._refill(number, batch, ids)
                 if number + 1 < skipped:
@@ -178,8 +180,6 @@ class SelectedBatches:
         for number in itertools.count():
             random = self._random_of(number) if is_loaded_here else None
             for batch, ids in itertools.islice(arriving, 1):
-                self._collated = batch if isinstance(batch, Collated) else None
-                batch = self._collated.batch if self._collated is not None else batch
                 yield batch, ids, random or self._random_of(number)
                 break
             else:

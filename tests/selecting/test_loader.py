@@ -201,6 +201,24 @@ def test_padded_samples_are_those_of_one_shape(options, workers):
     assert len(found[0][0]) > 8
 
 
+class Unsized:
+    """A batch sampler that does not tell its length, so batches are read one ahead."""
+
+    def __iter__(self):
+        return iter(torch.randperm(40).view(5, 8).tolist())
+
+
+def test_padded_samples_of_batches_that_are_read_ahead():
+    found = []
+    for collate in (padded, of_one_shape):
+        torch.manual_seed(3)
+        batches = DataLoader(Words(), batch_sampler=Unsized(), collate_fn=collate)
+        module, _, _ = trained(module=Averaging(), batches=batches, epochs=4)
+        found.append((module.ids, module.losses))
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 8
+
+
 def test_padded_samples_in_the_queue_are_resumed(tmp_path):
     def run(*callbacks, **options):
         torch.manual_seed(3)
