@@ -88,7 +88,7 @@ class CachedBatch:
         advanced: samples of it whose output came from a shallower one.
         is_looked_at: the model runs on it, and some of its rows may be trained then.
         output: what the program got at its boundary, if it is looked at; None if that is of no use.
-        ready: such an output of its own rows; None if it has to be read or computed.
+        ready: an output in memory for these rows; None if it has to be read or computed.
         is_timed: whether its time tells what reading entries takes, or computing the output.
         was_touched: file and line of the program that first needed an input that was not loaded; None if nothing did.
         other_shape: of its output at the boundary, which has no place among the entries; None if it has.
@@ -165,7 +165,7 @@ class CachedBatch:
         return output
 
     def _ready(self, level: Level, node: Node) -> Tensor | None:
-        """The output that is there already, if it is that of these rows."""
+        """Return the output in memory, if it belongs to these rows; None otherwise."""
         ready, self.ready = self.ready, None  # the program may change it
         made, front = self._owner.outside.stamps(node, level.form.ragged), self.front
         if ready is None or front is None or not ready.is_of(node, made, front.state):
@@ -177,10 +177,10 @@ class CachedBatch:
         return laid_out(ready.value, node.meta.shape, node.meta.stride)
 
     def _keep(self, level: Level, node: Node, value: Tensor) -> None:
-        """Keep what the program gets, for a batch of some of these rows."""
+        """Keep what the program gets, for a batch of some of these rows. The front has been found unchanged."""
         if self.is_looked_at and not self.eager and self.output is None and self.front is not None:
             made = self._owner.outside.stamps(node, level.form.ragged)
-            if made is not None and len(value) == self.samples and self._owner.front_is_unchanged():
+            if made is not None and len(value) == self.samples:
                 self.output = Output(value, version_of(value), node.key, made, self.front.state)
 
     def _assembled(self, level: Level, node: Node, front: Front) -> Tensor | None:
@@ -288,7 +288,8 @@ class CachedBatch:
         if level is None or level.key != node.key:
             return value
         value = level.form.rounded(value)
-        self._keep(level, node, value)
+        if self.is_looked_at and self._owner.front_is_unchanged():
+            self._keep(level, node, value)
         return value
 
     def rows(self, level: Level, length: int) -> Tensor | None:

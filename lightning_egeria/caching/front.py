@@ -85,7 +85,7 @@ class _UnitCall(Unit):
 
 
 def precision_of(node: Node) -> torch.dtype:
-    """Return the precision that the output of a unit was computed in: that of its autocast, or its own."""
+    """Return the precision that a unit computed its output in: autocast's where it was on, else the output's dtype."""
     run = node.call.run if node.call is not None else None
     casts = run.context.autocast if isinstance(run, _UnitCall) else ()
     here = [dtype for device, enabled, dtype in casts if enabled and device == node.meta.device.type]

@@ -148,20 +148,25 @@ def test_samples_of_texts_come_from_entries(collate, options):
     assert source.stats.hits > 3 * 48
 
 
+def without_and_with_cache(kind, schedule, epochs, **options):
+    """Two modules of a kind, trained on the same images."""
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        module, source = kind(ConvNet(dropout=0)), loader(images(48))
+        source = FrozenPrefixCache(source, min_free_bytes=0) if cached else source
+        fit(module, scripted(schedule), data=SelectiveBackprop(source, **options), epochs=epochs)
+        found.append(module)
+    return found
+
+
 def test_behind_hooks_for_batches_samples_are_those_of_the_hooks():
     class Brighter(Classifier):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             x, labels = batch
             return x + torch.rand(1), labels
 
-    found = []
-    for cached in (False, True):
-        torch.manual_seed(0)
-        module = Brighter(ConvNet(dropout=0))
-        source = FrozenPrefixCache(loader(images(48)), min_free_bytes=0) if cached else loader(images(48))
-        fit(module, scripted({3: 1}), data=SelectiveBackprop(source), epochs=3)
-        found.append(module)
-    assert equal(*found)
+    assert equal(*without_and_with_cache(Brighter, {3: 1}, epochs=3))
 
 
 class Attention(nn.Module):
@@ -205,14 +210,7 @@ def test_stale_losses_under_hooks_that_draw(schedule):
             x, labels = batch
             return x + torch.randn(1), labels
 
-    found = []
-    for cached in (False, True):
-        torch.manual_seed(0)
-        module = Drawing(ConvNet(dropout=0))
-        source = FrozenPrefixCache(loader(images(48)), min_free_bytes=0) if cached else loader(images(48))
-        fit(module, scripted(schedule), data=SelectiveBackprop(source, staleness=1), epochs=4)
-        found.append(module)
-    assert equal(*found)
+    assert equal(*without_and_with_cache(Drawing, schedule, epochs=4, staleness=1))
 
 
 def test_stale_losses_need_samples_in_order_here_too():
