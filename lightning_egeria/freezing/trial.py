@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.freezing.trial_plan import Budget, candidate_depths, safe_depth, trial_steps
+from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.profiling.clock import mark, reached, seconds_between
 from lightning_egeria.profiling.costs import StepCosts
 from lightning_egeria.training.branches import Branches
@@ -113,7 +115,7 @@ class DepthTrial(Observer):
     After a few steps it repeats them with fewer layer modules frozen, from the same weights, on the same batches. It
     goes shallower as long as steps teach clearly more there and the budget lasts, and training goes on from the winner.
     Each loss is of a batch that the weights have not trained on yet. Where the budget ends first, or layers behind
-    the trained ones are untrained, half of the chain freezes at most.
+    the trained ones are untrained, half of the chain freezes at most, tables of embeddings in front not counted.
 
     The second step of the run trains everything, like the first one, and tells what a full step costs. While the
     learning rate is 0, all steps do.
@@ -150,7 +152,7 @@ class DepthTrial(Observer):
         self._steps = trial_steps(run_steps)
         self._budget = Budget(run_steps, self._steps, len(chain))
         self._depths = candidate_depths(len(chain), chain.max_depth)
-        self._safe = safe_depth(len(chain), chain.max_depth)
+        self._safe = safe_depth(len(chain), chain.max_depth, _tables(freezer.prefix.module, chain))
         self._branches: Branches | None = None
         self._device = trainer.strategy.root_device
         self._may_begin = False  # the first step is over
@@ -245,6 +247,12 @@ class DepthTrial(Observer):
     def _take_full_step(self) -> None:
         if self._full is not None and reached(self._full[1]):
             self._costs.add_repeated(0, seconds_between(*self._full))
+
+
+def _tables(module: nn.Module, chain: LayerChain) -> int:
+    """How many layer modules at the front are tables of embeddings."""
+    firsts = (module.get_submodule(name) for name in chain.names)
+    return sum(1 for _ in itertools.takewhile(lambda first: isinstance(first, (nn.Embedding, nn.EmbeddingBag)), firsts))
 
 
 def _steps_of(trainer: pl.Trainer) -> float:

@@ -19,6 +19,11 @@ def test_candidates_fall_to_none(layers, limit):
     assert len(depths) <= 8
 
 
+@pytest.mark.parametrize(("tables", "depth"), [(0, 4), (1, 4), (2, 5), (3, 5)])
+def test_tables_in_front_do_not_count_as_layers(tables, depth):
+    assert safe_depth(8, 7, tables) == depth
+
+
 @pytest.mark.parametrize("steps", [1, 250, 1000, 10**5, math.inf])
 def test_a_trial_takes_few_steps(steps):
     assert 8 <= trial_steps(steps) <= 64
