@@ -85,6 +85,9 @@ WORKLOADS = {
         ("data.root={data}/trashnet", f"model.weights={LITE0}"),
         views=0,
     ),
+    "trashnet_efficientnet_augmented": Workload(
+        "val/acc", None, SHORT, ("data.root={data}/trashnet", f"model.weights={LITE0}"), views=3
+    ),
     "cifar10_efficientnet": Workload(
         "val/acc",
         None,

@@ -7,7 +7,19 @@ import math
 import lightning as L
 import pytest
 import torch
-from models import Classifier, ConvNet, ManualSteps, equal, fit, images, loader, mlp, vectors
+from models import (
+    Classifier,
+    ConvNet,
+    ManualSteps,
+    Transformer,
+    equal,
+    fit,
+    images,
+    loader,
+    mlp,
+    tokens,
+    vectors,
+)
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.freezing import trial_plan
@@ -252,6 +264,16 @@ def test_a_run_too_short_for_a_trial_freezes_half(monkeypatch):
     assert callback.active_policy.depth == 2
     assert callback.savings().step_seconds_before > 0
     assert not callback.will_compare(1)
+
+
+def test_half_of_a_text_network_is_half_of_its_layers(monkeypatch):
+    """A table of words, and four layers behind it: half of five would be the table and one layer."""
+    monkeypatch.setattr(trial_plan, "BUDGET", 0.05)
+    callback = pretrained()
+    fit(Classifier(Transformer(layers=4)), callback, data=loader(tokens()))
+    assert callback.layer_modules[0] == "net.embedding"
+    assert [layer.split(".")[1] for layer in callback.layer_modules[1:]] == ["layers"] * 4
+    assert history(callback) == [(2, 3)]
 
 
 def test_where_the_budget_ends_half_is_the_most(monkeypatch):
