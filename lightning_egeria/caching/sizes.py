@@ -25,7 +25,7 @@ ROOM = 2  # times the length of the first batch: what longer batches compute is 
 LEAST_ROOM = 64
 LEAST_LENGTH = 16  # that batches are padded to, if there was a longer one
 AGREEING = 2  # batches of another size with the bits of the entries, before it is used
-JUDGED_LENGTHS = 8  # of texts; each text is compared at two lengths besides, before it becomes an entry
+JUDGED_LENGTHS = 4  # of texts; each text is compared at two lengths besides, before it becomes an entry
 
 
 def has_samples(leaf: Node) -> bool:
