@@ -1,11 +1,19 @@
-"""What a dataset holds: labels, counters, generators and settings, as far as a bounded look shows."""
+"""What an object such as a dataset holds: labels, counters, generators and settings, as far as a bounded look shows."""
 
 from __future__ import annotations
 
+import array
+import collections
+import contextlib
+import ctypes
+import datetime
 import functools
-import random
+import itertools
+import pathlib
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
@@ -13,18 +21,34 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_egeria.snapshots.random_state import GENERATORS, state_of
+
 MAX_OBJECTS = 20_000
 MAX_DEPTH = 6
 MAX_ITEMS = 10_000  # of a list of objects; numbers and texts are read whole
 MAX_BYTES = 2**28  # of one array; a larger one is sampled
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_VALUES = (*_PLAIN, np.generic, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
+_MEMORY = (bytearray, memoryview, array.array, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+_NAMED = (type, types.BuiltinFunctionType)
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+_TRAINER = ("lightning.pytorch.trainer", "pytorch_lightning.trainer")
 
 
-def digests_of(dataset: Any) -> dict[str, str]:
-    """Return a digest of each attribute within reach of a dataset, by its path.
+def digests_of(
+    value: Any, follows: Callable[[Any], bool] | None = None, most: int = MAX_OBJECTS, across_runs: bool = False
+) -> dict[str, str]:
+    """Return a digest of each value within reach of an object, by its path.
 
-    It follows attributes, lists, tuples and dicts. It cannot see inside open files and objects of compiled extensions.
+    It follows attributes, containers, functions and what they are bound to, but not the Trainer. It cannot
+    see inside open files, running generators and objects of compiled extensions.
+
+    Args:
+        value: the object.
+        follows: whether to look at the attributes of an object; None looks at all.
+        most: how many objects to look at.
+        across_runs: whether a digest is the same in another run: then tensors on other devices are read, whose version
+            counters tell within a run, and objects that are not looked at are named by their class.
 
     >>> class Squares:
     ...     def __init__(self): self.targets, self.epoch = [0, 1, 4], 0
@@ -34,7 +58,7 @@ def digests_of(dataset: Any) -> dict[str, str]:
     >>> changed(before, digests_of(data))
     'targets[1]'
     """
-    return {path: _digest(value) for path, value in _reach(dataset)}
+    return {path: _digest(one, across_runs) for path, one in _reach(value, follows=follows, most=most)}
 
 
 def moving_of(dataset: Any) -> dict[str, str]:
@@ -42,7 +66,7 @@ def moving_of(dataset: Any) -> dict[str, str]:
 
     If loading a sample changes one, another load of the sample may return something else.
     """
-    kinds = (*_GENERATORS, bool, int, float, complex)
+    kinds = (*GENERATORS, *_MEMORY, bool, int, float, complex, np.number, itertools.count)
     return {path: _digest(value) for path, value in _reach(dataset, items=16) if isinstance(value, kinds)}
 
 
@@ -54,49 +78,84 @@ def changed(before: dict[str, str], after: dict[str, str]) -> str | None:
     return None
 
 
-def _reach(dataset: Any, items: int = MAX_ITEMS) -> Iterator[tuple[str, Any]]:
+def _reach(
+    root: Any,
+    items: int = MAX_ITEMS,
+    follows: Callable[[Any], bool] | None = None,
+    most: int = MAX_OBJECTS,
+) -> Iterator[tuple[str, Any]]:
     seen: dict[int, Any] = {}
-    waiting: list[tuple[str, Any, int]] = [("", dataset, 0)]
-    while waiting and len(seen) < MAX_OBJECTS:
+    waiting: list[tuple[str, Any, int]] = [("", root, 0)]
+    while waiting and len(seen) < most:
         path, value, depth = waiting.pop()
-        if isinstance(value, _PLAIN):
+        if isinstance(value, _VALUES):
             yield path, value
             continue
         if id(value) in seen or depth > MAX_DEPTH:
             continue
         seen[id(value)] = value
-        if isinstance(value, (Tensor, np.ndarray, *_GENERATORS)) or _is_flat(value):
+        parts = None if isinstance(value, (Tensor, np.ndarray, *GENERATORS)) else _parts_of(value, items, follows)
+        if parts is None:
             yield path, value
-        elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-            yield f"{path}()", _described(value)
-            cells = getattr(value, "__closure__", None) or ()
-            inside = [cell.cell_contents for cell in cells if _is_filled(cell)]
-            inside += [getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)]
-            waiting += [(f"{path}()[{at}]", item, depth + 1) for at, item in enumerate(inside)]
-        elif isinstance(value, (functools.partial, types.MethodType)):
-            parts = (
-                [value.func, value.args, value.keywords]
-                if isinstance(value, functools.partial)
-                else [value.__func__, value.__self__]
-            )
-            waiting += [(f"{path}()[{at}]", item, depth + 1) for at, item in enumerate(parts)]
-        elif isinstance(value, (list, tuple)):
-            yield f"{path}.len()", len(value)
-            waiting += [(f"{path}[{at}]", item, depth + 1) for at, item in enumerate(value[:items])]
-        elif isinstance(value, dict):
-            yield f"{path}.len()", len(value)
-            waiting += [(f"{path}[{key!r}]", value[key], depth + 1) for key in list(value)[:items]]
-        elif not isinstance(value, (type, types.ModuleType)):
+            continue
+        if not isinstance(value, types.FunctionType):
             yield f"{path}.__class__", type(value).__qualname__
-            own = getattr(value, "__dict__", {})
-            waiting += [(f"{path}.{name}".lstrip("."), item, depth + 1) for name, item in own.items()]
+        waiting += [(f"{path}{name}".removeprefix("."), item, depth + 1) for name, item in parts]
 
 
-def _described(function: types.FunctionType | types.BuiltinFunctionType) -> str:
-    code = getattr(function, "__code__", None)
-    return (
-        f"{function.__qualname__} {code.co_code.hex()} {code.co_consts!r} {code.co_names}" if code else repr(function)
-    )
+def _parts_of(value: Any, items: int, follows: Callable[[Any], bool] | None) -> list[tuple[str, Any]] | None:
+    """What an object holds, by the end of its path; None if it is looked at as one value."""
+    if _is_flat(value) or isinstance(value, _MEMORY):
+        return None
+    if isinstance(value, SynchronizedBase):  # shared with worker processes
+        return [(".value", value.get_obj())]
+    if isinstance(value, (set, frozenset)):
+        return [("{}", sorted(map(repr, itertools.islice(value, items)))), (".len()", len(value))]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [(f"[{at}]", item) for at, item in enumerate(itertools.islice(value, items))] + [(".len()", len(value))]
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, items)] + [(".len()", len(value))]
+    if isinstance(value, functools.partial):
+        return [("()", value.func), ("().args", value.args), ("().keywords", value.keywords), ("", vars(value))]
+    if isinstance(value, types.MethodType):
+        return [("()", value.__func__), ("().self", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        inside = [*cells, value.__defaults__, value.__kwdefaults__, vars(value)]
+        return [("()", code_of(value)), *((f"()[{at}]", item) for at, item in enumerate(inside))]
+    if isinstance(value, (type, types.ModuleType)) or (follows is not None and not follows(value)):
+        return None
+    if type(value).__module__.startswith(_TRAINER):
+        return []
+    own = {**_slots_of(value), **(getattr(value, "__dict__", None) or {})}
+    return [(f".{name}", item) for name, item in own.items()] if own or hasattr(value, "__dict__") else None
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are not in its dictionary."""
+    found = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                with contextlib.suppress(AttributeError):  # it has no value
+                    found[name] = getattr(value, name)
+    return found
+
+
+def code_of(function: types.FunctionType) -> str:
+    """Return what a function does: its code and constants, and those of functions inside; without what it refers to."""
+    return _described(function.__code__)
+
+
+def _described(code: types.CodeType) -> str:
+    constants = []
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            constants.append(_described(one))
+        else:  # a set of texts has another order in each process
+            constants.append(repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one))
+    return f"{code.co_name} {code.co_code.hex()} {constants} {code.co_names}"
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -111,14 +170,14 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 16 and isinstance(value[0], _PLAIN)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: Any, across_runs: bool = False) -> str:
     state = xxhash.xxh3_64(type(value).__name__.encode())
     if isinstance(value, Tensor):
-        if value.device.type != "cpu" or value.layout is not torch.strided or value.is_quantized:
-            return f"{id(value)} {value._version}"
-        if value.dtype is torch.bfloat16:
-            value = value.view(torch.int16)
-        value = value.detach().resolve_conj().resolve_neg().numpy()
+        known = value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
+        if not known or (value.device.type != "cpu" and not across_runs):
+            return f"{id(value)} {0 if value.is_inference() else value._version}"
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        value = (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy()
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             state.update(repr(value.tolist()[:MAX_ITEMS]).encode())
@@ -126,14 +185,19 @@ def _digest(value: Any) -> str:
             step = max(1, value.nbytes // MAX_BYTES)
             state.update(f"{value.shape} {value.dtype}".encode())
             state.update(np.ascontiguousarray(value[::step] if value.ndim else value).view(np.uint8).data)
-    elif isinstance(value, np.random.Generator):
-        state.update(repr(value.bit_generator.state).encode())
-    elif isinstance(value, np.random.RandomState):
-        state.update(repr(value.get_state(legacy=False)).encode())
-    elif isinstance(value, random.Random):
-        state.update(repr(value.getstate()).encode())
     elif isinstance(value, torch.Generator):
         state.update(value.get_state().numpy().data)
+    elif isinstance(value, GENERATORS):
+        state.update(repr(state_of(value)).encode())
+    elif isinstance(value, _MEMORY):
+        state.update(bytes(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, _NAMED):  # it is not looked at
+        state.update(str(type(value) if across_runs else id(value)).encode())
+    elif isinstance(value, _NAMED):
+        state.update(f"{value.__module__} {value.__qualname__}".encode())
     else:
-        state.update(repr(value).encode())
+        try:
+            state.update(_ADDRESS.sub("", repr(value)).encode())
+        except Exception:  # a number of thousands of digits, or an object that cannot be shown
+            state.update(str(id(value)).encode())
     return state.hexdigest()

@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.levels import Flags, Level, Rows
 from lightning_egeria.caching.loading import stamp_of
-from lightning_egeria.caching.outputs import Output, Read, Some
+from lightning_egeria.caching.outputs import Output, Read, Some, agree, computed_at
 from lightning_egeria.caching.plan import Loaded, Mode
-from lightning_egeria.caching.sizes import Outside
+from lightning_egeria.caching.sizes import BatchSizes, Outside
 from lightning_egeria.lazy import tape
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.sending import receive
@@ -34,14 +34,12 @@ class Owner(Protocol):
     front: Front | None
     outside: Outside
 
+    @property
+    def sizes(self) -> BatchSizes:
+        """Sizes of batches whose rows have the same bits."""
+
     def level_at(self, depth: int) -> Level | None:
         """The level of a boundary."""
-
-    def is_proven(self, size: int) -> bool:
-        """Whether rows in batches of this size have the same bits as in those that entries were computed in."""
-
-    def size_for(self, count: int, size: int) -> int:
-        """A size to compute some rows in, with the same bits as in a whole batch."""
 
     def load(self, batch: CachedBatch, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load tensors of samples."""
@@ -49,8 +47,11 @@ class Owner(Protocol):
     def front_is_unchanged(self) -> bool:
         """Whether the front is the one that entries were computed by."""
 
-    def forget(self, level: Level, entries: Rows) -> None:
-        """Make misses of entries whose samples have changed."""
+    def differs(self, samples: int) -> None:
+        """The front computes something else than the entries of so many samples say."""
+
+    def forget(self, level: Level, entries: Rows, doubt: bool) -> None:
+        """Make misses of entries whose samples have changed; ``doubt`` all others if that could not be seen."""
 
     def judge_length(self, level: Level, node: Node) -> None:
         """Find out whether entries of a level serve batches of other lengths, unless that is known."""
@@ -154,9 +155,7 @@ class CachedBatch:
         if level is None or self.eager or node.key != level.key:
             return None
         self.matches += 1
-        if self.plan.checks:
-            return None
-        if not self._owner.is_proven(self.samples):
+        if self._owner.sizes.verdict(self.samples) is not True:
             return None
         output = self._ready(level, node) if self.ready is not None else self._assembled(level, node, front)
         if output is not None:  # else it is computed now, and `reached` ends the time
@@ -247,34 +246,38 @@ class CachedBatch:
             whole = level.form.empty(self.samples, length, front.device)
             for places, rows in parts:
                 whole[torch.from_numpy(places).to(front.device)] = rows
+        if self.plan.checks and not self._agrees(level, node, whole, length):
+            self.hits = self.advanced = 0
+            return None
         for some, rows in computed:
             self._owner.computed(self, node, rows, some)
         if computed:
             whole = level.form.rounded(whole)
         return laid_out(whole, node.meta.shape, node.meta.stride)
 
-    def computed_at(self, level: Level, node: Node, some: Some, length: int) -> Tensor | None:
+    def _agrees(self, level: Level, node: Node, whole: Tensor, length: int) -> bool:
+        """Whether the front computes for the samples to check what their entries say, to rounding."""
+        order = self.tape.order or range(len(self.plan.ids))
+        places = np.array([row for row, position in enumerate(order) if position in self.plan.checks], np.int64)
+        proven = self._owner.sizes.verdict(len(places)) is True
+        self.is_timed = False
+        if not len(places):  # the collate function has left them out
+            return True
+        found = self.computed_at(level, node, Some(places), length, len(places))
+        if found is None:
+            found, proven = self.computed_at(level, node, Some(places), length), True
+        if found is None or agree(level.form, whole[torch.from_numpy(places).to(whole.device)], found, proven):
+            return True
+        self._owner.differs(len(places))
+        return False
+
+    def computed_at(self, level: Level, node: Node, some: Some, length: int, size: int | None = None) -> Tensor | None:
         """Compute the output of some samples at the boundary of a level, with padding up to a length if it is ragged.
 
-        None if that is not possible.
+        In a batch of a ``size``, by default one whose rows have the same bits. None if that is not possible.
         """
-        outside, shape = self._owner.outside, node.meta.shape[1:]
-        before = shape[0] if level.form.ragged else length
-        if not outside.fits(node, level.form.ragged):
-            return None
-        size = self._owner.size_for(len(some.places), self.samples)
-        padded = np.resize(some.places, size).tolist()
-        given = {}
-        if some.start is not None and some.rows is not None:
-            rows, own = some.rows, some.start.meta.shape[1:]
-            if rows.shape[1:] != own or length != before:
-                rows = rows[:, : length if level.form.ragged and own[0] == before else own[0]]
-            rows = rows[torch.from_numpy(np.resize(np.arange(len(rows)), size)).to(rows.device)]
-            given[some.start] = laid_out(rows, some.start.meta.shape, some.start.meta.stride)
-        if level.form.ragged:
-            shape = (length, *shape[1:])
-        found = outside.replayed(node, padded, length if level.form.ragged else None, given)
-        return found[: len(some.places)] if found is not None and found.shape[1:] == shape else None
+        size = size or self._owner.sizes.size_for(len(some.places), self.samples)
+        return computed_at(self._owner.outside, level, node, some, length, size)
 
     def reached(self, node: Node, value: Tensor) -> Tensor:
         """The output at the deepest boundary was computed for the whole batch; return it as an entry would be."""
@@ -294,13 +297,8 @@ class CachedBatch:
 
     def rows(self, level: Level, length: int) -> Tensor | None:
         """Return the rows of all samples from a level, of a length if it is ragged; None if one is missing."""
-        for read in self.reads:
-            if read.level is level and read.rows is None and len(read.places) == self.samples:
-                data, sound, _, lengths = read.future.result()
-                if not sound.all() or not level.padded.serves(lengths, length).all():
-                    return None
-                return level.form.from_memory(data[:, :length].contiguous() if level.form.ragged else data)
-        return None
+        found = (read.of_all(self.samples, length) for read in self.reads if read.level is level)
+        return next((rows for rows in found if rows is not None), None)
 
     def finish(self) -> None:
         """The batch is over: compute what the program still holds of the front."""
@@ -320,18 +318,23 @@ class CachedBatch:
     def _is_of(self, read: Read, known: npt.NDArray[np.uint64], made: npt.NDArray[np.uint64]) -> Flags:
         """Which entries were computed from these samples, and from what the program made of them; ``[places]``."""
         level, entries = read.level, self.entries[read.places]
-        same: Flags = made[read.places] == known[:, 1]
+        lazy = np.array(self.lazy, bool)[read.places]
+        same: Flags = (made[read.places] == known[:, 1]) & (~lazy | level.verified[entries])  # in doubt since then?
+        changed, doubt = [], False
         for at, place in enumerate(read.places.tolist()):
-            if self.lazy[place]:
+            if lazy[at]:
                 continue
             fields = self.fields[place]
             stamp = stamp_of(fields) if fields is not None else None
             if stamp != known[at, 0]:
                 same[at] = False
                 if stamp != level.stamps[entries[at], 0]:  # else it was written anew since
-                    self._owner.forget(level, entries[at : at + 1])
+                    changed.append(entries[at])
+                    doubt |= bool(level.verified[entries[at]])
             else:
                 level.verified[entries[at]] = True
+        if changed:
+            self._owner.forget(level, np.array(changed), doubt)
         return same
 
     def _touched(self) -> None:

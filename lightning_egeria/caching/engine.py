@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.loader import Line
+from lightning_egeria.errors import CacheError
 from lightning_egeria.network.compilation import is_compiled
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.callback import PrefixFreezing
@@ -159,19 +160,29 @@ class PrefixCache(Observer):
             prefix.eval_all()
             self._tell_of_dropout(prefix)
             if prefix.settled_depth and not is_compiled(prefix.module):
-                self._front = Front(prefix, prefix.settled_depth)
+                self._front = self._front_of(prefix)
         deeper = before is not None and self._front is not None and before.prefix is prefix
         deeper = deeper and before is not None and (before.state.is_unchanged() or before.state.is_same())
         deeper = deeper and before is not None and self._front is not None and before.depth <= self._front.depth
         for line in self.lines.values():
             line.stream.start(self._front, keep=deeper)
             if prefix is not None and prefix.depth and self._front is None:
-                compiled = is_compiled(prefix.module)
-                line.stream.stats.off = "the model is compiled" if compiled else "running statistics still settle"
+                line.stream.stats.off = "running statistics still settle"
+                if prefix.settled_depth:
+                    compiled = is_compiled(prefix.module)
+                    line.stream.stats.off = "the model is compiled" if compiled else "frozen layers cannot be read"
         if prefix is not None and prefix.depth and is_compiled(prefix.module):
             self._notices.warn(
                 "the cache is off: the model is compiled, so its frozen layers cannot be skipped", "compiled"
             )
+
+    def _front_of(self, prefix: FrozenPrefix) -> Front | None:
+        """Return the front, if the state of its modules can be read."""
+        try:
+            return Front(prefix, prefix.settled_depth)
+        except CacheError as error:
+            self._notices.warn(f"the cache is off: {error}", "unreadable")
+            return None
 
     def _tell_of_dropout(self, prefix: FrozenPrefix) -> None:
         if self._told_of_dropout:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.onlookers import unwatched
 from lightning_egeria.caching.weights import FrontState
+from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, Unit, version_of
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
 from lightning_egeria.network.prefix import FrozenPrefix
@@ -331,15 +332,13 @@ class Front:
 
     def missing(self) -> str | None:
         """Return the path of a module that other code has replaced, or its ``forward``; None if there is none."""
-        for unit in self.units:
-            if not unit.is_in_place(self.prefix.module):
-                return unit.path
-        return None
+        return next((unit.path for unit in self.units if not unit.is_in_place(self.prefix.module)), None)
 
     def renew(self) -> None:
         """Take the weights as they are now for those of the front."""
         modules = dict(self.prefix.module.named_modules())
-        self.state = FrontState([(path, modules[path]) for path in self._paths if path in modules])
+        with contextlib.suppress(CacheError):  # it cannot be read; then it goes on changing
+            self.state = FrontState([(path, modules[path]) for path in self._paths if path in modules])
         self.renewals += 1
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ class Line:
         ]
         places = [(one, row) for one, rows in parts for row in rows.tolist()]
         ready = Output.joined([(one.cached.output, rows) for one, rows in parts])
-        ready = ready if self.stream.is_proven(len(places)) else None
+        ready = ready if self.stream.sizes.verdict(len(places)) else None
         if any(column is None for column in columns):
             return None
         plan = self.stream.plan_again([one.ids[row] for one, row in places], reads=ready is None)

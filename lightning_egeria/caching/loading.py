@@ -71,7 +71,7 @@ class PlannedDataset:
             rest = iter(self.fetch([plan.ids[position] for position in stored], _some(plan.seeds, stored)))
             new = iter(loaded)
             samples = [next(rest) if position in stored else next(new) for position in range(size)]
-            return Loaded(self.collate(samples), dataclasses.replace(plan, mode=Mode.PLAIN), drew=drew)
+            return Loaded(self.collate(samples), dataclasses.replace(plan, mode=Mode.PLAIN), drew=drew, differ=True)
         inputs = range(len(_tensors(loaded[0]))) if trial else plan.inputs
         tape = Tape(Keys(), size, lambda places: self.tensors(plan, places), lambda: None)
         found: dict[int, Any] = dict(zip(missing, loaded, strict=True))
@@ -187,7 +187,7 @@ def _followed(tape: Tape, sample: Any, position: int, inputs: Iterable[int]) -> 
     followed, count = set(inputs), itertools.count()
     return [
         show(tape.row(position, number, Meta.of(leaf), leaf))
-        if type(leaf) is Tensor and (number := next(count)) in followed
+        if _is_tensor(leaf) and (number := next(count)) in followed
         else leaf
         for leaf in leaves_of(sample)
     ]
@@ -255,7 +255,12 @@ def stamp_of(fields: bytes) -> int:
 
 
 def _tensors(sample: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(sample) if type(leaf) is Tensor]
+    return [leaf for leaf in leaves_of(sample) if _is_tensor(leaf)]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    """Whether it is a tensor that a lazy one can stand for."""
+    return type(leaf) is Tensor and leaf.layout is torch.strided and not (leaf.is_quantized or leaf.is_nested)
 
 
 def _tensor_like(leaves: list[Any]) -> list[Any]:
@@ -268,7 +273,7 @@ def _fields_of(sample: Any, inputs: Iterable[int]) -> bytes | None:
     leaves = []
     try:
         for leaf in leaves_of(sample):
-            absent = type(leaf) is Tensor and next(count) in left_out
+            absent = _is_tensor(leaf) and next(count) in left_out
             leaves.append(Absent.of(leaf) if absent else leaf)
         return encode(leaves)
     except (TypeError, RuntimeError):  # of a type that is not kept on disk, or a layout without strides

@@ -1,4 +1,4 @@
-"""Outputs of the front: being read, of some samples, still in memory."""
+"""Outputs of the front: being read, of some samples, still in memory, the same to rounding."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.levels import Found, Level, Rows
+from lightning_egeria.caching.sizes import Outside
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.lazy.tape import Node, version_of
+from lightning_egeria.snapshots.digests import same_bits
+from lightning_egeria.stores.rows import LARGEST_STEP, RowForm, laid_out
 
+ROUNDING = 32  # last bits by which a row may differ at another place in the batch
+UNPROVEN_STEP = 2**-8  # share of the largest value by which it may in a batch of a size whose bits nobody has compared
 Made = npt.NDArray[np.uint64]
 
 
@@ -32,6 +37,18 @@ class Read(NamedTuple):
         places = [row for row, position in enumerate(order) if position in at]
         rows = [at[order[row]] for row in places]
         return Read(self.level, np.array(places, np.int64), self.future, np.array(rows, np.int64))
+
+    def of_all(self, samples: int, length: int) -> Tensor | None:
+        """Return the rows of a batch of so many samples, of a length if they are ragged; None if one is missing."""
+        data, sound, _, lengths = self.future.result()
+        chosen = np.arange(len(sound)) if self.rows is None else self.rows
+        if len(self.places) != samples or not sound.all():
+            return None
+        if not self.level.padded.serves(lengths[chosen], length).all():
+            return None
+        data = data if self.rows is None else data[torch.from_numpy(chosen)]
+        form = self.level.form
+        return form.from_memory(data[:, :length].contiguous() if form.ragged else data)
 
 
 class Some(NamedTuple):
@@ -85,3 +102,55 @@ class Output(NamedTuple):
         if made is None or self.state is not state or self.key != node.key:
             return False
         return self.value.shape == node.meta.shape and np.array_equal(self.made, made)
+
+
+def is_rounding(first: Tensor, second: Tensor, step: float | None = None) -> bool:
+    """Whether two tensors of one shape differ by a few last bits, or a share, of their largest value at most."""
+    if first.shape != second.shape or not first.dtype.is_floating_point:
+        return False
+    largest = second.abs().amax().double()
+    most = largest * (ROUNDING * torch.finfo(first.dtype).eps if step is None else step)
+    return bool((first.double() - second.double()).abs().amax() <= most)
+
+
+def agree(form: RowForm, known: Tensor, found: Tensor, proven: bool) -> bool:
+    """Whether rows of entries are what was computed again, to rounding.
+
+    Args:
+        form: of the entries.
+        known: rows of entries, ``[samples, ...]``.
+        found: the same, computed again.
+        proven: whether it was computed in a batch of a size whose rows have the same bits.
+    """
+    found = form.rounded(found)
+    step = max(LARGEST_STEP if form.rounds else 0.0, 0.0 if proven else UNPROVEN_STEP)
+    return same_bits(known, found) or is_rounding(known, found, step or None)
+
+
+def computed_at(outside: Outside, level: Level, node: Node, some: Some, length: int, size: int) -> Tensor | None:
+    """Compute the output of some samples of a batch at the boundary of a level; None if that is not possible.
+
+    Args:
+        outside: tensors of the program.
+        level: the level.
+        node: boundary activation of the batch.
+        some: the samples.
+        length: to pad them to, if the level is ragged.
+        size: of the batch that they are computed in; some are repeated for it.
+    """
+    shape = node.meta.shape[1:]
+    before = shape[0] if level.form.ragged else length
+    if not outside.fits(node, level.form.ragged):
+        return None
+    padded = np.resize(some.places, size).tolist()
+    given = {}
+    if some.start is not None and some.rows is not None:
+        rows, own = some.rows, some.start.meta.shape[1:]
+        if rows.shape[1:] != own or length != before:
+            rows = rows[:, : length if level.form.ragged and own[0] == before else own[0]]
+        rows = rows[torch.from_numpy(np.resize(np.arange(len(rows)), size)).to(rows.device)]
+        given[some.start] = laid_out(rows, some.start.meta.shape, some.start.meta.stride)
+    if level.form.ragged:
+        shape = (length, *shape[1:])
+    found = outside.replayed(node, padded, length if level.form.ragged else None, given)
+    return found[: len(some.places)] if found is not None and found.shape[1:] == shape else None

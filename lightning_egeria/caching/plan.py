@@ -37,7 +37,7 @@ class Plan:
         stored: for each sample, number of the store that holds its fields; -1 loads it.
         stamps: digest of the fields that each entry must have.
         front: number of the front that it was planned for.
-        checks: whether entries are compared with what the front computes.
+        checks: places of samples whose entries are compared with what the front computes.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Plan:
     stored: tuple[int, ...] = ()
     stamps: tuple[int, ...] = ()
     front: int = 0
-    checks: bool = False
+    checks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -65,6 +65,7 @@ class Loaded:
         fields: encoded fields of each sample that was loaded; None for one that cannot be encoded.
         structure: structure of the samples; None if they differ.
         drew: what loading the samples drew from or changed: a global random generator, or an attribute of the dataset.
+        differ: whether samples differ in their structure, so that the batch has none.
     """
 
     batch: Any
@@ -73,6 +74,7 @@ class Loaded:
     fields: tuple[bytes | None, ...] = ()
     structure: Any = None
     drew: str | None = None
+    differ: bool = False
 
     def pin_memory(self, device: Any = None) -> Loaded:
         """Pin all tensors that are there, as the DataLoader asks."""

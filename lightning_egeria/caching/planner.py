@@ -26,6 +26,8 @@ from lightning_egeria.training.notices import Notices
 
 CHECK_EVERY_N_BATCHES = 200
 FIRST_CHECK = 20
+CHECKED_SHARE = 8  # of a batch, an eighth, is compared in the first batch of an epoch
+LEAST_CHECKED = 2  # samples
 QUICK_S = 0.0005  # a look at the dataset that takes less is taken before each batch
 
 
@@ -66,7 +68,7 @@ class Planner:
         self._views, self._seed, self._observes = views, seed, observes
         self._reads: dict[int, list[Read]] = {}
         self._next, self._received, self._largest, self._epoch = 0, -1, 0, 0
-        self._since_check = 0
+        self._since_check, self._checked = 0, False
         self._numbers: dict[Any, int] | None = None  # of ids that are not indices
         self._seen_indices = False
         self._data: dict[str, str] = {}
@@ -92,7 +94,7 @@ class Planner:
         """Batches that were planned and did not come will not."""
         self._epoch = epoch
         self._reads.clear()
-        self.trial_planned = False
+        self.trial_planned, self._checked = False, False
 
     def look_at_data(self) -> None:
         """Compare what the dataset holds with what it held before."""
@@ -143,7 +145,7 @@ class Planner:
         """
         plan, entries = self._begun(ids, front, fronts)
         if reads:
-            return self._plan_reads(plan, entries, front)
+            return self._plan_reads(plan, entries, front, checks=False)
         return dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
 
     def last_look(self, plan: Plan) -> Plan:
@@ -166,9 +168,25 @@ class Planner:
                 f"loading a sample changes {loaded.drew}, so every sample is loaded in each epoch. Only the frozen "
                 "layers are skipped, for samples that come back unchanged. See augmentation_views"
             )
+        if loaded.differ:
+            self._notices.inform(
+                "samples differ in their structure (lists of several lengths, or None?), so their batches are not "
+                "cached. Give all samples the same fields",
+                once="structure",
+            )
         self._received = loaded.plan.number
         self._levels.reader.used(loaded.plan.number)
         return self._reads.pop(loaded.plan.number, [])
+
+    def doubt_samples(self) -> None:
+        """A sample has changed that was not in doubt: all are compared with their entries before these are used."""
+        if self.leaves_out:
+            self._notices.inform(
+                "samples change where the cache cannot see it (a generator of their own, or an attribute out of "
+                "reach?), so they are loaded and compared with their entries",
+                once="samples",
+            )
+            self._levels.forget_verified(None, self._views)
 
     def load_all(self, reason: str) -> None:
         """Leave out no more inputs, and tell why."""
@@ -193,13 +211,12 @@ class Planner:
             raise CacheError(f"the sampler yields more different ids than the {count} samples of the dataset")
         return numbers
 
-    def _plan_reads(self, plan: Plan, entries: Rows, front: Front) -> Plan:
+    def _plan_reads(self, plan: Plan, entries: Rows, front: Front, checks: bool = True) -> Plan:
         size = len(plan.ids)
         proven = self.sizes.verdict(size)
         if proven is False:
             return plan
         plan = dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
-        checks = self._is_check()
         stored = np.full(size, -1)
         reads = self._reads[plan.number]
         levels = list(reversed(self._levels.all))
@@ -210,8 +227,10 @@ class Planner:
             if len(places):
                 stored[places] = number
                 reads.append(self._read(plan, level, places, entries, front))
-        if not self.leaves_out or not self.inputs or proven is None or checks:
-            return dataclasses.replace(plan, checks=checks and bool(reads))
+        checked = self._places_to_check(stored) if checks and proven else np.empty(0, np.int64)
+        plan = dataclasses.replace(plan, checks=tuple(checked.tolist()))
+        if not self.leaves_out or not self.inputs or proven is None or len(checked):
+            return plan
         stamps = np.zeros(size, np.uint64)
         for number, level in enumerate(levels):
             stored[(stored == number) & ~level.verified[entries]] = -1
@@ -237,12 +256,19 @@ class Planner:
         read = partial(level.read, entries[places], front.device.type == "cuda")
         return Read(level, places, self._levels.reader.submit(plan.number, read))
 
-    def _is_check(self) -> bool:
+    def _places_to_check(self, stored: Rows) -> Rows:
+        """Places with entries: some in the first such batch of an epoch, all in every 200th, none in others."""
+        places = np.flatnonzero(stored >= 0)
         self._since_check += 1
         if self._since_check in (FIRST_CHECK, CHECK_EVERY_N_BATCHES):
             self._since_check %= CHECK_EVERY_N_BATCHES
-            return True
-        return False
+            return places
+        if self._checked or not len(places):
+            return places[:0]
+        self._checked = True
+        count = max(LEAST_CHECKED, len(stored) // CHECKED_SHARE)
+        # Of a loader in the same order in each epoch, other ones.
+        return np.sort(np.roll(places, -self._epoch * count)[:count])
 
 
 def seed_of(seed: int, sample_id: int, view: int) -> int:

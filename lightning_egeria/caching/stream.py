@@ -18,21 +18,21 @@ from lightning_egeria.caching.padding import judge_length, with_padding
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.recording import Limits
-from lightning_egeria.caching.sizes import Outside
+from lightning_egeria.caching.sizes import BatchSizes, Outside
 from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
-from lightning_egeria.caching.trial import Trials, is_rounding
+from lightning_egeria.caching.trial import Trials
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.stores.manifest import StoreError
-from lightning_egeria.stores.rows import LARGEST_STEP
 from lightning_egeria.stores.samples import without_inputs
 from lightning_egeria.training.notices import Notices
 
 MOVED = 3  # batches in a row with another front, before it is taken for the front
-CHANGES_TO_STOP = 3
+CHANGES_TO_STOP = 3  # of the weights of the front
+DIFFERENCES_TO_STOP = 2  # between entries and what the front computes
 UNLIKE = 6  # batches in a row without a text whose output is the same with other padding, before the cache stops
 
 
@@ -81,14 +81,14 @@ class Stream:
         self._planner = Planner(dataset, self.levels, views, seed, observes, notices)
         self._trials = Trials(name, dataset, self._planner, self.levels, self.outside, views, seed)
         self._accounts = Accounts(self.stats)
-        self._epoch, self._fronts = 0, 0
+        self._epoch, self._fronts, self._differences = 0, 0, 0
         self._epochs: int | None = None
         self._forget_front()
 
     def _forget_front(self) -> None:
         self._habits = Habits()
         self._trials.begin_front()
-        self._changes = self._moved = self._unlike = 0
+        self._moved = self._unlike = 0
         self._renewals = self.front.renewals if self.front is not None else 0
 
     def start(self, front: Front | None, keep: bool) -> None:
@@ -96,6 +96,7 @@ class Stream:
         self.levels.reader.cancel()
         if not keep:
             self.levels.drop()
+            self._differences = 0
         self.front = front
         self._fronts += 1
         self._forget_front()
@@ -126,13 +127,10 @@ class Stream:
         """Return the level of a boundary."""
         return self.levels.at(depth)
 
-    def is_proven(self, size: int) -> bool:
-        """Whether rows in batches of this size have the same bits as in the first one."""
-        return self._planner.sizes.verdict(size) is True
-
-    def size_for(self, count: int, size: int) -> int:
-        """Return a size to compute some rows in, with the same bits as in a batch of ``size``."""
-        return self._planner.sizes.size_for(count, size)
+    @property
+    def sizes(self) -> BatchSizes:
+        """Sizes of batches whose rows have the same bits."""
+        return self._planner.sizes
 
     def begin_epoch(self, epoch: int, epochs: int | None) -> None:
         """The loader begins anew; batches that were planned and did not come will not.
@@ -171,9 +169,11 @@ class Stream:
         """Compare entries with their samples before they are used again; all entries by default."""
         self.levels.forget_verified(ids, self._views)
 
-    def forget(self, level: Level, entries: Rows) -> None:
-        """Make misses of entries whose samples have changed."""
+    def forget(self, level: Level, entries: Rows, doubt: bool) -> None:
+        """Make misses of entries whose samples have changed; ``doubt`` all others if that could not be seen."""
         self.levels.forget(level, entries)
+        if doubt:
+            self._planner.doubt_samples()
 
     def receive(self, loaded: Loaded, waited: float) -> tuple[Any, CachedBatch | None]:
         """Return the user's batch, and the batch under the cache; None for one without."""
@@ -216,9 +216,22 @@ class Stream:
             self._front_moved(front)
             return
         self._moved = 0
-        in_doubt = self._planner.sizes.verdict(batch.samples) is None or batch.plan.checks
-        if (not in_doubt or self._compare(batch, level, value)) and self.is_proven(batch.samples):
+        if self.sizes.verdict(batch.samples) is None:
+            self._compare(batch, level, value)
+        if self.sizes.verdict(batch.samples):
             self._record(batch, level, node, value, some)
+
+    def differs(self, samples: int) -> None:
+        """The front computes something else than the entries of so many samples say: none of them is trusted."""
+        self.stats.wrong += samples
+        self._differences += 1
+        text = "entries differ from what the frozen layers compute"
+        if self._differences >= DIFFERENCES_TO_STOP or self.front is None:
+            self.stop(f"{text}: samples or layers change where the cache cannot see it")
+            return
+        self._notices.warn(f"{text}, so all are dropped, and computed anew", once=f"{text} of {self._name}")
+        self._trials.only_here = True  # or the same store would be opened again
+        self._begin_anew(self.front)
 
     def finish(self, batch: CachedBatch) -> None:
         """The batch is over."""
@@ -269,30 +282,16 @@ class Stream:
         """How much of the deepest level is there, in words; None while nothing is cached, and when all of it is."""
         return self.levels.progress_text() if self.front is not None else None
 
-    def _compare(self, batch: CachedBatch, level: Level, value: Tensor) -> bool:
-        """Compare entries with what the front computed; return whether they agree."""
-        stored, sizes = batch.rows(level, value.shape[1] if level.form.ragged else 1), self._planner.sizes
+    def _compare(self, batch: CachedBatch, level: Level, value: Tensor) -> None:
+        """Compare entries with what the front computed in a batch of another size."""
+        stored = batch.rows(level, value.shape[1] if level.form.ragged else 1)
         if stored is None:
-            return sizes.verdict(batch.samples) is not None
-        stored, value = stored.to(value.device), level.form.rounded(value)
-        if sizes.verdict(batch.samples) is None:
-            verdict = sizes.compared(batch.samples, same_bits(stored, value))
-            if verdict is False:
-                self._notices.inform(
-                    f"rows in batches of {batch.samples} differ in their last bits, so these batches are not cached"
-                )
-            return verdict is True
-        step = LARGEST_STEP if level.form.rounds else None
-        if same_bits(stored, value) or (
-            not (self._trials.exact and level.padded.exact) and is_rounding(stored, value, step)
-        ):
-            return True
-        self.stats.wrong += batch.samples
-        level.forget(batch.entries)
-        self._changes += 1
-        if self._changes >= CHANGES_TO_STOP:
-            self.stop("entries differ from what the frozen layers compute")
-        return False
+            return
+        same = same_bits(stored.to(value.device), level.form.rounded(value))
+        if self.sizes.compared(batch.samples, same) is False:
+            self._notices.inform(
+                f"rows in batches of {batch.samples} differ in their last bits, so these batches are not cached"
+            )
 
     def _front_moved(self, front: Front) -> None:
         """The weights of the front are not those of the entries: begin anew with these, if they stay."""

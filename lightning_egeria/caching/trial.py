@@ -11,6 +11,7 @@ from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet, Origin
 from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.outputs import is_rounding
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.sizes import BatchSizes, Outside, has_samples
 from lightning_egeria.errors import CacheError
@@ -21,7 +22,6 @@ from lightning_egeria.snapshots.random_state import RandomState, preserved_rando
 
 TRIALS = 10  # batches that may show nothing, before the cache stops
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
-ROUNDING = 32  # last bits by which a row may differ at another place in the batch
 
 
 def try_boundary(node: Node, value: Tensor) -> tuple[str | None, bool]:
@@ -97,6 +97,7 @@ class Trials:
 
     Attributes:
         exact: whether the rows of the boundary have the same bits at each place in the batch.
+        only_here: whether entries are of use in this run only.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Trials:
     ) -> None:
         self._name, self._dataset, self._planner, self._levels = name, dataset, planner, levels
         self._outside, self._views, self._seed = outside, views, seed
+        self.only_here = False
         self.begin_front()
 
     def begin_front(self) -> None:
@@ -145,7 +147,8 @@ class Trials:
             self.shows_nothing("samples differ in their structure")
             return None
         if not front.state.is_unchanged() and not front.state.is_same():
-            self.shows_nothing("the frozen layers change their own buffers or attributes")
+            what = "weights, buffers or attributes of the frozen layers"
+            self.shows_nothing(f"{what} change (by themselves, or swapped, as averages of weights are?)")
             return None
         with front.state.preserved():
             problem, self.exact = try_boundary(node, value)
@@ -174,7 +177,7 @@ class Trials:
         return text
 
     def _origin(self, node: Node, front: Front) -> Origin:
-        only_here = self._planner.has_own_ids or self._outside.has_tables
+        only_here = self.only_here or self._planner.has_own_ids or self._outside.has_tables
         return Origin(
             self._name,
             type(self._dataset.dataset),
@@ -187,15 +190,6 @@ class Trials:
             node.tape.size,
             front,
         )
-
-
-def is_rounding(first: Tensor, second: Tensor, step: float | None = None) -> bool:
-    """Whether two tensors of one shape differ by a few last bits, or a share, of their largest value at most."""
-    if first.shape != second.shape or not first.dtype.is_floating_point:
-        return False
-    largest = second.abs().amax().double()
-    most = largest * (ROUNDING * torch.finfo(first.dtype).eps if step is None else step)
-    return bool((first.double() - second.double()).abs().amax() <= most)
 
 
 def _spread(size: int) -> list[int]:

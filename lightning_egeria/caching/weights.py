@@ -7,17 +7,17 @@ import contextlib
 import hashlib
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
 
+from lightning_egeria.batches.data_state import code_of, digests_of
+from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import version_of
-from lightning_egeria.lazy.tensors import plain
 from lightning_egeria.snapshots.digests import bytes_of, checksums, digest, divided
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
 
@@ -32,10 +32,16 @@ class FrontState:
 
     Args:
         units: the modules that are left out, by path; their submodules count too.
+
+    Raises:
+        CacheError: an attribute cannot be read.
     """
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]]) -> None:
-        units = list(units)
+        with _readable():
+            self._remember(list(units))
+
+    def _remember(self, units: list[tuple[str, nn.Module]]) -> None:
         self._units = [unit for _, unit in units]
         tops = {*map(id, self._units)}
         found = {id(m): (f"{path}.{name}", m) for path, unit in units for name, m in unit.named_modules()}
@@ -50,9 +56,7 @@ class FrontState:
         ]
         # A tensor with a history follows from weights, as with weight normalisation: each forward pass sets it anew.
         self._others = [
-            (vars(m), names)
-            for _, m in self._modules
-            if (names := [name for name, value in vars(m).items() if _is_other(name, value)])
+            (vars(m), name) for _, m in self._modules for name, value in vars(m).items() if _is_other(name, value)
         ]
         self._packages = {type(m).__module__.partition(".")[0] for _, m in self._modules} - {"torch"}
         self._classes = [(module, type(module)) for _, module in self._modules]
@@ -72,7 +76,13 @@ class FrontState:
 
     def is_unchanged(self) -> bool:
         """Whether everything is the same; on a GPU, as far as version counters show."""
-        if not self._has_same_contents():
+        try:
+            return self._is_unchanged()
+        except Exception:  # of an attribute that cannot be read or compared
+            return False
+
+    def _is_unchanged(self) -> bool:
+        if self._others and self._contents() != self._before:
             return False
         if not self._has_same_objects():
             if not self._has_equal_objects():
@@ -80,12 +90,16 @@ class FrontState:
             self._note_objects()
         return self._mark() == self._marked
 
-    def _has_same_contents(self) -> bool:
-        """The same objects and values in what attributes hold; whether arrays have the same values, marks tell."""
-        try:
-            return all(get(held) == before for get, held, before in self._contents)
-        except Exception:  # an attribute is gone, or there is another object, which cannot be compared
-            return False
+    def _contents(self, across_runs: bool = False) -> dict[str, str]:
+        """Digests of what attributes hold that are no plain values: containers, settings, arrays, functions."""
+
+        def is_own(value: Any) -> bool:
+            if isinstance(value, nn.Module):
+                return False
+            return isinstance(value, _SETTINGS) or type(value).__module__.partition(".")[0] in self._packages
+
+        found = [held.get(name, _MISSING) for held, name in self._others]
+        return digests_of(found, is_own, _MOST, across_runs)
 
     def _has_same_objects(self) -> bool:
         found = chain.from_iterable(map(dict.values, self._dicts))
@@ -115,33 +129,49 @@ class FrontState:
 
     def is_same(self) -> bool:
         """Whether everything is the same, value by value, though perhaps in other tensors; remembers these."""
-        if self._digest_of(self._current()) != self._values:
+        try:
+            if self._digest_of(self._current()) != self._values:
+                return False
+            self._note()
+        except Exception:  # as in `is_unchanged`
             return False
-        self._note()
         return self.is_unchanged()
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore buffers and attributes on exit, for runs that the program did not ask for."""
-        before = [ModuleAttributes(unit) for unit in self._units]
+        """Restore buffers and attributes on exit, for runs that the program did not ask for.
+
+        Raises:
+            CacheError: an attribute cannot be read, or restored.
+        """
+        with _readable():
+            before = [ModuleAttributes(unit) for unit in self._units]
         try:
             yield
         finally:
-            for attributes in before:
-                attributes.restore()
+            with _readable():
+                for attributes in before:
+                    attributes.restore()
 
     @property
     def digest(self) -> bytes:
-        """Digest of all weights, buffers, classes and plain attributes."""
+        """Digest of all weights, buffers, attributes and classes with their code.
+
+        Raises:
+            CacheError: an attribute cannot be read.
+        """
         state = hashlib.blake2b(self._values, digest_size=16)
-        state.update(repr([kind.__qualname__ for _, kind in self._classes]).encode())
-        state.update(repr([(name, value) for _, name, value in self._attributes]).encode())
+        kinds = [kind for _, kind in self._classes]
+        with _readable():
+            state.update(repr([kind.__qualname__ for kind in kinds]).encode())
+            state.update(repr([_methods_of(kind) for kind in dict.fromkeys(kinds)]).encode())
+            state.update(repr([(name, value) for _, name, value in self._attributes]).encode())
         return state.digest()
 
     def _note(self) -> None:
         self._held = self._current()
-        self._contents, arrays = _within(self._others, self._packages)
-        self._tensors = [*(tensor for _, _, tensor in self._held), *arrays]
+        self._before = self._contents()
+        self._tensors = [tensor for _, _, tensor in self._held]
         self._elsewhere = [tensor for tensor in self._tensors if tensor.device.type != "cpu"]
         self._objects: list[Any] = []  # so that values are compared first
         here = [tensor for tensor in self._tensors if tensor.device.type == "cpu" and tensor.numel()]
@@ -166,12 +196,9 @@ class FrontState:
 
     def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
         """Digest of these tensors, and of what attributes hold."""
-        contents, arrays = _within(self._others, self._packages)
-        tensors = chain(((name, tensor) for _, name, tensor in held), (("", array) for array in arrays))
-        state = hashlib.blake2b(digest({f"{at} {name}": one for at, (name, one) in enumerate(tensors)}), digest_size=16)
-        for _, _, before in contents:
-            items = chain(*before.items()) if isinstance(before, dict) else before
-            state.update(repr([_named(one) for one in items]).encode())
+        tensors = {f"{at} {name}": tensor for at, (_, name, tensor) in enumerate(held)}
+        state = hashlib.blake2b(digest(tensors), digest_size=16)
+        state.update(repr(sorted(self._contents(across_runs=True).items())).encode())
         return state.digest()
 
     def _current(self) -> list[tuple[dict[str, Any], str, Tensor]]:
@@ -185,55 +212,32 @@ class FrontState:
         ]
 
 
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of an object in an attribute, whatever that is
+        raise CacheError(
+            f"the attributes of the frozen layers cannot be read ({type(error).__name__}: {error}). Keep the layer out "
+            "with freeze_until"
+        ) from error
+
+
 _MISSING = object()
 _OF_TORCH = frozenset([*vars(nn.Module()), "forward"])
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace)
-_MOST, _DEEPEST = 2000, 4  # objects within reach
-_Content = tuple[Callable[[Any], Any], Any, Any]
-_Others = list[tuple[dict[str, Any], list[str]]]
+_MOST = 2000  # objects within reach
 
 
-def _within(others: _Others, packages: set[str]) -> tuple[list[_Content], list[Tensor]]:
-    """What attributes hold: containers and settings, how to read them, and copies; tensors and arrays."""
-    contents: list[_Content] = []
-    arrays: list[Tensor] = []
-    waiting = [(own.get(name), 0) for own, names in others for name in names]
-    for own, names in others:
-        get = operator.itemgetter(*names, names[0])  # of two names at least it returns a tuple
-        contents.append((get, own, tuple(own.get(name) for name in (*names, names[0]))))
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST:
-        value, depth = waiting.pop()
-        if id(value) in seen or depth > _DEEPEST or isinstance(value, (*_PLAIN, nn.Module, type)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.flags.writeable:
-            value = torch.from_numpy(value)
-        if isinstance(value, Tensor):
-            arrays += [plain(value)] if value.layout is torch.strided and not value.is_quantized else []
-        elif isinstance(value, dict):
-            contents.append((_itself, value, dict(value)))
-            waiting += [(one, depth + 1) for one in value.values()]
-        elif isinstance(value, (list, tuple)):
-            contents.append((_itself, value, (list if isinstance(value, list) else tuple)(value)))
-            waiting += [(one, depth + 1) for one in value]
-        elif isinstance(value, _SETTINGS) or type(value).__module__.partition(".")[0] in packages:
-            waiting.append((getattr(value, "__dict__", None), depth))
-    return contents, arrays
+def _methods_of(kind: type) -> list[str]:
+    """The code of a class of modules, of its own and of its bases outside torch."""
+    own = [one for one in kind.__mro__ if not one.__module__.startswith("torch.")]
+    return [code_of(one) for base in own for one in vars(base).values() if isinstance(one, types.FunctionType)]
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether its memory holds its values and nothing else, as they are."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor)) and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _named(value: Any) -> str:
-    """A plain value, or else the name of a function or of a class."""
-    return repr(value) if isinstance(value, _PLAIN) else getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _is_attribute(name: str, value: Any) -> bool:

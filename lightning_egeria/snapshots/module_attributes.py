@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_egeria.snapshots.digests import same_bits
+from lightning_egeria.snapshots.random_state import GENERATORS, set_state, state_of
 
 _KEPT = ("_parameters", "_modules")  # other code owns them
 # Not the user's own: their objects are restored by reference.
@@ -24,11 +25,12 @@ _CONSTANTS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, to
 class ModuleAttributes:
     """The attributes and buffers of a module and its submodules at one moment. `restore` returns to it.
 
-    Numbers, tensors, and lists, dictionaries, sets, tuples and deques of them return to their values: counters,
-    running statistics, the states of torchmetrics, lists of outputs. So do modules that are no submodules, with their
-    parameters, and objects of classes from the packages of the module and its submodules, such as a teacher in a list
-    or averages of weights. Tensors and containers keep their identity. Other objects, data sets among them, are
-    restored by reference only, so a change inside one stays. The module's own parameters and submodules are left alone.
+    Numbers, tensors, random generators, and lists, dictionaries, sets, tuples and deques of them return to their
+    values: counters, running statistics, the states of torchmetrics, lists of outputs. So do modules that are no
+    submodules, with their parameters, and objects of classes from the packages of the module and its submodules, such
+    as a teacher in a list or averages of weights. Tensors and containers keep their identity. Other objects, data
+    sets among them, are restored by reference only, so a change inside one stays. The module's own parameters and
+    submodules are left alone.
 
     Args:
         module: the module.
@@ -56,6 +58,11 @@ class ModuleAttributes:
             attributes.restore(vars(part), done, self._without)
 
 
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is a tensor as most are, whose values can be copied and compared."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+
+
 class _Known:
     """What is captured already, and where objects come from that are captured with their attributes.
 
@@ -75,7 +82,7 @@ class _Known:
         if id(value) in self.parts or isinstance(value, type | types.ModuleType | Dataset | DataLoader):
             return False
         own = isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in self.packages
-        return own and hasattr(value, "__dict__") and not callable(getattr(value, "__get__", None))
+        return own and hasattr(value, "__dict__") and not hasattr(type(value), "__get__")
 
 
 class _Attributes:
@@ -133,6 +140,10 @@ class _Kept:
             outside: whether it belongs to a module that is no part of the captured one, so its parameters count.
         """
         is_tensor = isinstance(value, Tensor)
+        if isinstance(value, GENERATORS):
+            kept = cls(value)
+            kept.held = state_of(value)
+            return kept
         is_object = not is_tensor and type(value) not in _CONTAINERS and not isinstance(value, tuple)
         if is_object and not known.has_attributes(value):
             return cls(value)
@@ -143,7 +154,9 @@ class _Kept:
             outside_parameters = ("_parameters",) if isinstance(value, nn.Module) else ()
             kept.attributes = _Attributes(vars(value), known, outside=outside_parameters)
         elif is_tensor:
-            kept.held = None if isinstance(value, nn.Parameter) and not outside else value.detach().clone()
+            kept.held = value.detach().clone() if _has_values(value) else None
+            if isinstance(value, nn.Parameter) and not outside:
+                kept.held = None
         elif isinstance(value, dict):
             kept.held = {key: cls.of(item, known, outside) for key, item in value.items()}
         else:
@@ -158,7 +171,9 @@ class _Kept:
         if self.attributes is not None:
             self.attributes.restore(vars(self.value), done)
             return self.value
-        if isinstance(self.value, Tensor):
+        if isinstance(self.value, GENERATORS):
+            set_state(self.value, self.held)
+        elif isinstance(self.value, Tensor):
             if not same_bits(self.value, self.held):  # else autograd would take it for changed
                 with torch.inference_mode(self.value.is_inference()), torch.no_grad():
                     self.value.detach().copy_(self.held)

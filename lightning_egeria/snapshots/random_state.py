@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
 
 class RandomState(NamedTuple):
     """State of the generators of torch, numpy and Python.
@@ -101,6 +103,33 @@ def preserved_random_state() -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of one of `GENERATORS`, for `set_state`.
+
+    >>> generator = random.Random(0)
+    >>> before = state_of(generator)
+    >>> drawn = generator.random()
+    >>> set_state(generator, before)
+    >>> generator.random() == drawn
+    True
+    """
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Return one of `GENERATORS` to a state of `state_of`."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def _tensor(data: bytes) -> torch.Tensor:

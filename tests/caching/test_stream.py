@@ -184,7 +184,7 @@ class Counter(nn.Module):
 LAYERS = {
     "random": (Noise, "the same input gave another output"),
     "statistics of the batch": (Mean, "depends on the other samples of its batch"),
-    "counter": (Counter, "change their own buffers"),
+    "counter": (Counter, "attributes of the frozen layers change"),
 }
 
 
