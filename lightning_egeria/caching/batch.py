@@ -112,7 +112,7 @@ class CachedBatch:
         self.was_touched: str | None = None
         self._older: dict[int, Node] = {}
         self._versions: dict[int, int] = {}
-        self._is_over = False
+        self._is_over = self._doubts = False
         self.other_shape: tuple[int, ...] | None = None
         self.began: float | torch.cuda.Event | None = None
         self.ended: float | torch.cuda.Event | None = None
@@ -246,7 +246,7 @@ class CachedBatch:
             whole = level.form.empty(self.samples, length, front.device)
             for places, rows in parts:
                 whole[torch.from_numpy(places).to(front.device)] = rows
-        if self.plan.checks and not self._agrees(level, node, whole, length):
+        if self._doubts or (self.plan.checks and not self._agrees(level, node, whole, length)):
             self.hits = self.advanced = 0
             return None
         for some, rows in computed:
@@ -335,6 +335,7 @@ class CachedBatch:
                 level.verified[entries[at]] = True
         if changed:
             self._owner.forget(level, np.array(changed), doubt)
+            self._doubts |= doubt and any(self.lazy)
         return same
 
     def _touched(self) -> None:

@@ -25,7 +25,15 @@ from lightning_egeria.lazy.tape import Meta, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, show
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.stores.manifest import StoreError
-from lightning_egeria.stores.samples import Absent, Opaque, decode, encode, leaves_of, with_leaves
+from lightning_egeria.stores.samples import (
+    Absent,
+    Opaque,
+    decode,
+    encode,
+    leaves_of,
+    with_descriptions,
+    with_leaves,
+)
 from lightning_egeria.stores.store import ActivationStore
 
 
@@ -77,7 +85,7 @@ class PlannedDataset:
         found: dict[int, Any] = dict(zip(missing, loaded, strict=True))
         fields: dict[int, bytes | None] = {}
         for position, sample in found.items():
-            fields[position] = _fields_of(sample, () if trial else inputs)  # before collate, which may change it
+            fields[position] = _fields_of(sample, None if trial else inputs)  # before collate, which may change it
             found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs)))
         for position, leaves in stored.items():
             found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
@@ -267,11 +275,16 @@ def _tensor_like(leaves: list[Any]) -> list[Any]:
     return [leaf for leaf in leaves if type(leaf) in (Tensor, Absent)]
 
 
-def _fields_of(sample: Any, inputs: Iterable[int]) -> bytes | None:
-    """The encoded leaves of a sample, with digests in the place of its inputs; None if one cannot be encoded."""
-    left_out, count = set(inputs), itertools.count()
-    leaves = []
+def _fields_of(sample: Any, inputs: Iterable[int] | None) -> bytes | None:
+    """The encoded leaves of a sample, with descriptions in the place of its inputs; None if one cannot be encoded.
+
+    As long as nobody knows the inputs, they are None: then it has both.
+    """
+    left_out, count = set(inputs or ()), itertools.count()
     try:
+        if inputs is None:
+            return encode(with_descriptions(list(leaves_of(sample))))
+        leaves = []
         for leaf in leaves_of(sample):
             absent = _is_tensor(leaf) and next(count) in left_out
             leaves.append(Absent.of(leaf) if absent else leaf)

@@ -229,8 +229,9 @@ class Planner:
                 reads.append(self._read(plan, level, places, entries, front))
         checked = self._places_to_check(stored) if checks and proven else np.empty(0, np.int64)
         plan = dataclasses.replace(plan, checks=tuple(checked.tolist()))
-        if not self.leaves_out or not self.inputs or proven is None or len(checked):
+        if not self.leaves_out or not self.inputs or proven is None:
             return plan
+        stored[checked] = -1  # they are loaded
         stamps = np.zeros(size, np.uint64)
         for number, level in enumerate(levels):
             stored[(stored == number) & ~level.verified[entries]] = -1

@@ -125,7 +125,7 @@ class Habits:
         """Count a batch that is over; return why the cache is of no use, or None."""
         served = batch.hits + batch.advanced > 0
         had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
-        self._strange = 0 if served or batch.plan.checks else self._strange + had_rows
+        self._strange = 0 if served else self._strange + had_rows
         self._shaped = self._shaped + (batch.other_shape is not None) if self._strange else 0
         self._other = 0 if batch.matches else self._other + had_rows
         if self._other >= OTHER:
@@ -139,7 +139,7 @@ class Habits:
 
     def _count_lazy(self, batch: CachedBatch, front: Front) -> str | None:
         ran, front.ran = front.ran, set()
-        if not any(batch.lazy):
+        if not any(batch.lazy) or batch.plan.checks:  # a check runs layers by itself
             return None
         self._lazy += 1
         self._touches += batch.was_touched is not None

@@ -27,7 +27,6 @@ from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.stores.manifest import StoreError
-from lightning_egeria.stores.samples import without_inputs
 from lightning_egeria.training.notices import Notices
 
 MOVED = 3  # batches in a row with another front, before it is taken for the front
@@ -326,8 +325,6 @@ class Stream:
             return
         self.stats.depth = front.depth
         self._notices.inform(text)
-        inputs = self._planner.inputs
-        batch.fields = tuple([without_inputs(one, inputs) if one is not None else None for one in batch.fields])
         self._record(batch, self.levels.all[-1], node, value, Some(np.arange(batch.samples)))
         if not self._trials.exact:
             text = "the last bits of a sample's output depend on its place in the batch"

@@ -19,6 +19,7 @@ from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node, version_of
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
+from lightning_egeria.stores.samples import without_inputs
 
 TRIALS = 10  # batches that may show nothing, before the cache stops
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
@@ -133,6 +134,8 @@ class Trials:
     def open(self, batch: CachedBatch, node: Node, value: Tensor, front: Front) -> str | None:
         """Try the boundary on a whole batch, and open its level; return what it will take, in words, if it did.
 
+        The inputs of the front are known then, and are left out of the fields of the batch.
+
         Args:
             batch: the batch.
             node: its boundary activation, with all rows loaded.
@@ -170,7 +173,8 @@ class Trials:
         planner.structure = batch.loaded.structure
         # Texts are small, and an entry may be too short for its next batch.
         planner.leaves_out = planner.leaves_out and not ragged
-        longest = max((len(one) for one in batch.fields if one is not None), default=0)
+        fields = [without_inputs(one, planner.inputs) if one is not None else None for one in batch.fields]
+        batch.fields, longest = tuple(fields), max((len(one) for one in fields if one is not None), default=0)
         origin = self._origin(node, front)
         text = self._levels.open(origin, value, ragged, max(64, FIELD_SLACK * longest), node.key)
         planner.sizes = BatchSizes(batch.samples, smaller)

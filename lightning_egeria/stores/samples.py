@@ -162,12 +162,22 @@ def decode(data: bytes) -> list[Any]:
     return leaves
 
 
+def with_descriptions(leaves: list[Any]) -> list[Any]:
+    """Return leaves with a description of each tensor behind them, for `without_inputs`."""
+    return [*leaves, *(Absent.of(leaf) for leaf in leaves if type(leaf) is Tensor)]
+
+
 def without_inputs(fields: bytes, inputs: Collection[int]) -> bytes:
-    """Return encoded leaves with digests in the place of some tensors, which are counted among the tensors."""
-    count = itertools.count()
-    return encode(
-        [Absent.of(leaf) if type(leaf) is Tensor and next(count) in inputs else leaf for leaf in decode(fields)]
-    )
+    """Return encoded leaves with descriptions in the place of some tensors, which are counted among the tensors.
+
+    Args:
+        fields: encoded leaves `with_descriptions`; only these know the strides of the sample's tensors.
+        inputs: numbers of the tensors.
+    """
+    found = decode(fields)
+    absent = [leaf for leaf in found if isinstance(leaf, Absent)]
+    leaves, count = found[: len(found) - len(absent)], itertools.count()
+    return encode([absent[at] if type(leaf) is Tensor and (at := next(count)) in inputs else leaf for leaf in leaves])
 
 
 class _Part(NamedTuple):

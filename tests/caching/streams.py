@@ -1,7 +1,7 @@
 """A stream that is driven batch by batch, without Lightning."""
 
-import collections
 import copy
+import weakref
 
 import torch
 from fronts import new_front
@@ -15,12 +15,19 @@ from lightning_egeria.caching.stream import Stream
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.training.notices import Notices
 
+_LOADED = weakref.WeakKeyDictionary()
+
 
 class Counting:
     """Notes the samples that are loaded, where the cache does not look."""
 
     def __init__(self, data):
-        self.data, self.loaded = data, collections.deque()
+        self.data = data
+        _LOADED[self] = []
+
+    @property
+    def loaded(self):
+        return _LOADED[self]
 
     def __len__(self):
         return len(self.data)

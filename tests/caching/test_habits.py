@@ -9,7 +9,7 @@ from lightning_egeria.caching.stats import COUNTED, OTHER, STRANGE, Habits
 READ = SimpleNamespace(future=SimpleNamespace(done=lambda: True, cancelled=lambda: False))
 
 
-def batch(hits=4, matches=1, touched=None, lazy=True, checks=False, reads=(READ,), shape=None):
+def batch(hits=4, matches=1, touched=None, lazy=True, checks=(), reads=(READ,), shape=None):
     return SimpleNamespace(
         hits=hits,
         advanced=0,
@@ -54,9 +54,12 @@ def test_habit_that_stops_the_cache(what, count, reason):
     assert reason in last
 
 
-@pytest.mark.parametrize("what", [{"hits": 0, "checks": True}, {"hits": 0, "matches": 0, "reads": ()}])
-def test_batches_that_could_not_be_served_do_not_count(what):
-    assert run(Habits(), 3 * STRANGE, **what) == [None] * 3 * STRANGE
+def test_batches_that_could_not_be_served_do_not_count():
+    assert run(Habits(), 3 * STRANGE, hits=0, matches=0, reads=()) == [None] * 3 * STRANGE
+
+
+def test_layers_that_run_for_a_check_are_read_by_nobody():
+    assert run(Habits(), 3 * COUNTED, ran=[0], checks=(0, 1)) == [None] * 3 * COUNTED
 
 
 def test_one_good_batch_begins_the_count_anew():

@@ -51,14 +51,16 @@ def test_trial_comes_first_and_once(drive):
 
 def test_stored_samples_are_left_out(drive):
     one = recorded(drive(), order=[0, 1, 2, 3, 4, 5])
-    (plan,) = plans(one, [5, 6, 0, 7, 1, 8])
+    first, plan = plans(one, [0, 1, 2, 3, 4, 5], [5, 6, 0, 7, 1, 8])
     assert plan.mode is Mode.FOLLOWED
     assert [number >= 0 for number in plan.stored] == [True, False] * 3
+    assert (first.checks, plan.checks) == ((0, 1), ())
+    assert [number >= 0 for number in first.stored] == [False, False, True, True, True, True]
 
 
 def test_doubtful_samples_are_loaded_at_the_last_look(drive):
     one = recorded(drive(), order=[0, 1, 2, 3, 4, 5])
-    (plan,) = plans(one, [0, 1, 2, 3, 4, 5])
+    _, plan = plans(one, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
     one.stream.levels.forget_verified([2, 4], 0)
     assert one.stream.last_look(plan).stored == (0, 0, -1, 0, -1, 0)
 

@@ -17,6 +17,7 @@ from lightning_egeria.stores.samples import (
     encode,
     is_numbers,
     leaves_of,
+    with_descriptions,
     with_leaves,
     without_inputs,
 )
@@ -76,8 +77,8 @@ def test_absent_tensor_is_described(tensor):
 
 
 def test_inputs_are_left_out_by_their_number():
-    first, second = torch.ones(2), torch.zeros(3)
-    left = decode(without_inputs(encode(["text", first, 3, second]), [1]))
+    first, second = torch.ones(2), torch.zeros(3, 2).T
+    left = decode(without_inputs(encode(with_descriptions(["text", first, 3, second])), [1]))
     assert left[0] == "text"
     assert left[1].equal(first)
     assert left[2:] == [3, Absent.of(second)]
