@@ -1,9 +1,19 @@
 """Digests of what a data set holds."""
 
+import array
+import collections
+import datetime
 import functools
+import itertools
+import multiprocessing
 import operator
+import os
+import pathlib
 import random
+import subprocess
+import sys
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -33,6 +43,18 @@ class Data:
         self.python = random.Random(0)
         self.torch = torch.Generator()
         self.inner = Inner()
+        self.level, self.folder, self.day = np.float32(1), pathlib.Path("a"), datetime.date(2020, 1, 1)
+        self.range, self.slice, self.chosen = range(3), slice(1), {1, 2}
+        self.last, self.raw, self.numbers = collections.deque([0], 3), bytearray(1), array.array("d", [0])
+        self.shared, self.slots, self.function_of_epoch = multiprocessing.Value("i", 0), Slots(1), scaled_by(1)
+        self.kind, self.count = Scale, itertools.count()
+
+
+class Slots:
+    __slots__ = ("level",)
+
+    def __init__(self, level):
+        self.level = level
 
 
 class Inner:
@@ -84,6 +106,20 @@ CHANGES = {
     "generator of torch": lambda data: torch.rand(1, generator=data.torch),
     "inner data set": lambda data: data.inner.labels.add_(1),
     "new attribute": _set("more", 1),
+    "number of numpy": _set("level", np.float32(2)),
+    "path": _set("folder", pathlib.Path("b")),
+    "date": _set("day", datetime.date(2020, 1, 2)),
+    "range": _set("range", range(4)),
+    "slice": _set("slice", slice(2)),
+    "set": lambda data: data.chosen.add(3),
+    "deque": lambda data: data.last.append(1),
+    "bytearray": lambda data: data.raw.__setitem__(0, 1),
+    "array of python": lambda data: data.numbers.__setitem__(0, 1),
+    "value shared with workers": lambda data: setattr(data.shared, "value", 1),
+    "slot": lambda data: setattr(data.slots, "level", 2),
+    "attribute of a function": lambda data: setattr(data.function_of_epoch, "epoch", 1),
+    "class": _set("kind", Inner),
+    "iterator that counts": lambda data: next(data.count),
 }
 
 
@@ -127,3 +163,39 @@ def test_reading_data_changes_no_digest():
     [item["boxes"] for item in data.items]
     data.transform(data.x)
     assert changed(before, digests_of(data)) is None
+
+
+def test_the_trainer_of_a_model_is_not_looked_at():
+    """A data set that holds the model reaches it, and everything in it moves."""
+    data = Data()
+    data.inner.trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert not any(path.startswith("inner.trainer.") for path in digests_of(data) if path != "inner.trainer.__class__")
+
+
+def test_what_cannot_be_shown_is_told_by_identity():
+    data = Data()
+    data.huge = 10**5000
+    before = digests_of(data)
+    assert changed(before, digests_of(data)) is None
+    data.huge = 10**5000 + 1
+    assert changed(before, digests_of(data)) == "huge"
+
+
+def test_another_run_has_the_same_digests():
+    """Of sets of texts, builtin functions and objects that are not looked at, too."""
+    script = (
+        "import torch, types\n"
+        "from lightning_egeria.batches.data_state import digests_of\n"
+        "def act(x): return x in {'a', 'b', 'c'}\n"
+        "class Net(torch.nn.Module): pass\n"
+        "holder = [{'x', 'y', 'z'}, torch.relu, act, Net(), Net, types.SimpleNamespace(a=1)]\n"
+        "print(digests_of(holder, lambda one: not isinstance(one, torch.nn.Module), across_runs=True))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
+    assert b"[5].a" in found.pop()

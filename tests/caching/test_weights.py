@@ -1,14 +1,17 @@
 """Whether a frozen front is still the same."""
 
 import copy
+import functools
 import types
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_egeria.caching.weights import FrontState
+from lightning_egeria.errors import CacheError
 
 
 def new_net():
@@ -17,7 +20,21 @@ def new_net():
     net[2].scale, net[2].array, net[2].function = torch.ones(2), np.arange(3), torch.relu
     net[2].settings, net[2].kept = types.SimpleNamespace(scale=1.0), [torch.ones(3)]
     net[2].options = {"inner": {"rates": [0.1]}}
+    net[2].level, net[2].leaky = np.float32(1), functools.partial(F.leaky_relu, negative_slope=0.1)
+    net[2].chosen, net[2].range, net[2].slots, net[2].act = {1}, range(2), Slots(1), lambda x: x.relu()
+    net[2].own = Own()
     return net
+
+
+class Slots:
+    __slots__ = ("level",)
+
+    def __init__(self, level):
+        self.level = level
+
+
+class Own(nn.Identity):
+    """A module of the test's package, so that objects of it are looked at."""
 
 
 def state_of(net):
@@ -74,6 +91,12 @@ CHANGES = {
     "nested setting": lambda net: net[2].options["inner"]["rates"].append(0.5),
     "tensor in a list": lambda net: net[2].kept[0].mul_(2),
     "another tensor in a list": lambda net: net[2].kept.__setitem__(0, torch.zeros(3)),
+    "number of numpy": lambda net: setattr(net[2], "level", np.float32(2)),
+    "keyword of a function": lambda net: setattr(net[2], "leaky", functools.partial(F.leaky_relu, negative_slope=0.5)),
+    "set": lambda net: net[2].chosen.add(2),
+    "range": lambda net: setattr(net[2], "range", range(3)),
+    "slot": lambda net: setattr(net[2].slots, "level", 2),
+    "lambda": lambda net: setattr(net[2], "act", lambda x: x.abs()),
 }
 
 
@@ -86,7 +109,8 @@ def test_change_is_seen(change):
     assert not state.is_unchanged()
 
 
-NO_EQUAL_STATE = ["in place", "of one value", "parameter", "running statistics", "mode", "epsilon", *list(CHANGES)[-7:]]
+OF_ATTRIBUTES = list(CHANGES)[list(CHANGES).index("held tensor") :]
+NO_EQUAL_STATE = ["in place", "of one value", "parameter", "running statistics", "mode", "epsilon", *OF_ATTRIBUTES]
 
 
 @pytest.mark.parametrize("name", NO_EQUAL_STATE)
@@ -127,10 +151,58 @@ def test_digest_names_weights_classes_and_attributes():
     first, second = new_net(), new_net()
     assert state_of(first).digest == state_of(second).digest
     others = [first]
-    for name in ("of one value", "running statistics", "epsilon", "class", "layer", "setting", "held array"):
+    for name in ("of one value", "running statistics", "epsilon", "class", "layer", *OF_ATTRIBUTES):
         others.append(copy.deepcopy(second))
         CHANGES[name](others[-1])
     assert len({state_of(net).digest for net in others}) == len(others)
+
+
+@pytest.mark.parametrize("kind", ["forward", "helper", "base"])
+def test_digest_names_the_code_of_modules(kind):
+    """Of a run before the code was edited, say."""
+
+    def digest_of(word):
+        parts = {"forward": "relu", "helper": "relu", "base": "relu"} | {kind: word}
+        made = {"nn": nn, "F": F}
+        exec(
+            "class Base(nn.Module):\n"
+            f"    def last(self, x): return F.{parts['base']}(x)\n"
+            "class Net(Base):\n"
+            f"    def help(self, x): return F.{parts['helper']}(x)\n"
+            f"    def forward(self, x): return self.help(self.last(F.{parts['forward']}(x)))\n",
+            made,
+        )
+        return state_of(made["Net"]()).digest
+
+    assert digest_of("relu") == digest_of("relu") != digest_of("gelu")
+
+
+class Strict(dict):
+    """A dictionary with keys as attributes, which knows no others."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_object_that_refuses_questions_can_be_read():
+    net = new_net()
+    net[2].config = Strict(scale=1)
+    state = state_of(net)
+    assert state.is_unchanged()
+    assert state.digest
+    with state.preserved():
+        net[2].config["scale"] = 2
+        assert not state.is_unchanged()
+
+
+@pytest.mark.parametrize("value", [10**5000, torch.zeros(2).to_sparse()], ids=["huge", "sparse"])
+def test_what_cannot_be_read_is_told(value):
+    net = new_net()
+    if isinstance(value, torch.Tensor):
+        net[0].register_buffer("odd", value)
+    else:
+        net[0].odd = value
+    with pytest.raises(CacheError, match="attributes of the frozen layers cannot be read"):
+        assert state_of(net).digest is None
 
 
 def test_preserved_restores_buffers_and_attributes():

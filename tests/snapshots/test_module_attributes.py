@@ -1,8 +1,10 @@
 """The attributes of modules, as they were."""
 
 import collections
+import random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -88,6 +90,32 @@ def test_a_changed_value_returns(value, change):
         before.restore()
         assert repr(module.value) == text
         assert module.value is value
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (np.random.default_rng(0), lambda one: one.random()),
+        (np.random.RandomState(0), lambda one: one.rand()),
+        (random.Random(0), lambda one: one.random()),
+        (torch.Generator(), lambda one: torch.rand(1, generator=one).item()),
+    ],
+)
+def test_random_generators_return(generator, draw):
+    module = nn.Module()
+    module.generator, module.kept = generator, [generator]
+    before = ModuleAttributes(module)
+    drawn = draw(generator), draw(generator)
+    before.restore()
+    assert (draw(module.generator), draw(module.kept[0])) == drawn
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")])
+def test_tensors_without_values_stay_as_they_are(value):
+    module = nn.Module()
+    module.value = value
+    ModuleAttributes(module).restore()
+    assert module.value is value
 
 
 def test_new_attributes_go_and_deleted_ones_return():

@@ -1,10 +1,12 @@
 """Networks for sequences, and LightningModules of several parts."""
 
 import contextlib
+import random
 
+import numpy as np
 import pytest
 import torch
-from programs.parts import CLASSES, SAMPLES, Chain, Classifier, Net, Samples, Stepping, grid, loader, vectors
+from programs.parts import CLASSES, SAMPLES, Chain, Classifier, Net, Samples, Stepping, block, grid, loader, vectors
 from torch import nn
 from torch.nn import functional as F
 
@@ -176,3 +178,41 @@ def test_compiled_by_inductor(compare, tmp_path, monkeypatch):
         run.fit(module)
 
     compare(program, served=None)
+
+
+GENERATORS = {
+    "torch": (lambda: torch.Generator().manual_seed(0), lambda one: torch.rand((), generator=one)),
+    "numpy": (lambda: np.random.default_rng(0), lambda one: float(one.random())),
+    "python": (lambda: random.Random(0), lambda one: one.random()),
+}
+
+
+@pytest.mark.parametrize(("new", "draw"), GENERATORS.values(), ids=GENERATORS)
+def test_layer_draws_from_a_generator_of_its_own(compare, new, draw):
+    """Nothing is cached, and trials have drawn nothing."""
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = new()
+
+        def forward(self, x):
+            return x + draw(self.generator)
+
+    compare(lambda run: run.fit(Classifier(Chain(b=block(nn.Linear(8, 8), Noisy())))), served=None)
+
+
+@pytest.mark.parametrize("place", ["buffer", "attribute"])
+def test_sparse_tensor_in_a_layer(compare, place):
+    class Sparse(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            if place == "buffer":
+                self.register_buffer("mask", torch.eye(8).to_sparse(), persistent=False)
+            else:
+                self.mask = torch.eye(8).to_sparse()
+
+        def forward(self, x):
+            return super().forward(torch.sparse.mm(self.mask, x.T).T)
+
+    compare(lambda run: run.fit(Classifier(Chain(b=Sparse()))), served=place == "attribute")

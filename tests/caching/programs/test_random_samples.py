@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from programs import harness
 from programs.parts import (
     SAMPLES,
     WORKERS,
@@ -107,3 +108,19 @@ def test_each_sample_is_loaded_once(compare, collate):
 
     compare(program, served=None)
     assert counts[1] <= counts[0]
+
+
+@pytest.mark.slow
+def test_samples_drawn_with_the_seed_of_the_loader(tmp_path):
+    """It is new in each epoch, and only workers see it. The cache finds out at the start of the next epoch."""
+
+    def sample(data, index):
+        generator = torch.Generator().manual_seed(torch.utils.data.get_worker_info().seed + index)
+        return data.x[index] + torch.randn(8, generator=generator), data.y[index]
+
+    run = harness.ran(
+        lambda run: run.fit(Classifier(), loader(Samples(sample), num_workers=2), max_epochs=6), True, tmp_path / "run"
+    )
+    (cached,) = run.caches
+    assert run.error is None
+    assert cached.stats.hits == 0

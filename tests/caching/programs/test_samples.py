@@ -298,3 +298,16 @@ def test_images_with_channels_last_networks(compare, channels):
 
 def test_batch_of_one_row_remains(compare):
     compare(lambda run: run.fit(Classifier(), loader(vectors(BATCH * 3 + 2)), max_epochs=4))
+
+
+def test_lists_of_several_lengths_are_told(compare, caplog):
+    def sample(data, index):
+        return data.x[index], [torch.ones(4)] * (index % 3), data.y[index]
+
+    def collate(samples):
+        xs, _, ys = zip(*samples, strict=True)
+        return torch.stack(xs), torch.stack(ys)
+
+    with caplog.at_level("INFO"):
+        compare(lambda run: run.fit(Classifier(), loader(Samples(sample), collate_fn=collate)), served=None)
+    assert caplog.text.count("samples differ in their structure (lists of several lengths, or None?)") == 1
