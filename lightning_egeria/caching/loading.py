@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lightning_egeria.batches.data_state import changed, moving_of
 from lightning_egeria.caching.levels import STAMP_BYTES
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.sending import send
 from lightning_egeria.lazy.tape import Meta, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, show
+from lightning_egeria.snapshots.contents import changed, moving_of
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.stores.manifest import StoreError
 from lightning_egeria.stores.samples import (

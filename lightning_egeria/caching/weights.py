@@ -15,9 +15,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from lightning_egeria.batches.data_state import code_of, digests_of
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import version_of
+from lightning_egeria.snapshots.contents import code_of, digests_of
 from lightning_egeria.snapshots.digests import bytes_of, checksums, digest, divided
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
 
