@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.front import Front
+from lightning_egeria.caching.front import Front, precision_of
 from lightning_egeria.caching.levels import Flags, Level, Rows
 from lightning_egeria.caching.loading import stamp_of
 from lightning_egeria.caching.outputs import Output, Read, Some, agree, computed_at
@@ -266,7 +266,8 @@ class CachedBatch:
         found = self.computed_at(level, node, Some(places), length, len(places))
         if found is None:
             found, proven = self.computed_at(level, node, Some(places), length), True
-        if found is None or agree(level.form, whole[torch.from_numpy(places).to(whole.device)], found, proven):
+        known = whole[torch.from_numpy(places).to(whole.device)]
+        if found is None or agree(level.form, known, found, proven, precision_of(node)):
             return True
         self._owner.differs(len(places))
         return False

@@ -113,18 +113,21 @@ def is_rounding(first: Tensor, second: Tensor, step: float | None = None) -> boo
     return bool((first.double() - second.double()).abs().amax() <= most)
 
 
-def agree(form: RowForm, known: Tensor, found: Tensor, proven: bool) -> bool:
+def agree(form: RowForm, known: Tensor, found: Tensor, proven: bool, precision: torch.dtype) -> bool:
     """Whether rows of entries are what was computed again, to rounding.
 
     Args:
         form: of the entries.
         known: rows of entries, ``[samples, ...]``.
         found: the same, computed again.
-        proven: whether it was computed in a batch of a size whose rows have the same bits.
+        proven: whether it was computed in a batch of a size whose rows have the same bits. Of texts, which may have
+            had other padding, the bits may differ all the same.
+        precision: in which both were computed, such as that of autocast.
     """
     found = form.rounded(found)
-    step = max(LARGEST_STEP if form.rounds else 0.0, 0.0 if proven else UNPROVEN_STEP)
-    return same_bits(known, found) or is_rounding(known, found, step or None)
+    step = ROUNDING * torch.finfo(precision).eps if precision.is_floating_point else 0.0
+    step = max(step, LARGEST_STEP if form.rounds else 0.0, 0.0 if proven and not form.ragged else UNPROVEN_STEP)
+    return same_bits(known, found) or is_rounding(known, found, step)
 
 
 def computed_at(outside: Outside, level: Level, node: Node, some: Some, length: int, size: int) -> Tensor | None:

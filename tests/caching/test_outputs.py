@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_egeria.caching.outputs import Output, Read
+from lightning_egeria.caching.outputs import Output, Read, agree
 from lightning_egeria.lazy.tape import Meta
+from lightning_egeria.stores.rows import RowForm
 
 STATE = object()
 
@@ -50,3 +51,18 @@ def test_a_read_follows_the_order_of_the_batch():
     read = Read(None, np.array([0, 2, 3]), None).in_order([3, 0, 1])
     assert read.places.tolist() == [0, 1]
     assert read.rows.tolist() == [2, 0]
+
+
+def test_rows_agree_to_rounding_of_their_precision():
+    known = torch.randn(4, 5, 3)
+    plain, ragged = RowForm.of(known), RowForm.of(known).with_room(8)
+    for error, agrees in [(0.0, [True] * 4), (1e-4, [False, True, True, True]), (0.02, [False, False, False, True])]:
+        found = known.clone()
+        found[1, 2, 0] += error * known.abs().max()
+        assert [
+            agree(plain, known, found, True, torch.float32),
+            agree(plain, known, found, False, torch.float32),  # in a batch of a size that nobody has compared
+            agree(ragged, known, found, True, torch.float32),  # with other padding
+            agree(plain, known, found, True, torch.bfloat16),  # under autocast, though the rows are float32
+        ] == agrees
+    assert not agree(ragged, known, known + 1, False, torch.bfloat16)
