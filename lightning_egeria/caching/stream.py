@@ -336,7 +336,7 @@ class Stream:
             return
         value, same = with_padding(batch, level, node, value, some, self.outside, self._notices)
         made = self.outside.stamps(node, level.form.ragged)
-        self._unlike = 0 if bool(same.any()) else self._unlike + 1
+        self._unlike = 0 if batch.hits or bool(same.any()) else self._unlike + 1
         if self._unlike >= UNLIKE:
             self.stop(f"no text of the last {UNLIKE} batches had the same output with other padding")
         if made is None or self.front is None:

@@ -8,6 +8,8 @@ from programs.parts import BATCH, CLASSES, SAMPLES, Classifier, grid, loader
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lightning_egeria.caching import padding
+
 WIDTH, HEADS, LENGTH = 16, 2, 16
 DEPTH = 3  # the embedding and two blocks
 
@@ -315,3 +317,20 @@ def test_samples_padded_one_by_one_are_not_cached(compare):
 
     cached = compare(program, served=False, dropout=True)
     assert any("are they padded one by one?" in text for text in cached.messages)
+
+
+def test_a_few_texts_that_never_agree_do_not_stop_the_cache(tmp_path, monkeypatch):
+    same_rows = padding.same_rows
+
+    def and_one_never(first, second, *precision):
+        return same_rows(first, second, *precision) & (first[:, 0, 0] < first[:, 0, 0].max())
+
+    monkeypatch.setattr(padding, "same_rows", and_one_never)
+
+    def program(run):
+        data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=padded_to_the_longest)
+        run.fit(Classifier(Net("encoder")), data, schedule={2: DEPTH}, max_epochs=16)
+
+    (cache,) = ran(program, True, tmp_path / "run", dropout=True).caches
+    assert cache.stats.off is None
+    assert cache.stats.hits > 8 * SAMPLES
