@@ -23,6 +23,7 @@ from lightning_egeria.lazy.sending import send
 from lightning_egeria.lazy.tape import Meta, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, show
 from lightning_egeria.snapshots.contents import changed, moving_of
+from lightning_egeria.snapshots.digests import has_values
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.stores.manifest import StoreError
 from lightning_egeria.stores.samples import (
@@ -268,7 +269,7 @@ def _tensors(sample: Any) -> list[Tensor]:
 
 def _is_tensor(leaf: Any) -> bool:
     """Whether it is a tensor that a lazy one can stand for."""
-    return type(leaf) is Tensor and leaf.layout is torch.strided and not (leaf.is_quantized or leaf.is_nested)
+    return type(leaf) is Tensor and has_values(leaf)
 
 
 def _tensor_like(leaves: list[Any]) -> list[Any]:

@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_egeria.snapshots.digests import has_values
 from lightning_egeria.snapshots.random_state import GENERATORS, state_of
 
 MAX_OBJECTS = 20_000
@@ -173,8 +174,7 @@ def _is_flat(value: Any) -> bool:
 def _digest(value: Any, across_runs: bool = False) -> str:
     state = xxhash.xxh3_64(type(value).__name__.encode())
     if isinstance(value, Tensor):
-        known = value.layout is torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
-        if not known or (value.device.type != "cpu" and not across_runs):
+        if not has_values(value) or (value.device.type != "cpu" and not across_runs):
             return f"{id(value)} {0 if value.is_inference() else value._version}"
         value = value.detach().cpu().resolve_conj().resolve_neg()
         value = (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy()
@@ -191,10 +191,10 @@ def _digest(value: Any, across_runs: bool = False) -> str:
         state.update(repr(state_of(value)).encode())
     elif isinstance(value, _MEMORY):
         state.update(bytes(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, _NAMED):  # it is not looked at
-        state.update(str(type(value) if across_runs else id(value)).encode())
     elif isinstance(value, _NAMED):
         state.update(f"{value.__module__} {value.__qualname__}".encode())
+    elif hasattr(value, "__dict__"):  # it is not looked at
+        state.update(str(type(value) if across_runs else id(value)).encode())
     else:
         try:
             state.update(_ADDRESS.sub("", repr(value)).encode())

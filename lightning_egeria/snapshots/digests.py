@@ -50,6 +50,15 @@ def bytes_of(tensor: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether its values can be copied, compared and made bytes of: it is not sparse, quantised, nested or on "meta".
+
+    >>> has_values(torch.zeros(2)), has_values(torch.zeros(2).to_sparse())
+    (True, False)
+    """
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
+
+
 def same_bits(first: Tensor | None, second: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; NaN equals NaN."""
     if first is None or first.shape != second.shape or first.dtype != second.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_egeria.snapshots.digests import same_bits
+from lightning_egeria.snapshots.digests import has_values, same_bits
 from lightning_egeria.snapshots.random_state import GENERATORS, set_state, state_of
 
 _KEPT = ("_parameters", "_modules")  # other code owns them
@@ -56,11 +56,6 @@ class ModuleAttributes:
         done: set[int] = set()
         for part, attributes in self._attributes:
             attributes.restore(vars(part), done, self._without)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Whether it is a tensor as most are, whose values can be copied and compared."""
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
 
 
 class _Known:
@@ -154,7 +149,7 @@ class _Kept:
             outside_parameters = ("_parameters",) if isinstance(value, nn.Module) else ()
             kept.attributes = _Attributes(vars(value), known, outside=outside_parameters)
         elif is_tensor:
-            kept.held = value.detach().clone() if _has_values(value) else None
+            kept.held = value.detach().clone() if has_values(value) else None
             if isinstance(value, nn.Parameter) and not outside:
                 kept.held = None
         elif isinstance(value, dict):
