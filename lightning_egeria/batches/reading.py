@@ -33,8 +33,14 @@ class Lookahead(Protocol):
     def joined(self, parts: Sequence[tuple[Any, Index]]) -> Any:
         """Return some rows of such batches as one; None if the front cannot be left out for it."""
 
+    def keep_samples(self) -> None:
+        """Keep the samples of each batch, so that some of them can be collated anew."""
+
+    def samples(self, known: Any, rows: Index) -> list[Any] | None:
+        """Return some samples of a batch, of which `last` has returned what is known; None if they were not kept."""
+
     def trains(self) -> None:
-        """Tell that the batch joined last, or else yielded last, is trained next."""
+        """Tell that the batch joined last, or else yielded last, runs next: it is looked at or trained."""
 
 
 class BatchSource:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import (
@@ -23,9 +24,9 @@ from torch.utils.data.sampler import (
 from lightning_egeria.batches.reading import LoaderCopies
 from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker
+from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker, whole
 from lightning_egeria.caching.outputs import Output
-from lightning_egeria.caching.plan import Loaded, Plan
+from lightning_egeria.caching.plan import Kept, Loaded, Plan
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.lazy.sending import joined
 from lightning_egeria.lazy.tensors import LazyTensor
@@ -126,28 +127,47 @@ class Line:
         return self._batches(iter(self._planned(loader)))
 
     def joined(self, parts: Sequence[tuple[Looked, Index]]) -> tuple[Any, CachedBatch] | None:
-        """Return some rows of batches as one batch; None if the cache does not know all of them."""
-        started, (first, _) = time.perf_counter(), parts[0]
-        if any(one.batch.form != first.batch.form for one, _ in parts):
-            return None
-        columns = [
-            _joined([(one.batch.columns[at], rows) for one, rows in parts]) for at in range(len(first.batch.columns))
-        ]
+        """Return some rows of batches as one batch; None if the cache does not know all of them.
+
+        Where their samples were kept, these are collated anew.
+        """
+        started = time.perf_counter()
         places = [(one, row) for one, rows in parts for row in rows.tolist()]
-        ready = Output.joined([(one.cached.output, rows) for one, rows in parts])
+        samples = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts)
+        ready = Output.joined([(one.cached.output, rows) for one, rows in parts]) if samples is None else None
         ready = ready if self.stream.sizes.verdict(len(places)) else None
-        if any(column is None for column in columns):
+        batch = _rows_of(parts) if samples is None else None
+        if samples is None and batch is None:
             return None
         plan = self.stream.plan_again([one.ids[row] for one, row in places], reads=ready is None)
         if plan is None or any(one.cached.plan.front != plan.front for one, _ in parts):
             return None
-        lazy, fields = ([getattr(one.cached, name)[row] for one, row in places] for name in ("lazy", "fields"))
-        loaded = Loaded(Rows(first.batch.structure, columns, len(places)).batch(), plan, tuple(lazy), tuple(fields))
-        batch, cached = self.stream.receive(loaded, time.perf_counter() - started)
+        if samples is not None:  # collating may change them
+            loaded = self._dataset.batch_of(plan, copy.deepcopy(samples))
+        else:
+            lazy, fields = ([getattr(one.cached, name)[row] for one, row in places] for name in ("lazy", "fields"))
+            loaded = Loaded(batch, plan, tuple(lazy), tuple(fields))
+        given, cached = self.stream.receive(loaded, time.perf_counter() - started)
         if cached is None:
             return None
         cached.ready = ready
-        return batch, cached
+        return given, cached
+
+    def samples(self, looked: Looked, rows: Index) -> list[Any] | None:
+        """Return some samples of a batch, as the user's dataset returns them; None if they were not kept."""
+        cached, positions = looked.cached, looked.positions(rows)
+        kept = Kept.joined([(cached.loaded.kept, positions)])
+        if kept is None:
+            return None
+
+        def load(places: list[tuple[int, int]]) -> list[Tensor]:
+            return self.stream.load(cached, [(positions[at], number) for at, number in places])
+
+        return whole(cached.plan, kept, load)
+
+    def keep_samples(self) -> None:
+        """Keep the samples of each batch, so that some of them can be collated anew."""
+        self._dataset.keeps.fill_(True)
 
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""
@@ -195,6 +215,23 @@ class Looked(NamedTuple):
     cached: CachedBatch
     batch: Rows
     ids: tuple[Any, ...]
+
+    def positions(self, rows: Index) -> list[int]:
+        """Return the positions of samples in the plan of their batch, by their rows."""
+        order = self.cached.tape.order
+        return [order[row] if order is not None else row for row in rows.tolist()]
+
+
+def _rows_of(parts: Sequence[tuple[Looked, Index]]) -> Any:
+    """Rows of several batches as one; None if they differ in their form, or stand for what cannot be named."""
+    batches = [(one.batch, rows) for one, rows in parts]
+    first, _ = batches[0]
+    if any(one.form != first.form for one, _ in batches):
+        return None
+    columns = [_joined([(one.columns[at], rows) for one, rows in batches]) for at in range(len(first.columns))]
+    if any(column is None for column in columns):
+        return None
+    return Rows(first.structure, columns, sum(len(rows) for _, rows in batches)).batch()
 
 
 def _joined(column: Sequence[tuple[Any, Index]]) -> Any:
@@ -251,8 +288,16 @@ class CachedLookahead:
         batch, self._joined = found
         return batch
 
+    def samples(self, looked: Looked | None, rows: Index) -> list[Any] | None:
+        """Return some samples of a batch; None if they were not kept."""
+        return self._line.samples(looked, rows) if looked is not None else None
+
+    def keep_samples(self) -> None:
+        """Keep the samples of each batch, so that some of them can be collated anew."""
+        self._line.keep_samples()
+
     def trains(self) -> None:
-        """Have the batch joined last, or else the last of the loader, go through the front in the next step."""
+        """Have the batch joined last, or else the last of the loader, go through the front next."""
         batch, self._joined = self._joined, None
         last = self._line.last
         self._trains(batch if batch is not None else last if isinstance(last, CachedBatch) else None)

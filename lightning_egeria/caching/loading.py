@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_egeria.caching.levels import STAMP_BYTES
-from lightning_egeria.caching.plan import Loaded, Mode, Plan
+from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.sending import send
 from lightning_egeria.lazy.tape import Meta, Tape
@@ -54,11 +55,13 @@ class PlannedDataset:
 
     Attributes:
         collate_plain: the same for batches without the cache, where it may be watched.
+        keeps: whether batches come with their samples; in shared memory, so that workers see it.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.collate = self.collate_plain = collate
+        self.keeps = torch.zeros((), dtype=torch.bool).share_memory_()
         self._stores: dict[Path, ActivationStore | None] = {}
 
     def __len__(self) -> int:
@@ -71,7 +74,7 @@ class PlannedDataset:
         """Load a batch."""
         if plan.mode is Mode.PLAIN:
             return Loaded(self.collate_plain(self.fetch(plan.ids, plan.seeds)), plan)
-        size, trial = len(plan.ids), plan.mode is Mode.TRIAL
+        size = len(plan.ids)
         stored = self._stored(plan)
         missing = [position for position in range(size) if position not in stored]
         loaded, drew = self._watched(plan, missing) if missing else ([], None)
@@ -79,37 +82,32 @@ class PlannedDataset:
         if any(repr(one) != repr(structures[0]) for one in structures):
             rest = iter(self.fetch([plan.ids[position] for position in stored], _some(plan.seeds, stored)))
             new = iter(loaded)
-            samples = [next(rest) if position in stored else next(new) for position in range(size)]
-            return Loaded(self.collate(samples), dataclasses.replace(plan, mode=Mode.PLAIN), drew=drew, differ=True)
-        inputs = range(len(_tensors(loaded[0]))) if trial else plan.inputs
+            both = [next(rest) if position in stored else next(new) for position in range(size)]
+            plain = dataclasses.replace(plan, mode=Mode.PLAIN)
+            return Loaded(self.collate_plain(both), plain, drew=drew, differ=True)
+        samples = Kept(dict(zip(missing, loaded, strict=True)), stored)
+        kept = samples if self.keeps else None
+        found = self.batch_of(plan, copy.deepcopy(samples) if kept is not None else samples)
+        found.structure, found.drew, found.kept = structures[0], drew, kept
+        return found
+
+    def batch_of(self, plan: Plan, samples: Kept) -> Loaded:
+        """Collate samples that are there."""
+        size, trial = len(plan.ids), plan.mode is Mode.TRIAL
+        inputs = range(len(_tensors(samples.loaded[0]))) if trial else plan.inputs
         tape = Tape(Keys(), size, lambda places: self.tensors(plan, places), lambda: None)
-        found: dict[int, Any] = dict(zip(missing, loaded, strict=True))
-        fields: dict[int, bytes | None] = {}
-        for position, sample in found.items():
+        found, fields = dict[int, Any](), dict[int, bytes | None]()
+        for position, sample in samples.loaded.items():
             fields[position] = _fields_of(sample, None if trial else inputs)  # before collate, which may change it
             found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs)))
-        for position, leaves in stored.items():
+        for position, leaves in samples.stored.items():
             found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
-        return self._collated(plan, found, stored, fields, structures[0], drew)
-
-    def _collated(
-        self,
-        plan: Plan,
-        found: Mapping[int, Any],
-        stored: Collection[int],
-        fields: Mapping[int, bytes | None],
-        structure: Any,
-        drew: str | None,
-    ) -> Loaded:
-        size = len(plan.ids)
         batch = self.collate([found[position] for position in range(size)])
         return Loaded(
-            send(batch, keep_rows=bool(stored)),
+            send(batch, keep_rows=bool(samples.stored)),
             plan,
-            tuple(position in stored for position in range(size)),
+            tuple(position in samples.stored for position in range(size)),
             tuple(fields.get(position) for position in range(size)),
-            structure,
-            drew,
         )
 
     def tensors(self, plan: Plan, places: list[tuple[int, int]]) -> list[Tensor]:
@@ -261,6 +259,23 @@ def load_in_worker(
 def stamp_of(fields: bytes) -> int:
     """Return the digest of a sample's encoded fields."""
     return xxhash.xxh3_64_intdigest(fields)
+
+
+def whole(plan: Plan, samples: Kept, load: Callable[[list[tuple[int, int]]], list[Tensor]]) -> list[Any]:
+    """Return samples, as their loader would, in the order of their positions; ``load`` their inputs if these are absent.
+
+    Args:
+        plan: of their batch.
+        samples: the samples.
+        load: returns tensors of samples: takes pairs of a position and a tensor's number.
+    """
+    places = [(position, number) for position in sorted(samples.stored) for number in plan.inputs]
+    inputs = iter(load(places) if places else [])
+    found = dict(samples.loaded)
+    for position in sorted(samples.stored):
+        leaves = [next(inputs) if isinstance(leaf, Absent) else leaf for leaf in samples.stored[position]]
+        found[position] = with_leaves(plan.structure, iter(leaves))
+    return [found[position] for position in sorted(found)]
 
 
 def _tensors(sample: Any) -> list[Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -54,6 +56,36 @@ class Plan:
     checks: tuple[int, ...] = ()
 
 
+class Kept(NamedTuple):
+    """Samples as the collate function got them, by their positions in the batch.
+
+    Attributes:
+        loaded: samples that were loaded.
+        stored: leaves of those that came from a store, without their inputs.
+    """
+
+    loaded: dict[int, Any]
+    stored: dict[int, list[Any]]
+
+    @staticmethod
+    def joined(parts: Iterable[tuple[Kept | None, Sequence[int]]]) -> Kept | None:
+        """Return the samples at some positions of several batches, in order; None if one batch has kept none.
+
+        >>> Kept.joined([(Kept({0: "a"}, {1: ["b"]}), [1, 0]), (Kept({2: "c"}, {}), [2])])
+        Kept(loaded={1: 'a', 2: 'c'}, stored={0: ['b']})
+        """
+        found, at = Kept({}, {}), itertools.count()
+        for kept, positions in parts:
+            if kept is None:
+                return None
+            for position in positions:
+                if position in kept.stored:
+                    found.stored[next(at)] = kept.stored[position]
+                else:
+                    found.loaded[next(at)] = kept.loaded[position]
+        return found
+
+
 @dataclasses.dataclass
 class Loaded:
     """A batch, and what is known of its samples.
@@ -66,6 +98,7 @@ class Loaded:
         structure: structure of the samples; None if they differ.
         drew: what loading the samples drew from or changed: a global random generator, or an attribute of the dataset.
         differ: whether samples differ in their structure, so that the batch has none.
+        kept: the samples; None if they are not wanted.
     """
 
     batch: Any
@@ -75,6 +108,7 @@ class Loaded:
     structure: Any = None
     drew: str | None = None
     differ: bool = False
+    kept: Kept | None = None
 
     def pin_memory(self, device: Any = None) -> Loaded:
         """Pin all tensors that are there, as the DataLoader asks."""

@@ -99,7 +99,7 @@ class FrontState:
             return isinstance(value, _SETTINGS) or type(value).__module__.partition(".")[0] in self._packages
 
         found = [held.get(name, _MISSING) for held, name in self._others]
-        return digests_of(found, is_own, _MOST, across_runs)
+        return digests_of(found, is_own, _MOST, across_runs, strict=True)
 
     def _has_same_objects(self) -> bool:
         found = chain.from_iterable(map(dict.values, self._dicts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,8 @@ class WithSamples:
 
     Args:
         collate: the user's collate function.
-        keeps: a tensor in shared memory: whether samples are handed on. It tells workers that run already.
+        keeps: a tensor in shared memory: whether samples are handed on. It tells workers that run already, and becomes
+            true here where batches are seen to be padded.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], keeps: Tensor) -> None:
@@ -82,15 +84,24 @@ class WithSamples:
 
     def __call__(self, samples: list[Any]) -> Collated:
         """Return the user's batch and more."""
-        keeps = bool(self._keeps)
-        kept = copy.deepcopy(samples) if keeps else None  # collating may change them
-        if self._left and len(samples) >= FEWEST and (keeps or len({*map(_form, samples)}) > 1):
+        is_checked = self._left > 0 and len(samples) >= FEWEST and (bool(self._keeps) or len({*map(_form, samples)}) > 1)
+        if is_checked and _depends_on_others(self.collate, samples):
+            self._keeps.fill_(True)
+        kept = copy.deepcopy(samples) if self._keeps else None  # collating may change them
+        if is_checked:
             self._left -= 1
             batch, in_order = _checked(self.collate, samples)
             self._in_order &= in_order
         else:
             batch = self.collate(samples)
         return Collated(batch, kept if self._in_order else None, self._in_order)
+
+
+def _depends_on_others(collate: Callable[[list[Any]], Any], samples: list[Any]) -> bool:
+    """Whether samples alone have several shapes, so each batch is padded to its longest."""
+    with preserved_random_state(), contextlib.suppress(Exception):  # a collate function may want several samples
+        return len({Rows.of(collate([copy.deepcopy(sample)]), 1).form for sample in samples}) > 1
+    return False
 
 
 def _form(sample: Any) -> Any:

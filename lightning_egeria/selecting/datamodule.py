@@ -48,7 +48,8 @@ class SelectiveBackprop(WrappingDataModule):
         mode: ``"queue"``: full batches of kept samples, as in the paper. ``"in_batch"``: a fixed share of each batch.
         share: share of each batch to keep with ``mode="in_batch"``; None is 1 / (beta + 1).
         history: number of last losses that a loss is compared with.
-        staleness: number of epochs for which a loss is used before the sample is scored again; 0 scores all samples.
+        staleness: number of epochs for which a loss is used before the sample is scored again, with the next oldest up
+            to a quarter of a batch; 0 scores all samples.
         start: share of the run at which selection begins.
         end: share of the run at which it ends.
         full_every: every so many batches, one is trained whole; 0 never.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ class Joining:
     """Takes samples out of batches and makes batches of them.
 
     A cache knows its batches, so it joins rows of them. Samples of one shape are rows too. Samples that are padded to
-    other lengths in each batch are collated anew.
+    other lengths in each batch are collated anew, by the cache if it knows them.
 
     Args:
         loader: the user's loader.
@@ -44,13 +45,20 @@ class Joining:
 
     def _collate(self, users: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         collate = InOrder(users) if self._in_order else users
-        # A cache knows no batch with the samples beside it.
-        return WithSamples(collate, self._keeps) if self._in_queue and self.source.lookahead is None else collate
+        return WithSamples(collate, self._keeps) if self._in_queue else collate
 
-    def know(self, forms: Iterable[str]) -> None:
-        """Take the forms that samples had before a checkpoint."""
+    @property
+    def keeps_samples(self) -> bool:
+        """Whether batches come with their samples, because they are padded to several lengths."""
+        return bool(self._keeps)
+
+    def know(self, forms: Iterable[str], keeps_samples: bool) -> None:
+        """Take the forms that samples had so far, and whether their batches have to come with them."""
         self.forms = set(forms)
-        self._keeps.fill_(len(self.forms) > 1)
+        if self._in_queue and (keeps_samples or len(self.forms) > 1):
+            self._keeps.fill_(True)
+            if self.source.lookahead is not None:
+                self.source.lookahead.keep_samples()
 
     def check(self, batch: Any, samples: int, collated: Collated | None) -> None:
         """Find out at the start whether samples of several batches can be joined.
@@ -58,9 +66,11 @@ class Joining:
         Raises:
             RowsError: they cannot.
         """
-        self.know({*self.forms, self.rows(batch, samples).form})
-        # The first epoch is whole, so they are known when samples wait.
-        if self._in_queue and (collated is None or not collated.in_order):
+        rows, lookahead = self.rows(batch, samples), self.source.lookahead
+        self.know({*self.forms, rows.form}, self.keeps_samples)
+        # The first epoch is whole, so samples are kept when some wait. A cache knows their order.
+        in_order = collated.in_order if collated is not None else lookahead is not None and lookahead.last(rows)
+        if self._in_queue and not in_order:
             check_forms(self.forms)
 
     def rows(self, batch: Any, samples: int) -> Rows:
@@ -79,6 +89,15 @@ class Joining:
     def is_cached(self, batch: Any, samples: int) -> bool:
         """Whether a cache knows the last batch, as a whole."""
         return self._lookahead is not None and self._lookahead.last(self.rows(batch, samples)) is not None
+
+    def cached_part(self, batch: Any, samples: int, rows: NDArray[np.int64]) -> Any:
+        """Return some rows of the last batch as a batch to look at; None if a cache does not know them."""
+        if (lookahead := self._lookahead) is None:
+            return None
+        part = lookahead.joined([(lookahead.last(self.rows(batch, samples)), rows)])
+        if part is not None:
+            lookahead.trains()
+        return part
 
     @property
     def _lookahead(self) -> Lookahead | None:
@@ -111,9 +130,11 @@ class Joining:
         chosen = tuple(ids[row] for row in rows) if ids is not None else None
         given = collated.samples if collated is not None else None
         raw = [given[row] for row in rows] if given is not None else None
+        if raw is None and self.source.lookahead is not None and self._side.has_batch_hooks:
+            raw = self.source.lookahead.samples(self.source.lookahead.last(self.rows(batch, samples)), rows)
         if (lookahead := self._lookahead) is not None:
             whole = self.rows(batch, samples)
-            return Piece(number, rows, chosen, whole.take(rows), random, lookahead.last(whole))
+            return Piece(number, rows, chosen, whole.take(rows), random, lookahead.last(whole), raw)
         if moved is not None:
             return Piece(number, rows, chosen, self.rows(moved, samples).take(rows), random, raw=raw)
         part = self._side.moved(self.rows(batch, samples).take(rows).batch())
@@ -125,12 +146,17 @@ class Joining:
         Raises:
             RowsError: they have several shapes, and nothing to collate anew.
         """
-        if (lookahead := self._lookahead) is not None:
+        lookahead = self._lookahead
+        if lookahead is not None:
             batch = lookahead.joined([(piece.looked, piece.rows) for piece in pieces])
             if batch is not None:
                 lookahead.trains()
-            return Moved(self._side.moved(batch if batch is not None else joined(pieces)))
-        if all(piece.raw is not None for piece in pieces):
-            raw: Iterable[Any] = (one for piece in pieces for one in piece.raw or ())
-            return Moved(self._side.moved(self._loader.collate_fn(list(raw))))
-        return Moved(joined(pieces))
+                return Moved(self._side.moved(batch))
+            given = [piece.raw or lookahead.samples(piece.looked, piece.rows) for piece in pieces]
+        else:
+            given = [piece.raw for piece in pieces]
+        known = [samples for samples in given if samples is not None]
+        if len(known) == len(pieces):
+            return Moved(self._side.moved(self._loader.collate_fn(list(itertools.chain(*known)))))
+        batch = joined(pieces)
+        return Moved(batch if lookahead is None else self._side.moved(batch))

@@ -25,6 +25,7 @@ from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.training.loops import is_asked_by_loop
 
 CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
+SCORED_PARTS = 4  # of a batch: so many sizes of batches of stale samples
 _Ids = tuple[Any, ...] | None
 _Out = tuple[int, Emitted, Any]  # forward batches that are over by then, what is known of the batch, the batch
 
@@ -111,6 +112,7 @@ class SelectedBatches:
             "seen": self._seen,
             "size": self._size,
             "forms": sorted(self._joining.forms)[:2],
+            "keeps": self._joining.keeps_samples,
             "begun": self._begun.to_plain() if self._position else None,
             "now": RandomState.current().to_plain(),
             # A batch was loaded and waits while the queue empties.
@@ -129,7 +131,7 @@ class SelectedBatches:
         self._table.load_state_dict(own["table"])
         self._stats.load_state_dict(own["stats"])
         self._size = int(own["size"])
-        self._joining.know(own["forms"])
+        self._joining.know(own["forms"], bool(own["keeps"]))
         if len(ranks) != self._side.world_size:
             return
         self._now = RandomState.from_plain(own["now"])
@@ -299,16 +301,22 @@ class SelectedBatches:
             losses = side.scorer.losses(moved, samples, number)
             self._stats.count(epoch, scored=samples)
             return losses, moved
-        stale, moved = np.flatnonzero(table.stale(ids, epoch)), None
-        if len(stale):
-            if len(stale) == samples or self._joining.is_cached(batch, samples):  # a cache has whole batches
+        rows, moved = table.to_score(ids, epoch, -(-self._size // SCORED_PARTS)), None
+        if len(rows):
+            if len(rows) == samples:
                 moved = side.moved(batch)
-                fresh = side.scorer.losses(moved, samples, number)[stale]
+                fresh = side.scorer.losses(moved, samples, number)
+            elif (part := self._joining.cached_part(batch, samples, rows)) is not None:
+                with self._joining.looking():
+                    fresh = side.scorer.losses(side.moved(part), len(rows), number)
+            elif self._joining.is_cached(batch, samples):  # as a whole
+                moved = side.moved(batch)
+                fresh = side.scorer.losses(moved, samples, number)[rows]
             else:
-                part = side.moved(self._joining.rows(batch, samples).take(stale).batch())
-                fresh = side.scorer.losses(part, len(stale), number)
-            table.update([ids[row] for row in stale], fresh, epoch)
-            self._stats.count(epoch, scored=len(stale) if moved is None else samples)
+                part = side.moved(self._joining.rows(batch, samples).take(rows).batch())
+                fresh = side.scorer.losses(part, len(rows), number)
+            table.update([ids[row] for row in rows], fresh, epoch)
+            self._stats.count(epoch, scored=len(rows) if moved is None else samples)
         return table.of(ids), moved
 
     def _piece(self, number: int, batch: Any, moved: Any, ids: _Ids, samples: int, rows: NDArray[np.int64]) -> Piece:

@@ -34,6 +34,22 @@ class LossTable:
         oldest = epoch - self.staleness
         return np.array([one not in self._losses or self._losses[one][1] < oldest for one in ids], bool)
 
+    def to_score(self, ids: Sequence[Any], epoch: int, multiple: int) -> NDArray[np.int64]:
+        """Return the rows of stale samples, in order, and of the next oldest, up to a multiple or all of them.
+
+        So a cache sees batches of a few sizes only.
+
+        >>> table = LossTable(staleness=1)
+        >>> table.update("abcd", np.ones(4), epoch=2)
+        >>> table.update("bd", np.ones(2), epoch=0)
+        >>> table.to_score("abcd", 2, multiple=3).tolist(), table.to_score("ac", 2, multiple=3).tolist()
+        ([0, 1, 3], [])
+        """
+        stale = int(self.stale(ids, epoch).sum())
+        epochs = [self._losses[one][1] if one in self._losses else -1 for one in ids]
+        oldest = np.argsort(epochs, kind="stable")
+        return np.sort(oldest[: -(-stale // multiple) * multiple])
+
     def of(self, ids: Sequence[Any]) -> NDArray[np.float64]:
         """Return the losses of samples that have one; shape ``(samples,)``."""
         return np.array([self._losses[one][0] for one in ids], np.float64)

@@ -31,13 +31,19 @@ MAX_BYTES = 2**28  # of one array; a larger one is sampled
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _VALUES = (*_PLAIN, np.generic, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
 _MEMORY = (bytearray, memoryview, array.array, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+_FLOATS = (torch.float16, torch.float32, torch.float64)  # of numpy
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
 _NAMED = (type, types.BuiltinFunctionType)
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 _TRAINER = ("lightning.pytorch.trainer", "pytorch_lightning.trainer")
 
 
 def digests_of(
-    value: Any, follows: Callable[[Any], bool] | None = None, most: int = MAX_OBJECTS, across_runs: bool = False
+    value: Any,
+    follows: Callable[[Any], bool] | None = None,
+    most: int = MAX_OBJECTS,
+    across_runs: bool = False,
+    strict: bool = False,
 ) -> dict[str, str]:
     """Return a digest of each value within reach of an object, by its path.
 
@@ -50,6 +56,8 @@ def digests_of(
         most: how many objects to look at.
         across_runs: whether a digest is the same in another run: then tensors on other devices are read, whose version
             counters tell within a run, and objects that are not looked at are named by their class.
+        strict: whether an object that raises when it is looked at does so here; else only another object differs from
+            it.
 
     >>> class Squares:
     ...     def __init__(self): self.targets, self.epoch = [0, 1, 4], 0
@@ -59,7 +67,9 @@ def digests_of(
     >>> changed(before, digests_of(data))
     'targets[1]'
     """
-    return {path: _digest(one, across_runs) for path, one in _reach(value, follows=follows, most=most)}
+    digest = _digest if strict else _digest_of_any
+    found = _reach(value, follows=follows, most=most, strict=strict)
+    return {path: digest(one, across_runs) for path, one in found}
 
 
 def moving_of(dataset: Any) -> dict[str, str]:
@@ -68,7 +78,7 @@ def moving_of(dataset: Any) -> dict[str, str]:
     If loading a sample changes one, another load of the sample may return something else.
     """
     kinds = (*GENERATORS, *_MEMORY, bool, int, float, complex, np.number, itertools.count)
-    return {path: _digest(value) for path, value in _reach(dataset, items=16) if isinstance(value, kinds)}
+    return {path: _digest_of_any(value) for path, value in _reach(dataset, items=16) if isinstance(value, kinds)}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> str | None:
@@ -84,7 +94,9 @@ def _reach(
     items: int = MAX_ITEMS,
     follows: Callable[[Any], bool] | None = None,
     most: int = MAX_OBJECTS,
+    strict: bool = False,
 ) -> Iterator[tuple[str, Any]]:
+    parts_of = _parts_of if strict else _parts_of_any
     seen: dict[int, Any] = {}
     waiting: list[tuple[str, Any, int]] = [("", root, 0)]
     while waiting and len(seen) < most:
@@ -95,13 +107,22 @@ def _reach(
         if id(value) in seen or depth > MAX_DEPTH:
             continue
         seen[id(value)] = value
-        parts = None if isinstance(value, (Tensor, np.ndarray, *GENERATORS)) else _parts_of(value, items, follows)
-        if parts is None:
+        inside = None if isinstance(value, (Tensor, np.ndarray, *GENERATORS)) else parts_of(value, items, follows)
+        if inside is None:
             yield path, value
             continue
         if not isinstance(value, types.FunctionType):
             yield f"{path}.__class__", type(value).__qualname__
-        waiting += [(f"{path}{name}".removeprefix("."), item, depth + 1) for name, item in parts]
+        waiting += [(f"{path}{name}".removeprefix("."), item, depth + 1) for name, item in inside]
+
+
+def _parts_of_any(
+    value: Any, items: int, follows: Callable[[Any], bool] | None
+) -> list[tuple[str, Any]] | None:
+    try:
+        return _parts_of(value, items, follows)
+    except Exception:  # the user's classes may raise anything
+        return None
 
 
 def _parts_of(value: Any, items: int, follows: Callable[[Any], bool] | None) -> list[tuple[str, Any]] | None:
@@ -171,13 +192,21 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 16 and isinstance(value[0], _PLAIN)
 
 
+def _digest_of_any(value: Any, across_runs: bool = False) -> str:
+    try:
+        return _digest(value, across_runs)
+    except Exception:  # the user's classes may raise anything
+        return str(id(value))
+
+
 def _digest(value: Any, across_runs: bool = False) -> str:
     state = xxhash.xxh3_64(type(value).__name__.encode())
     if isinstance(value, Tensor):
         if not has_values(value) or (value.device.type != "cpu" and not across_runs):
             return f"{id(value)} {0 if value.is_inference() else value._version}"
         value = value.detach().cpu().resolve_conj().resolve_neg()
-        value = (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy()
+        numpy_has_none = value.dtype.is_floating_point and value.dtype not in _FLOATS
+        value = (value.view(_INTEGERS[value.element_size()]) if numpy_has_none else value).numpy()
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             state.update(repr(value.tolist()[:MAX_ITEMS]).encode())

@@ -48,6 +48,7 @@ def _it_pays(monkeypatch):
     "options",
     [
         {},
+        {"staleness": 1},
         {"mode": "in_batch"},
         {"mode": "in_batch", "staleness": 1, "full_every": 3},
         {"mode": "in_batch", "beta": 0, "share": 0.5},
@@ -58,14 +59,14 @@ def test_selection_and_training_are_those_without_the_cache(options):
     module, other, cache = run(True, **options)
     assert module.losses == plain.losses
     assert equal(module, plain)
-    counts = [[(epoch, seen, trained) for epoch, seen, _, trained in one.epochs] for one in (selection, other)]
-    assert counts[0] == counts[1]
+    assert selection.epochs == other.epochs
     assert cache.stats.off is None
     if options.get("beta") == 0:  # batches are not looked at, so the front never ran on a whole one
         return
     # Each sample is loaded in the first epoch and for its entries, and few after that.
     assert len(LOADED) < 48 * 3 + 24
-    assert cache.stats.not_loaded > 100
+    # With stale losses, few samples are looked at.
+    assert cache.stats.not_loaded > (40 if "staleness" in options else 100)
 
 
 def test_a_collate_function_that_draws_is_not_run_again():
@@ -132,7 +133,13 @@ def of_one_length(samples):
 
 @pytest.mark.parametrize(
     ("collate", "options"),
-    [(padded, {"mode": "in_batch"}), (of_one_length, {}), (of_one_length, {"mode": "in_batch", "share": 0.25})],
+    [
+        (padded, {"mode": "in_batch"}),
+        (padded, {}),
+        (padded, {"staleness": 1}),
+        (of_one_length, {}),
+        (of_one_length, {"mode": "in_batch", "share": 0.25}),
+    ],
 )
 def test_samples_of_texts_come_from_entries(collate, options):
     found = []

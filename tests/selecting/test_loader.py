@@ -108,7 +108,9 @@ def test_stale_losses_are_scored_again():
     by_epoch = {epoch: scored for epoch, _, scored, _ in data.selection.epochs}
     assert by_epoch[0] == by_epoch[1] == 0
     left = 40 - data.selection.epochs[1][3]
-    assert 0 < by_epoch[2] == left < 40  # those that were not trained in the epoch before
+    # Those that were not trained in the epoch before, in each batch up to a multiple of a quarter: of two.
+    assert 0 < left <= by_epoch[2] <= left + 5 < 40
+    assert by_epoch[2] % 2 == 0
 
 
 def test_window_and_whole_batches():

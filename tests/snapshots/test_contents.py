@@ -181,6 +181,37 @@ def test_what_cannot_be_shown_is_told_by_identity():
     assert changed(before, digests_of(data)) == "huge"
 
 
+class Shy:
+    """Cannot be shown."""
+
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+class Closed:
+    """Its attribute cannot be read."""
+
+    __slots__ = ("inner",)
+
+    def __getattribute__(self, name):
+        if name == "inner":
+            raise RuntimeError("no")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("held", [{Shy(), Shy()}, np.array([Shy()], dtype=object), Closed()])
+def test_what_cannot_be_read_raises_on_request_only(held):
+    data = Data()
+    data.held, data.eighth = held, torch.zeros(2, dtype=torch.float8_e4m3fn)
+    before = digests_of(data)
+    assert changed(before, digests_of(data)) is None
+    assert changed(moving_of(data), moving_of(data)) is None
+    data.eighth[0] = 1
+    assert changed(before, digests_of(data)) == "eighth"
+    with pytest.raises(RuntimeError, match="no"):
+        digests_of(data, strict=True)
+
+
 def test_another_run_has_the_same_digests():
     """Of sets of texts, builtin functions and objects that are not looked at, too."""
     script = (
