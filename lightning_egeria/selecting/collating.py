@@ -84,7 +84,9 @@ class WithSamples:
 
     def __call__(self, samples: list[Any]) -> Collated:
         """Return the user's batch and more."""
-        is_checked = self._left > 0 and len(samples) >= FEWEST and (bool(self._keeps) or len({*map(_form, samples)}) > 1)
+        is_checked = (
+            self._left > 0 and len(samples) >= FEWEST and (bool(self._keeps) or len({*map(_form, samples)}) > 1)
+        )
         if is_checked and _depends_on_others(self.collate, samples):
             self._keeps.fill_(True)
         kept = copy.deepcopy(samples) if self._keeps else None  # collating may change them

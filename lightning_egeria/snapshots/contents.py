@@ -116,9 +116,7 @@ def _reach(
         waiting += [(f"{path}{name}".removeprefix("."), item, depth + 1) for name, item in inside]
 
 
-def _parts_of_any(
-    value: Any, items: int, follows: Callable[[Any], bool] | None
-) -> list[tuple[str, Any]] | None:
+def _parts_of_any(value: Any, items: int, follows: Callable[[Any], bool] | None) -> list[tuple[str, Any]] | None:
     try:
         return _parts_of(value, items, follows)
     except Exception:  # the user's classes may raise anything

@@ -1,9 +1,12 @@
 """Selective-Backprop on cached entries is the same without the cache, bit for bit, and loads less."""
 
+import copy
+
 import pytest
 import torch
 from methods import scripted
 from models import Classifier, ConvNet, Transformer, equal, fit, images, loader
+from selecting.selected import Checkpoints
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset, default_collate
 
@@ -153,6 +156,49 @@ def test_samples_of_texts_come_from_entries(collate, options):
     assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
     assert source.stats.off is None
     assert source.stats.hits > 3 * 48
+
+
+class Embedded(Classifier):
+    """A hook that runs on each batch."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, labels = batch
+        return x.clone(), labels
+
+
+def texts_of(module, cached, workers=0, **arguments):
+    """Train on padded texts by the queue."""
+    torch.manual_seed(0)
+    batches = DataLoader(Texts(), 8, shuffle=True, collate_fn=padded, num_workers=workers)
+    source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
+    callbacks = arguments.pop("callbacks", [])
+    schedule = scripted({2: 1, 20: 2})
+    fit(module, schedule, *callbacks, data=SelectiveBackprop(source), epochs=6, **arguments)
+    return source
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Classifier, Embedded])
+def test_padded_texts_are_collated_anew_as_without_the_cache(kind, workers):
+    """While the front grows, some of a batch are in entries of another front, or in none."""
+    modules = [kind(Transformer(dropout=0)) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    for module, cached in zip(modules, (False, True), strict=True):
+        source = texts_of(module, cached, workers)
+    assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-5)
+    assert source.stats.off is None
+    assert source.stats.hits > 48
+
+
+def test_padded_texts_resume_in_the_middle_of_an_epoch(tmp_path):
+    whole = Classifier(Transformer(dropout=0))
+    begun = copy.deepcopy(whole.state_dict())
+    texts_of(whole, True, callbacks=[Checkpoints(tmp_path)])
+    for step in (8, 12, 17):
+        resumed = Classifier(Transformer(dropout=0))
+        resumed.load_state_dict(begun)
+        texts_of(resumed, True, ckpt_path=tmp_path / f"{step}")
+        assert resumed.losses == pytest.approx(whole.losses[step:], rel=1e-5)
 
 
 def without_and_with_cache(kind, schedule, epochs, **options):
