@@ -250,7 +250,7 @@ def _is_attribute(name: str, value: Any) -> bool:
 
 
 def _is_other(name: str, value: Any) -> bool:
-    """Whether it is a tensor, a container or an object among the attributes of a module."""
-    if name in _OF_TORCH or _is_attribute(name, value):
+    """Whether it is a tensor, a container or an object among the attributes of a module, and not one of ours."""
+    if name in _OF_TORCH or _is_attribute(name, value) or type(value).__module__.startswith("lightning_egeria."):
         return False
     return not isinstance(value, Tensor) or value.grad_fn is None

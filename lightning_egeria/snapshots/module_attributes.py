@@ -83,36 +83,37 @@ class _Known:
 class _Attributes:
     """The attributes of one object. Most of a module are constants or empty, which this is quick with."""
 
-    __slots__ = ("constants", "empty", "kept")
+    __slots__ = ("empty", "kept", "values")
 
     def __init__(
         self, own: Mapping[str, Any], known: _Known, without: Sequence[str] = (), outside: Sequence[str] = ()
     ) -> None:
-        self.constants: dict[str, Any] = {}
-        self.empty: dict[str, Any] = {}
-        self.kept: dict[str, _Kept] = {}
-        for name, value in own.items():
-            kind = type(value)
-            if name in without:
-                continue
-            if kind in _CONSTANTS:
-                self.constants[name] = value
-            elif kind in _CONTAINERS and not value:
-                self.empty[name] = value
-            else:
-                self.kept[name] = _Kept.of(value, known, name in outside)
+        self.values = dict(own)
+        for name in without:
+            self.values.pop(name, None)
+        others = [(name, value) for name, value in self.values.items() if not _is_constant(value)]
+        self.empty = [value for _, value in others if type(value) in _CONTAINERS and not value]
+        self.kept = {
+            name: _Kept.of(value, known, name in outside)
+            for name, value in others
+            if type(value) not in _CONTAINERS or value
+        }
 
     def restore(self, own: dict[str, Any], done: set[int], without: Sequence[str] = ()) -> None:
         """Return to these attributes in the dictionary of the object."""
-        for name in own.keys() - self.constants.keys() - self.empty.keys() - self.kept.keys() - {*without}:
-            del own[name]
-        own |= self.constants
-        own |= self.empty
-        for value in self.empty.values():
-            if value:
-                value.clear()
+        own |= self.values
+        if len(own) > len(self.values):
+            for name in own.keys() - self.values.keys() - {*without}:
+                del own[name]
+        for value in filter(None, self.empty):  # it is no longer
+            value.clear()
         for name, kept in self.kept.items():
             own[name] = kept.restored(done)
+
+
+def _is_constant(value: Any) -> bool:
+    kind = type(value)
+    return kind in _CONSTANTS or (kind is tuple and all(map(_is_constant, value)))
 
 
 class _Kept:
@@ -134,8 +135,10 @@ class _Kept:
             known: what was captured before.
             outside: whether it belongs to a module that is no part of the captured one, so its parameters count.
         """
+        if _is_constant(value):
+            return cls(value)
         is_tensor = isinstance(value, Tensor)
-        if isinstance(value, GENERATORS):
+        if not is_tensor and isinstance(value, GENERATORS):
             kept = cls(value)
             kept.held = state_of(value)
             return kept
@@ -166,12 +169,12 @@ class _Kept:
         if self.attributes is not None:
             self.attributes.restore(vars(self.value), done)
             return self.value
-        if isinstance(self.value, GENERATORS):
-            set_state(self.value, self.held)
-        elif isinstance(self.value, Tensor):
+        if isinstance(self.value, Tensor):
             if not same_bits(self.value, self.held):  # else autograd would take it for changed
                 with torch.inference_mode(self.value.is_inference()), torch.no_grad():
                     self.value.detach().copy_(self.held)
+        elif isinstance(self.value, GENERATORS):
+            set_state(self.value, self.held)
         elif isinstance(self.value, dict):
             items = {key: kept.restored(done) for key, kept in self.held.items()}
             self.value.clear()

@@ -7,11 +7,15 @@ import types
 import numpy as np
 import pytest
 import torch
+from methods import scripted
+from models import Classifier, ConvNet, fit, loader
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_egeria import FrozenPrefixCache
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.errors import CacheError
+from lightning_egeria.snapshots.contents import digests_of
 
 
 def new_net():
@@ -246,3 +250,16 @@ def test_a_change_is_seen_in_each_part_of_large_weights(threads):
             assert not state.is_unchanged()
             values[place] = value
             assert state.is_unchanged()
+
+
+def test_what_a_freeze_sets_costs_no_look(monkeypatch):
+    looked = []
+
+    def digests(found, *arguments, **options):
+        looked.append(len(found))
+        return digests_of(found, *arguments, **options)
+
+    monkeypatch.setattr("lightning_egeria.caching.weights.digests_of", digests)
+    fit(Classifier(ConvNet()), scripted({3: 1}), data=FrozenPrefixCache(loader()))
+    assert looked
+    assert not any(looked)
