@@ -6,7 +6,6 @@ import json
 import math
 import sys
 
-import hydra
 import lightning
 import numpy as np
 import pytest
@@ -299,42 +298,53 @@ def test_the_time_to_a_target_is_the_plain_runs_over_ours():
     assert figures.time_to(ours, plain, 0.85) == "2.50x"  # 6 s and 4 s, over 2 s and 2 s
 
 
-def test_costs_are_shares_of_the_full_step_of_the_same_round(data, monkeypatch, capsys):
-    working = {"5": 0.4, "5 hit": 0.2, "5 miss": 0.9, "5 off": 0.8}
-    grown = {"3 hit": 0.6, "5 from 3": 0.3, "5 hit": 0.25}
-    seconds = iter([{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working, grown])
-    asked = []
+def test_costs_are_shares_of_the_full_step_beside_them(data, monkeypatch, capsys):
+    working = {"5": 0.2, "5 hit": 0.1, "5 miss": 0.45, "5 off": 0.4}
+    grown = {"3 hit": 0.3, "5 from 3": 0.15, "5 hit": 0.12}
+    shares = [{"3": 0.5}, {"5 off": 0.25}, working, grown]
+    asked, waiting = [], iter(shares)
 
-    def seconds_of(workload, config, datamodule, fit):
+    def shares_of(workload, size, data, fit):
         asked.append(tuple(fit)[:3])
-        return next(seconds)
+        return {kind: (share, 2.0) for kind, share in next(waiting).items()}
 
-    monkeypatch.setattr(costs, "seconds_of", seconds_of)
+    monkeypatch.setattr(costs, "shares_of", shares_of)
     kinds = ["0", "3", "5 hit", "5 miss", "5 off", "5 from 3", "5 from 4"]
     found = costs.measure(WORKLOAD, "small", data, kinds[:-1], rounds=1)
-    assert [fit[:3] for fit in asked] == [(0, "", 0), (3, "", 0), (5, "off", 0), (5, "work", 0), (5, "work", 3)]
+    assert asked == [(3, "", 0), (5, "off", 0), (5, "work", 0), (5, "work", 3)]
     assert found["full"] == 2.0
     assert found["shares"] == {"3": 0.5, "5 from 3": 0.15, "5 hit": 0.1, "5 miss": 0.45, "5 off": 0.25}
     assert capsys.readouterr().out == "round 1 of 1: full step 2000.0 ms\n"
-    seconds = iter(
-        [{"0": 2.0}, {"3": 1.0}, {"5 off": 0.5}, working, grown, {"0": 2.5}, {}]
-    )  # four fits, a full one again
+    waiting = iter([*shares, {}])
     assert costs.measure(WORKLOAD, "small", data, kinds, rounds=1)["shares"] == found["shares"]
     assert "not measured, taken to cost what the nearest kind does: 5 from 4" in capsys.readouterr().out
 
 
+def test_the_cost_of_scoring_is_what_it_adds_to_a_step(data, monkeypatch):
+    found = {
+        costs.Fit(0, scores=True): {"0": (1.3, 2.0)},
+        costs.Fit(5, "work"): {"5 hit": (0.4, 2.0)},
+        costs.Fit(5, "work", scores=True): {"5 hit": (0.5, 2.0), "5 miss": (0.9, 2.0)},
+    }
+    monkeypatch.setattr(costs, "shares_of", lambda workload, size, data, fit: found[fit])
+    measured = costs.measure(WORKLOAD, "small", data, ["0", "0 score", "5 hit score"], rounds=1)
+    assert measured["shares"] == {"0 score": 0.3, "5 hit": 0.4, "5 hit score": 0.1}
+
+
 @pytest.mark.slow
 def test_kinds_are_measured_by_short_fits(data, monkeypatch):
-    monkeypatch.setattr(costs, "BATCHES", 8)
     monkeypatch.setattr(stats, "COMPARED_STEPS", sys.maxsize)  # whether so small a cache pays is chance
-    config = run_module.configured(WORKLOAD, "small", data, [*TINY, "data.batch_size=8"])
-    datamodule = hydra.utils.instantiate(config.data)
-    assert set(costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(0))) == {"0"}
-    assert set(costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(1))) == {"1"}
-    assert {"1 hit", "1 miss"} <= set(costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(1, "work")))
-    assert set(costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(1, "off"))) == {"1 off"}
-    grown = costs.seconds_of(WORKLOAD, config, datamodule, costs.Fit(2, "work", 1))
-    assert "2 from 1" in grown
+
+    def kinds_of(*fit):
+        found = costs.shares_of(WORKLOAD, "small", data, costs.Fit(*fit), *TINY, "data.batch_size=8")
+        assert all(0 < share < 20 and seconds > 0 for share, seconds in found.values())
+        return set(found)
+
+    assert kinds_of(0) == {"0"}
+    assert kinds_of(1) == {"1"}
+    assert {"1 hit", "1 miss"} <= kinds_of(1, "work")
+    assert kinds_of(1, "off") == {"1 off"}
+    assert "2 from 1" in kinds_of(2, "work", 1)
 
 
 def test_networks_whose_statistics_settle_take_longer_to_measure():

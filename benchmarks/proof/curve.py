@@ -61,6 +61,10 @@ class Curve(lightning.Callback):
     def on_train_epoch_start(self, *_: Any) -> None:
         self._mark = time.perf_counter()
 
+    def begin_step(self) -> None:
+        """The next step begins now."""
+        self._mark = time.perf_counter()
+
     def on_train_batch_start(self, *_: Any) -> None:
         depth = self.freezing.frozen_depth if self.freezing is not None else 0
         if depth != self._depth:
