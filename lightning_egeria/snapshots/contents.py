@@ -147,11 +147,11 @@ def _parts_of(value: Any, items: int, follows: Callable[[Any], bool] | None) -> 
         return None
     if type(value).__module__.startswith(_TRAINER):
         return []
-    own = {**_slots_of(value), **(getattr(value, "__dict__", None) or {})}
+    own = {**slots_of(value), **(getattr(value, "__dict__", None) or {})}
     return [(f".{name}", item) for name, item in own.items()] if own or hasattr(value, "__dict__") else None
 
 
-def _slots_of(value: Any) -> dict[str, Any]:
+def slots_of(value: Any) -> dict[str, Any]:
     """The attributes of an object that are not in its dictionary."""
     found = {}
     for kind in type(value).__mro__:

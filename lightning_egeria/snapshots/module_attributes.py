@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
+import array
 import collections
+import copy
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_egeria.snapshots.contents import slots_of
 from lightning_egeria.snapshots.digests import has_values, same_bits
 from lightning_egeria.snapshots.random_state import GENERATORS, set_state, state_of
 
 _KEPT = ("_parameters", "_modules")  # other code owns them
 # Not the user's own: their objects are restored by reference.
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_egeria", "torchmetrics", "timm", "transformers"}
-_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter, AttributeDict)
 _CONTAINERS = (*_MAPPINGS, list, set, collections.deque)
+_ARRAYS = (np.ndarray, bytearray, array.array)
+_SETTINGS = (types.SimpleNamespace, argparse.Namespace)
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 
 class ModuleAttributes:
     """The attributes and buffers of a module and its submodules at one moment. `restore` returns to it.
 
-    Numbers, tensors, random generators, and lists, dictionaries, sets, tuples and deques of them return to their
-    values: counters, running statistics, the states of torchmetrics, lists of outputs. So do modules that are no
-    submodules, with their parameters, and objects of classes from the packages of the module and its submodules, such
-    as a teacher in a list or averages of weights. Tensors and containers keep their identity. Other objects, data
-    sets among them, are restored by reference only, so a change inside one stays. The module's own parameters and
-    submodules are left alone.
+    Numbers, tensors, arrays, random generators, and lists, dictionaries, sets, tuples, deques and namespaces of them
+    return to their values: counters, running statistics, the states of torchmetrics, lists of outputs. So do modules
+    that are no submodules, with their parameters, and objects of classes from the packages of the module and its
+    submodules, such as a teacher in a list or averages of weights. Tensors and containers keep their identity. Other
+    objects, data sets and iterators among them, are restored by reference only, so a change inside one stays. The
+    module's own parameters and submodules are left alone.
 
     Args:
         module: the module.
@@ -76,8 +84,9 @@ class _Known:
         """Whether a value is an object whose attributes training may change."""
         if id(value) in self.parts or isinstance(value, type | types.ModuleType | Dataset | DataLoader):
             return False
-        own = isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in self.packages
-        return own and hasattr(value, "__dict__") and not hasattr(type(value), "__get__")
+        own = isinstance(value, (nn.Module, *_SETTINGS)) or type(value).__module__.partition(".")[0] in self.packages
+        has_some = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+        return own and has_some and not hasattr(type(value), "__get__")
 
 
 class _Attributes:
@@ -142,6 +151,10 @@ class _Kept:
             kept = cls(value)
             kept.held = state_of(value)
             return kept
+        if isinstance(value, _ARRAYS):
+            kept = cls(value)
+            kept.held = copy.copy(value)
+            return kept
         is_object = not is_tensor and type(value) not in _CONTAINERS and not isinstance(value, tuple)
         if is_object and not known.has_attributes(value):
             return cls(value)
@@ -150,7 +163,8 @@ class _Kept:
         kept = known.kept[id(value)] = cls(value)  # before its items, which may refer to it
         if is_object:
             outside_parameters = ("_parameters",) if isinstance(value, nn.Module) else ()
-            kept.attributes = _Attributes(vars(value), known, outside=outside_parameters)
+            kept.attributes = _Attributes(getattr(value, "__dict__", {}), known, outside=outside_parameters)
+            kept.held = {name: cls.of(one, known) for name, one in slots_of(value).items()}
         elif is_tensor:
             kept.held = value.detach().clone() if has_values(value) else None
             if isinstance(value, nn.Parameter) and not outside:
@@ -167,7 +181,9 @@ class _Kept:
             return self.value
         done.add(id(self))
         if self.attributes is not None:
-            self.attributes.restore(vars(self.value), done)
+            self.attributes.restore(getattr(self.value, "__dict__", {}), done)
+            for name, kept in self.held.items():
+                object.__setattr__(self.value, name, kept.restored(done))
             return self.value
         if isinstance(self.value, Tensor):
             if not same_bits(self.value, self.held):  # else autograd would take it for changed
@@ -175,6 +191,11 @@ class _Kept:
                     self.value.detach().copy_(self.held)
         elif isinstance(self.value, GENERATORS):
             set_state(self.value, self.held)
+        elif isinstance(self.value, _ARRAYS):
+            if not isinstance(self.value, np.ndarray):
+                self.value[:] = self.held
+            elif self.value.flags.writeable and self.value.shape == self.held.shape:
+                self.value[...] = self.held
         elif isinstance(self.value, dict):
             items = {key: kept.restored(done) for key, kept in self.held.items()}
             self.value.clear()

@@ -23,7 +23,7 @@ from lightning_egeria.tuning.record import SearchRecord
 from lightning_egeria.tuning.rounds import Limits, Result
 from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFactory
-from lightning_egeria.tuning.setups import TOO_SHORT, check_trainer, most_steps
+from lightning_egeria.tuning.setups import TOO_SHORT, check_schedulers, check_trainer, most_steps
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.trials import Trials
 from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
@@ -138,8 +138,13 @@ class BranchTuner(pl.Callback):
             self.tunables.batch_size.attach(trainer, self.notices.warn)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Apply the part of the setting that checkpoints do not hold."""
+        """Apply the part of the setting that checkpoints do not hold.
+
+        Raises:
+            UnsupportedError: a scheduler follows what is logged in each step.
+        """
         self.tunables.check(trainer)
+        check_schedulers(trainer, self.notices.inform)
         self._started = time.perf_counter()
         if not self._resumed:
             self._forget()
@@ -282,13 +287,19 @@ class BranchTuner(pl.Callback):
         assert self._feed is not None
         sizes = len(self.tunables.batch_size.sizes) if self.tunables.batch_size is not None else 0
         most = self.ranks.share(most_steps(trainer, self._feed, 1 + sizes))
+        limits = self._limits(trainer, most)
         if most < 1:
             self.notices.warn(TOO_SHORT)
+        elif self.searches and limits.most_total < 2 * limits.first_steps:
+            self.notices.inform(
+                f"step {trainer.global_step}: no search, because two trials of {limits.first_steps} steps are more than "
+                f"what is left of max_share={self.max_share}"
+            )
         else:
             trials = Trials(trainer, self._feed, self.tunables, self.ranks, freezer_of(trainer), self.most_state_bytes)
             run = SearchRun(trainer, trials, self.ranks, self.notices, self._finished)
             self._trying = "..."
-            record = run.search(self._new_searcher, self._limits(trainer, most), self._due, self._show)
+            record = run.search(self._new_searcher, limits, self._due, self._show)
             self.searches.append(record)
             self.setting = record.setting
         self._due = self._trying = None
@@ -305,7 +316,7 @@ class BranchTuner(pl.Callback):
             first = self.first_steps if batch_size is None else batch_size.first_steps(self.first_steps, most)
             return Limits(first, most, self.max_trials, total)
         last = self.searches[-1]
-        return Limits(last.trial_steps, most, len(last.branches), total, halving=False)
+        return Limits(min(last.trial_steps, most), most, len(last.branches), total, halving=False)
 
     def _show(self, text: str) -> None:
         self._trying = text

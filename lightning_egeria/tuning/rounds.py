@@ -155,7 +155,7 @@ class Outcome:
 
     Attributes:
         branches: all branches, in the order of their first trial. The first one has the present setting.
-        winner: number of the fastest branch; None if none made progress.
+        winner: number of the fastest branch; None if none made progress, and the present setting does no harm.
         trial_steps: steps of the last trials.
         reason: why the search ended.
     """
@@ -191,7 +191,7 @@ def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Or
     rounds = _Rounds(searcher, present, limits)
     yield from rounds.halve() if limits.halving else rounds.one_by_one()
     steps = max((branch.steps for branch in rounds.branches), default=0)
-    return Outcome(rounds.branches, rounds.best, steps, rounds.reason or "")
+    return Outcome(rounds.branches, rounds.winner, steps, rounds.reason or "")
 
 
 class _Rounds:
@@ -208,6 +208,14 @@ class _Rounds:
     def best(self) -> int | None:
         """The fastest of the branches with the longest trials; None if none makes progress."""
         return next(iter(self._ranked(range(len(self.branches)))), None)
+
+    @property
+    def winner(self) -> int | None:
+        """The best one. If none makes progress and the present setting fails or diverges, the one that loses least."""
+        alive = [number for number, branch in enumerate(self.branches) if branch.alive]
+        if self.best is not None or not alive or self.branches[0].alive:
+            return self.best
+        return max(alive, key=lambda number: self.branches[number].gain)
 
     def one_by_one(self) -> Generator[Order, Result, None]:
         while (number := self._next_branch(self._limits.most_trials)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,6 +42,25 @@ def check_trainer(trainer: pl.Trainer) -> None:
             "branch tuning reads batches ahead, and a training_step with dataloader_iter reads them itself. Use "
             "training_step(batch, batch_idx)"
         )
+
+
+def check_schedulers(trainer: pl.Trainer, inform: Callable[[str], None]) -> None:
+    """Refuse a scheduler that follows what is logged in each step, and tell what one misses that follows an epoch.
+
+    Raises:
+        UnsupportedError: a `ReduceLROnPlateau` steps behind each training step.
+    """
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.interval == "step":
+            raise UnsupportedError(
+                "branch tuning does not run with ReduceLROnPlateau and interval='step': trials log nothing that it "
+                "could follow. Use interval='epoch' and a metric of validation"
+            )
+        if config.reduce_on_plateau:
+            inform(
+                f"ReduceLROnPlateau follows {config.monitor!r}. If that is a mean over training steps, it lacks those "
+                "of trials that are kept. Let it follow a metric of validation"
+            )
 
 
 def most_steps(trainer: pl.Trainer, feed: Feed, copies: int = 1) -> int:

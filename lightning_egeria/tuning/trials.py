@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
@@ -87,6 +87,7 @@ class Trials:
         self._parent = FitState(trainer, freezer, self._store)
         self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # number of the first batch
         self._branches: dict[int, _Branch] = {}
+        self._is_set = False  # the setting of the branch in training; an error of a setter is no result
         self._batch_size = tunables.batch_size
         self._present_size = self._batch_size.get(trainer) if self._batch_size is not None else None
         self._ahead = {self._present_size: feed.ahead}  # by batch size
@@ -95,7 +96,9 @@ class Trials:
             self._batch_size.begin(trainer)
 
     def run(self, order: Order) -> Result:
-        """Train a branch. Out of memory is a result; after another error, `leave` returns to the beginning.
+        """Train a branch. Out of memory is a result, and in one process any error that comes with another setting.
+
+        After an error with the present setting, `leave` returns to the beginning.
 
         Raises:
             UnsupportedError: if the training step returns no loss.
@@ -111,11 +114,15 @@ class Trials:
                 self._train_without_learning(len(branch.losses))
             else:
                 failed = f"the epoch has too few samples left for batches of {branch.setting['batch_size']}"
-        except (RuntimeError, MemoryError) as error:
+        except EgeriaError:
+            raise
+        except Exception as error:  # of the user's training step
             memory, text = _is_out_of_memory(error), (str(error).splitlines() or [""])[0]
-            if self._ranks.several or not (memory or _is_anomaly(error)):
+            own = branch.setting != self.present and self._is_set
+            if self._ranks.several or not (memory or _is_anomaly(error) or own):
                 raise
-            failed = f"{'out of memory' if memory else 'not finite'}: {text:.200}"
+            kind = "out of memory" if memory else "not finite" if _is_anomaly(error) else type(error).__name__
+            failed = f"{kind}: {text:.200}"
         if failed is not None:
             branch.state = None
             self._free()
@@ -176,7 +183,9 @@ class Trials:
         else:
             self._parent.restore()
             branch.batches, branch.losses, branch.seconds = 0, [], 0.0
+        self._is_set = False
         self.tunables.set(self._trainer, branch.setting)
+        self._is_set = True
         branch.state = None
         accumulated = self._trainer.accumulate_grad_batches
         if self._batch_size is not None and self._present_size is not None:
