@@ -30,8 +30,11 @@ class Lookahead(Protocol):
     def last(self, batch: Rows) -> Any:
         """Return what is known of the batch that the loader yielded last, which is given; None if nothing is."""
 
-    def joined(self, parts: Sequence[tuple[Any, Index]]) -> Any:
-        """Return some rows of such batches as one; None if the front cannot be left out for it."""
+    def joined(self, parts: Sequence[tuple[Any, Index]], anew: bool = True) -> Any:
+        """Return some rows of such batches as one; None if the front cannot be left out for it.
+
+        If samples are kept, they are collated ``anew``.
+        """
 
     def keep_samples(self) -> None:
         """Keep the samples of each batch, so that some of them can be collated anew."""

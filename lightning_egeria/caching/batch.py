@@ -333,7 +333,7 @@ class CachedBatch:
                     changed.append(entries[at])
                     doubt |= bool(level.verified[entries[at]])
             else:
-                level.verified[entries[at]] = True
+                level.verify(entries[at], self.plan.doubts)
         if changed:
             self._owner.forget(level, np.array(changed), doubt)
             self._doubts |= doubt and any(self.lazy)

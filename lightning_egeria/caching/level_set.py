@@ -108,6 +108,8 @@ class LevelSet:
 
     Attributes:
         reader: reads entries ahead.
+        doubts: how often entries were to be compared with their samples again. What was loaded before the last time
+            tells nothing.
         recording: writes new entries.
     """
 
@@ -120,6 +122,7 @@ class LevelSet:
         release: Callable[[], None],
     ) -> None:
         self.reader = ReadAhead()
+        self.doubts = 0
         self.recording = Recording(limits, stats, lambda text, cause: notices.warn(text, once=cause))
         self._directory, self._limits, self._stats, self._release = directory, limits, stats, release
         self._levels: list[Level] = []
@@ -175,7 +178,7 @@ class LevelSet:
         device_bytes = self._limits.device_bytes if device.type != "cpu" else 0
         known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool), np.zeros(entries, np.int32)
         tier = MemoryTier(device_bytes, form, entries, device)
-        self._levels.append(Level(origin.front.depth, key, form, store, host, tier, *known))
+        self._levels.append(Level(origin.front.depth, key, form, store, host, tier, *known, doubts=self.doubts))
         self.recording.restart(self._taken_by_others())
         share = "" if size <= room else f", of which {room / size:.0%} fit"
         return (
@@ -197,7 +200,9 @@ class LevelSet:
     def forget_verified(self, ids: Rows | None, views: int) -> None:
         """Compare entries with their samples before they are used again; those of all samples by default."""
         self.recording.finish()  # an entry that is written later would count as compared
+        self.doubts += 1
         for level in self._levels:
+            level.doubts = self.doubts
             level.verified.reshape(-1, max(1, views))[slice(None) if ids is None else ids] = False
 
     def forget(self, level: Level, entries: Rows) -> None:

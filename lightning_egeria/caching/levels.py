@@ -125,6 +125,7 @@ class Level:
         verified: whether this run has compared or written the entry, ``[entries]``.
         lengths: of the rows of a ragged form, ``[entries]``; 0 where it is not known.
         padded: whether entries of a ragged form serve batches of other lengths.
+        doubts: as in `LevelSet`.
     """
 
     depth: int
@@ -137,6 +138,12 @@ class Level:
     verified: Flags
     lengths: npt.NDArray[np.int32]
     padded: Lengths = dataclasses.field(default_factory=Lengths)
+    doubts: int = 0
+
+    def verify(self, entry: int, doubts: int) -> None:
+        """An entry was compared with its sample, which was planned when there had been so many doubts."""
+        if doubts == self.doubts:  # else the sample may have been loaded before it changed
+            self.verified[entry] = True
 
     def present(self, entries: Rows) -> Flags:
         """Which entries are there, as far as the index says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker, whole
 from lightning_egeria.caching.outputs import Output
-from lightning_egeria.caching.plan import Kept, Loaded, Plan
+from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.lazy.sending import joined
 from lightning_egeria.lazy.tensors import LazyTensor
@@ -126,22 +127,24 @@ class Line:
         # At once, as the user's does: it draws a random number and starts the workers.
         return self._batches(iter(self._planned(loader)))
 
-    def joined(self, parts: Sequence[tuple[Looked, Index]]) -> tuple[Any, CachedBatch] | None:
+    def joined(self, parts: Sequence[tuple[Looked, Index]], anew: bool) -> tuple[Any, CachedBatch] | None:
         """Return some rows of batches as one batch; None if the cache does not know all of them.
 
-        Where their samples were kept, these are collated anew.
+        If samples were kept, they are collated ``anew``.
         """
         started = time.perf_counter()
         places = [(one, row) for one, rows in parts for row in rows.tolist()]
-        samples = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts)
+        kept = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts)
+        samples = kept if anew else None
         ready = Output.joined([(one.cached.output, rows) for one, rows in parts]) if samples is None else None
         ready = ready if self.stream.sizes.verdict(len(places)) else None
         batch = _rows_of(parts) if samples is None else None
         if samples is None and batch is None:
             return None
         plan = self.stream.plan_again([one.ids[row] for one, row in places], reads=ready is None)
-        if plan is None or any(one.cached.plan.front != plan.front for one, _ in parts):
+        if plan is None or plan.mode is Mode.PLAIN or any(one.cached.plan.front != plan.front for one, _ in parts):
             return None
+        plan = dataclasses.replace(plan, doubts=min(one.cached.plan.doubts for one, _ in parts))
         if samples is not None:  # collating may change them
             loaded = self._dataset.batch_of(plan, copy.deepcopy(samples))
         else:
@@ -279,10 +282,10 @@ class CachedLookahead:
         last = self._line.last
         return Looked(last, batch, self.last_ids()) if isinstance(last, CachedBatch) else None
 
-    def joined(self, parts: Sequence[tuple[Looked | None, Index]]) -> Any:
+    def joined(self, parts: Sequence[tuple[Looked | None, Index]], anew: bool = True) -> Any:
         """Return some rows of batches as one; None if the cache does not know all of them."""
         known = [(one, rows) for one, rows in parts if one is not None]
-        found = self._line.joined(known) if len(known) == len(parts) else None
+        found = self._line.joined(known, anew) if len(known) == len(parts) else None
         if found is None:
             return None
         batch, self._joined = found

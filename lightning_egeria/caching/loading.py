@@ -262,7 +262,7 @@ def stamp_of(fields: bytes) -> int:
 
 
 def whole(plan: Plan, samples: Kept, load: Callable[[list[tuple[int, int]]], list[Tensor]]) -> list[Any]:
-    """Return samples, as their loader would, in the order of their positions; ``load`` their inputs if these are absent.
+    """Return samples as their loader would, in the order of their positions; ``load`` inputs that are absent.
 
     Args:
         plan: of their batch.

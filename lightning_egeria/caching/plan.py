@@ -40,6 +40,7 @@ class Plan:
         stamps: digest of the fields that each entry must have.
         front: number of the front that it was planned for.
         checks: places of samples whose entries are compared with what the front computes.
+        doubts: as in `LevelSet`, when it was planned.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Plan:
     stamps: tuple[int, ...] = ()
     front: int = 0
     checks: tuple[int, ...] = ()
+    doubts: int = 0
 
 
 class Kept(NamedTuple):

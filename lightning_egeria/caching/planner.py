@@ -242,7 +242,7 @@ class Planner:
     def _begun(self, ids: Sequence[Any], front: Front | None, fronts: int) -> tuple[Plan, Rows]:
         """The next plan, with the entries of its samples if something is cached."""
         number, self._next = self._next, self._next + 1
-        plan = Plan(number, tuple(ids), front=fronts)
+        plan = Plan(number, tuple(ids), front=fronts, doubts=self._levels.doubts)
         self._reads[number] = []
         if front is None:
             return plan, np.empty(0, np.int64)

@@ -332,7 +332,7 @@ class Stream:
 
     def _record(self, batch: CachedBatch, level: Level, node: Node, value: Tensor, some: Some) -> None:
         """Write the output of some samples, if it may be read again."""
-        if not self.writes:
+        if not self.writes or batch.plan.doubts != self.levels.doubts:
             return
         value, same = with_padding(batch, level, node, value, some, self.outside, self._notices)
         made = self.outside.stamps(node, level.form.ragged)

@@ -163,11 +163,14 @@ class SelectiveBackprop(WrappingDataModule):
                 f"staleness={self.staleness} needs the id of each sample, and a {type(loader).__name__} over "
                 f"{type(getattr(loader, 'dataset', None)).__name__} has none. Use a map-style dataset, or staleness=0"
             )
-        if self._batches is not None:
-            self._batches.close()
+        before = self._batches
+        if before is not None:
+            before.close()
         settings = Settings(self.make_rule(), self.window, self.share, self.seed)
         side = TrainerSide(trainer, self.per_sample_loss, from_cache=source.lookahead is not None)
         self._batches = SelectedBatches(loader, settings, self.losses, side, self.selection)
+        if before is not None:
+            self._batches.go_on_from(before)
         if self._resumed is not None:
             with checkpoint_read("selective backprop"):
                 self._batches.load_rank_states(self._resumed)

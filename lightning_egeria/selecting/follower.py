@@ -103,6 +103,7 @@ class Follower(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the share that was trained."""
+        self._current = None  # a batch that is skipped has no end
         if self._stats.epochs and self._loader() is not None:
             if not self._goes_on:
                 self._stats.seconds.append((trainer.current_epoch, time.perf_counter() - self._began))

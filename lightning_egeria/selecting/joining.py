@@ -94,7 +94,8 @@ class Joining:
         """Return some rows of the last batch as a batch to look at; None if a cache does not know them."""
         if (lookahead := self._lookahead) is None:
             return None
-        part = lookahead.joined([(lookahead.last(self.rows(batch, samples)), rows)])
+        # As rows: a collate function that draws is not run once more.
+        part = lookahead.joined([(lookahead.last(self.rows(batch, samples)), rows)], anew=False)
         if part is not None:
             lookahead.trains()
         return part

@@ -89,6 +89,11 @@ class SelectedBatches:
         self._position, self._begun = 0, RandomState.current()
         return self._batches(iter(self._joining.source))
 
+    def go_on_from(self, before: SelectedBatches) -> None:
+        """Take what is known of the samples from the loader of an earlier epoch."""
+        self._size = before._size
+        self._joining.know(before._joining.forms, before._joining.keeps_samples)
+
     def take_resumed(self) -> int:
         """Return, once, `Emitted.seen` of the last batch before a checkpoint in this epoch; else 0."""
         resumed, self._resumed_seen = self._resumed_seen, 0

@@ -40,7 +40,7 @@ class BranchTuner(pl.Callback):
         searcher: ``"random"``, ``"grid"``, with Optuna ``"tpe"`` or ``"cmaes"``, or a function from spaces and a seed
             to a searcher.
         max_trials: most settings in a search.
-        max_share: most steps of all trials together, as a share of the steps of the run.
+        max_share: most steps of all trials together, as a share of the steps of the run. The first search may take all.
         first_steps: optimizer steps of the first trials.
         monitor: metric of validation that starts a search when it stops getting better; None starts none.
         mode: ``"min"`` if less of the metric is better, or ``"max"``.
@@ -292,8 +292,8 @@ class BranchTuner(pl.Callback):
             self.notices.warn(TOO_SHORT)
         elif self.searches and limits.most_total < 2 * limits.first_steps:
             self.notices.inform(
-                f"step {trainer.global_step}: no search, because two trials of {limits.first_steps} steps are more than "
-                f"what is left of max_share={self.max_share}"
+                f"step {trainer.global_step}: no search, because two trials of {limits.first_steps} steps are more "
+                f"than what is left of max_share={self.max_share}"
             )
         else:
             trials = Trials(trainer, self._feed, self.tunables, self.ranks, freezer_of(trainer), self.most_state_bytes)

@@ -2,6 +2,7 @@
 
 import copy
 
+import lightning as L
 import pytest
 import torch
 from methods import scripted
@@ -188,6 +189,69 @@ def test_padded_texts_are_collated_anew_as_without_the_cache(kind, workers):
     assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-5)
     assert source.stats.off is None
     assert source.stats.hits > 48
+
+
+@pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"staleness": 2}])
+def test_a_padding_collate_function_draws_as_without_the_cache(options):
+    def masking(samples):
+        texts, labels = padded(samples)
+        return torch.where((torch.rand(texts.shape) < 0.1) & (texts != 0), 19, texts), labels
+
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        module = Classifier(Transformer(dropout=0))
+        batches = DataLoader(Texts(), 8, shuffle=True, collate_fn=masking)
+        source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
+        fit(module, scripted({1: 2}), data=SelectiveBackprop(source, **options), epochs=6)
+        found.append((module, torch.get_rng_state()))
+    assert found[1][0].losses == pytest.approx(found[0][0].losses, rel=1e-5)
+    assert found[0][1].equal(found[1][1])
+
+
+def test_padded_texts_of_loaders_that_are_made_anew():
+    modules = [Classifier(Transformer(dropout=0)) for _ in range(2)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    for module, cached in zip(modules, (False, True), strict=True):
+        texts_of(module, cached, reload_dataloaders_every_n_epochs=1)
+    assert modules[1].losses == pytest.approx(modules[0].losses, rel=1e-5)
+
+
+HIDDEN = {}  # where the cache does not look
+
+
+class Elsewhere(Dataset):
+    """Its images are in a global variable, and the label tells which they are."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        image, label = HIDDEN["images"][index]
+        return image + HIDDEN["version"], label
+
+
+@pytest.mark.parametrize("step", [22, 25])
+def test_samples_loaded_before_a_change_verify_no_entry(step):
+    """They wait in the queue, or were loaded ahead, while `invalidate` is called."""
+
+    class Change(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == step:
+                HIDDEN["version"] = 1.0
+                if source is not None:
+                    source.invalidate(range(10, 60))
+
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        HIDDEN.update(images=images(96), version=0.0)
+        module, batches = Classifier(ConvNet(dropout=0)), DataLoader(Elsewhere(), 8, shuffle=True)
+        source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else None
+        data = SelectiveBackprop(source or batches, staleness=2)
+        fit(module, scripted({3: 1, 12: 2}), Change(), data=data, epochs=6)
+        found.append(module.losses)
+    assert found[0] == found[1]
 
 
 def test_padded_texts_resume_in_the_middle_of_an_epoch(tmp_path):

@@ -47,3 +47,15 @@ def test_losses_of_training_forwards_are_those_of_the_step():
     module, _, data = trained(epochs=1 + 1, staleness=5)
     mean = data.losses.of(module.ids[-1]).mean()
     assert mean == pytest.approx(module.losses[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["queue", "in_batch"])
+def test_a_batch_that_is_skipped_scores_the_next(mode):
+    """The module ends the epoch before it."""
+
+    class Skipping(Noting):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 3 else None
+
+    module, _, _ = trained(images(44), module=Skipping(), staleness=1, mode=mode, epochs=4)
+    assert len(module.losses) == 12

@@ -1,12 +1,15 @@
 """The attributes of modules, as they were."""
 
+import array
 import collections
 import random
+import types
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
@@ -177,3 +180,38 @@ def test_a_list_that_holds_itself_returns():
     before.restore()
     assert len(module.value) == 1
     assert module.value[0] is module.value
+
+
+class Holder(nn.Linear):
+    """Of the package of what it holds."""
+
+
+class Slotted:
+    """As a counter of a step with slots."""
+
+    __slots__ = ("average", "steps", "unset")
+
+    def __init__(self):
+        self.steps, self.average = 0, torch.zeros(2)
+
+
+def test_arrays_namespaces_and_slots_return():
+    module = Holder(2, 2)
+    module.array, module.memory, module.numbers = np.zeros(2), bytearray(2), array.array("i", [0, 0])
+    module.settings, module.slotted = types.SimpleNamespace(steps=0, seen=[]), Slotted()
+    module.hparams = AttributeDict(steps=0)
+    held = [module.array, module.memory, module.numbers, module.settings, module.slotted, module.hparams]
+    before = ModuleAttributes(module)
+    for _ in range(2):
+        module.array += 1
+        module.memory[0], module.numbers[1] = 1, 1
+        module.settings.steps, module.hparams.steps, module.slotted.steps = 1, 1, 1
+        module.settings.seen.append(1)
+        module.slotted.average += 1
+        before.restore()
+        assert module.array.tolist() == [0, 0]
+        assert (bytes(module.memory), module.numbers.tolist()) == (bytes(2), [0, 0])
+        assert (module.settings.steps, module.settings.seen, module.hparams.steps) == (0, [], 0)
+        assert (module.slotted.steps, module.slotted.average.tolist()) == (0, [0, 0])
+        now = [module.array, module.memory, module.numbers, module.settings, module.slotted, module.hparams]
+        assert all(one is other for one, other in zip(held, now, strict=True))

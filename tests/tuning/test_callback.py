@@ -5,7 +5,7 @@ import csv
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from models import Classifier, ConvNet, ManualSteps, Validated, bright, equal, fit, images, left_behind, loader
 from planned import Planned
@@ -152,18 +152,69 @@ class Broken(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_another_error_is_raised_from_the_beginning():
+def failing(*choices):
     def set_fails(trainer, value):
+        if value == 2:
+            raise ValueError("set wrongly")
         trainer.lightning_module.fails = value
 
+    return Custom(Choice([*choices]), lambda trainer: trainer.lightning_module.fails, set_fails)
+
+
+def test_an_error_with_another_setting_is_a_failed_branch():
     module, plain = Broken(), Classifier()
-    custom = Custom(Choice([False, True]), lambda trainer: trainer.lightning_module.fails, set_fails)
-    with pytest.raises(RuntimeError, match="injected"):
-        fit(module, tuner({"fails": custom}))
+    module.fails = 0
+    fit(plain)
+    callback = tuner({"fails": failing(0, 1)})
+    fit(module, callback)
+    assert [one["failed"] for one in callback.searches[0].branches] == [None, "RuntimeError: injected"]
+    assert equal(module, plain)
+
+
+@pytest.mark.parametrize(("present", "other", "message"), [(1, 0, "injected"), (0, 2, "set wrongly")])
+def test_another_error_is_raised_from_the_beginning(present, other, message):
+    module, plain = Broken(), Classifier()
+    module.fails = present
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        fit(module, tuner({"fails": failing(present, other)}))
     assert equal(module, plain)
     assert module.losses == []
-    assert module.fails is False
+    assert module.fails == present
     assert "log" not in vars(module)
+
+
+def test_growing_accumulation_shortens_later_trials():
+    callback = tuner(at_epochs=(0, 1, 2))
+    fit(Classifier(), callback, GradientAccumulationScheduler({0: 1, 1: 3}), epochs=3)
+    assert [search.trial_steps <= 5 for search in callback.searches] == [True] * 3
+    assert callback.searches[1].trial_steps < callback.searches[0].trial_steps
+
+
+def test_a_search_without_room_for_two_trials_is_left_out(caplog):
+    callback = tuner(at_epochs=(0, 1), max_share=0.4, max_trials=4)
+    fit(Classifier(), callback, epochs=3)
+    assert len(callback.searches) == 1
+    assert "no search, because two trials" in caplog.text
+
+
+def test_a_plateau_scheduler_is_told_or_refused(caplog):
+    class Plateau(Validated, Noted):
+        def configure_optimizers(self):
+            optimizer = Classifier.configure_optimizers(self)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            found = {"scheduler": scheduler, "monitor": "val/loss", "interval": self.interval}
+            return {"optimizer": optimizer, "lr_scheduler": found}
+
+    module = Plateau()
+    module.interval = "step"
+    with pytest.raises(UnsupportedError, match="interval='step'"):
+        fit(module, tuner(SAME), data=loader(), val=loader())
+    module, plain = Plateau(), Plateau()
+    module.interval = plain.interval = "epoch"
+    fit(plain, data=loader(), val=loader())
+    fit(module, tuner(SAME), data=loader(), val=loader())
+    assert "ReduceLROnPlateau follows 'val/loss'" in caplog.text
+    assert equal(module, plain)
 
 
 def test_nobody_else_sees_a_trial(tmp_path):

@@ -142,6 +142,17 @@ def test_without_progress_there_is_no_winner():
     assert outcome.winner is None
 
 
+@pytest.mark.parametrize("halving", [True, False])
+def test_a_present_setting_that_diverges_is_left_for_the_least_loss(halving):
+    def losses(rate, steps):
+        return [math.nan] * steps if rate in (0, 3) else [1 + rate * i for i in range(steps)]
+
+    _, outcome, *_ = ran([2, 1, 3], losses, halving=halving)
+    assert outcome.branches[outcome.winner].setting == {"lr": 1}
+    _, outcome, *_ = ran([3], losses, halving=halving)
+    assert outcome.winner is None
+
+
 def test_one_setting_has_one_trial():
     orders, outcome, *_ = ran([])
     assert orders == [(0, 0.0, 4)]
