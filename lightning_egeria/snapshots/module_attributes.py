@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,7 +22,7 @@ from lightning_egeria.snapshots.random_state import GENERATORS, set_state, state
 _KEPT = ("_parameters", "_modules")  # other code owns them
 # Not the user's own: their objects are restored by reference.
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_egeria", "torchmetrics", "timm", "transformers"}
-_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter, AttributeDict)
+_MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CONTAINERS = (*_MAPPINGS, list, set, collections.deque)
 _ARRAYS = (np.ndarray, bytearray, array.array)
 _SETTINGS = (types.SimpleNamespace, argparse.Namespace)
@@ -157,7 +156,9 @@ class _Kept:
             return kept
         is_object = not is_tensor and type(value) not in _CONTAINERS and not isinstance(value, tuple)
         if is_object and not known.has_attributes(value):
-            return cls(value)
+            if not isinstance(value, dict):
+                return cls(value)
+            is_object = False  # settings, say, whose class is not the user's
         if id(value) in known.kept:
             return known.kept[id(value)]
         kept = known.kept[id(value)] = cls(value)  # before its items, which may refer to it
@@ -198,8 +199,8 @@ class _Kept:
                 self.value[...] = self.held
         elif isinstance(self.value, dict):
             items = {key: kept.restored(done) for key, kept in self.held.items()}
-            self.value.clear()
-            self.value.update(items)
+            dict.clear(self.value)
+            dict.update(self.value, items)
         else:
             values = [kept.restored(done) for kept in self.held]
             if isinstance(self.value, set):
