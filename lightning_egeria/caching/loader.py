@@ -170,7 +170,7 @@ class Line:
 
     def keep_samples(self) -> None:
         """Keep the samples of each batch, so that some of them can be collated anew."""
-        self._dataset.keeps.fill_(True)
+        self.stream.keep_samples()
 
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""

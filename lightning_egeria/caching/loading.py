@@ -55,13 +55,11 @@ class PlannedDataset:
 
     Attributes:
         collate_plain: the same for batches without the cache, where it may be watched.
-        keeps: whether batches come with their samples; in shared memory, so that workers see it.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.collate = self.collate_plain = collate
-        self.keeps = torch.zeros((), dtype=torch.bool).share_memory_()
         self._stores: dict[Path, ActivationStore | None] = {}
 
     def __len__(self) -> int:
@@ -86,7 +84,7 @@ class PlannedDataset:
             plain = dataclasses.replace(plan, mode=Mode.PLAIN)
             return Loaded(self.collate_plain(both), plain, drew=drew, differ=True)
         samples = Kept(dict(zip(missing, loaded, strict=True)), stored)
-        kept = samples if self.keeps else None
+        kept = samples if plan.keeps else None
         found = self.batch_of(plan, copy.deepcopy(samples) if kept is not None else samples)
         found.structure, found.drew, found.kept = structures[0], drew, kept
         return found

@@ -41,6 +41,7 @@ class Plan:
         front: number of the front that it was planned for.
         checks: places of samples whose entries are compared with what the front computes.
         doubts: as in `LevelSet`, when it was planned.
+        keeps: whether the samples come with the batch.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Plan:
     front: int = 0
     checks: tuple[int, ...] = ()
     doubts: int = 0
+    keeps: bool = False
 
 
 class Kept(NamedTuple):

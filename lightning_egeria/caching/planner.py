@@ -48,6 +48,7 @@ class Planner:
         structure: structure of a sample.
         leaves_out: whether the inputs of cached samples are left out.
         trial_planned: a batch for a trial is on its way.
+        keeps_samples: whether batches come with their samples.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Planner:
         self.inputs: tuple[int, ...] = ()
         self.structure: Any = None
         self.leaves_out = True
-        self.trial_planned = False
+        self.trial_planned = self.keeps_samples = False
         self._dataset, self._levels, self._notices = dataset, levels, notices
         self._views, self._seed, self._observes = views, seed, observes
         self._reads: dict[int, list[Read]] = {}
@@ -242,7 +243,7 @@ class Planner:
     def _begun(self, ids: Sequence[Any], front: Front | None, fronts: int) -> tuple[Plan, Rows]:
         """The next plan, with the entries of its samples if something is cached."""
         number, self._next = self._next, self._next + 1
-        plan = Plan(number, tuple(ids), front=fronts, doubts=self._levels.doubts)
+        plan = Plan(number, tuple(ids), front=fronts, doubts=self._levels.doubts, keeps=self.keeps_samples)
         self._reads[number] = []
         if front is None:
             return plan, np.empty(0, np.int64)

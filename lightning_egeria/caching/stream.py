@@ -160,6 +160,10 @@ class Stream:
             return None
         return self._planner.plan_again(ids, self.front, self._fronts, reads)
 
+    def keep_samples(self) -> None:
+        """Have batches come with their samples, from the next plan on."""
+        self._planner.keeps_samples = True
+
     def last_look(self, plan: Plan) -> Plan:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
         return self._planner.last_look(plan) if self.front is not None else plan

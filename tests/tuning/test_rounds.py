@@ -143,7 +143,7 @@ def test_without_progress_there_is_no_winner():
 
 
 @pytest.mark.parametrize("halving", [True, False])
-def test_a_present_setting_that_diverges_is_left_for_the_least_loss(halving):
+def test_a_present_setting_that_diverges_is_left(halving):
     def losses(rate, steps):
         return [math.nan] * steps if rate in (0, 3) else [1 + rate * i for i in range(steps)]
 
