@@ -134,8 +134,7 @@ class Line:
         """
         started = time.perf_counter()
         places = [(one, row) for one, rows in parts for row in rows.tolist()]
-        kept = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts)
-        samples = kept if anew else None
+        samples = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts) if anew else None
         ready = Output.joined([(one.cached.output, rows) for one, rows in parts]) if samples is None else None
         ready = ready if self.stream.sizes.verdict(len(places)) else None
         batch = _rows_of(parts) if samples is None else None

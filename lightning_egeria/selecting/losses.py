@@ -31,8 +31,7 @@ class LossTable:
 
     def stale(self, ids: Sequence[Any], epoch: int) -> NDArray[np.bool_]:
         """Return which samples have no loss, or one that is too old; shape ``(samples,)``."""
-        oldest = epoch - self.staleness
-        return np.array([one not in self._losses or self._losses[one][1] < oldest for one in ids], bool)
+        return self._epochs(ids) < epoch - self.staleness
 
     def to_score(self, ids: Sequence[Any], epoch: int, multiple: int) -> NDArray[np.int64]:
         """Return the rows of stale samples, in order, and of the next oldest, up to a multiple or all of them.
@@ -45,14 +44,16 @@ class LossTable:
         >>> table.to_score("abcd", 2, multiple=3).tolist(), table.to_score("ac", 2, multiple=3).tolist()
         ([0, 1, 3], [])
         """
-        stale = int(self.stale(ids, epoch).sum())
-        epochs = [self._losses[one][1] if one in self._losses else -1 for one in ids]
-        oldest = np.argsort(epochs, kind="stable")
+        stale, oldest = int(self.stale(ids, epoch).sum()), np.argsort(self._epochs(ids), kind="stable")
         return np.sort(oldest[: -(-stale // multiple) * multiple])
 
     def of(self, ids: Sequence[Any]) -> NDArray[np.float64]:
         """Return the losses of samples that have one; shape ``(samples,)``."""
         return np.array([self._losses[one][0] for one in ids], np.float64)
+
+    def _epochs(self, ids: Sequence[Any]) -> NDArray[np.float64]:
+        """The epoch that each loss is from; before all epochs for a sample without one."""
+        return np.array([self._losses[one][1] if one in self._losses else -np.inf for one in ids])
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Return ids, losses and epochs, in plain types. Ids that are neither numbers nor texts are left out."""

@@ -135,6 +135,17 @@ def of_one_length(samples):
     return nn.functional.pad(texts, (0, 5 - texts.shape[1])), labels
 
 
+def both_ways(collate, options):
+    """Train on texts without and with the cache; yields each module and its data once it is trained."""
+    for cached in (False, True):
+        torch.manual_seed(0)
+        module = Classifier(Transformer(dropout=0))
+        batches = DataLoader(Texts(), 8, shuffle=True, collate_fn=collate)
+        source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
+        fit(module, scripted({1: 2}), data=SelectiveBackprop(source, **options), epochs=6)
+        yield module, source
+
+
 @pytest.mark.parametrize(
     ("collate", "options"),
     [
@@ -147,12 +158,7 @@ def of_one_length(samples):
 )
 def test_samples_of_texts_come_from_entries(collate, options):
     found = []
-    for cached in (False, True):
-        torch.manual_seed(0)
-        module = Classifier(Transformer(dropout=0))
-        batches = DataLoader(Texts(), 8, shuffle=True, collate_fn=collate)
-        source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
-        fit(module, scripted({1: 2}), data=SelectiveBackprop(source, **options), epochs=6)
+    for module, source in both_ways(collate, options):
         found.append(module)
     assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
     assert source.stats.off is None
@@ -198,12 +204,7 @@ def test_a_padding_collate_function_draws_as_without_the_cache(options):
         return torch.where((torch.rand(texts.shape) < 0.1) & (texts != 0), 19, texts), labels
 
     found = []
-    for cached in (False, True):
-        torch.manual_seed(0)
-        module = Classifier(Transformer(dropout=0))
-        batches = DataLoader(Texts(), 8, shuffle=True, collate_fn=masking)
-        source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
-        fit(module, scripted({1: 2}), data=SelectiveBackprop(source, **options), epochs=6)
+    for module, _ in both_ways(masking, options):
         found.append((module, torch.get_rng_state()))
     assert found[1][0].losses == pytest.approx(found[0][0].losses, rel=1e-5)
     assert found[0][1].equal(found[1][1])
