@@ -157,10 +157,8 @@ def both_ways(collate, options):
     ],
 )
 def test_samples_of_texts_come_from_entries(collate, options):
-    found = []
-    for module, source in both_ways(collate, options):
-        found.append(module)
-    assert found[1].losses == pytest.approx(found[0].losses, rel=1e-5)
+    (plain, _), (module, source) = both_ways(collate, options)
+    assert module.losses == pytest.approx(plain.losses, rel=1e-5)
     assert source.stats.off is None
     assert source.stats.hits > 3 * 48
 
