@@ -6,11 +6,9 @@ import dataclasses
 import statistics
 from collections import deque
 
-import torch
-
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
-from lightning_egeria.profiling.clock import seconds_between
+from lightning_egeria.profiling.clock import seconds_between, wait_for
 
 COMPARED_STEPS = 12  # of each kind, before it is decided whether the cache pays
 COUNTED = 20  # lazy batches, before it is decided whether inputs are left out and where the boundary is
@@ -80,8 +78,7 @@ class Accounts:
         stats.loaded_after_all += lazy if batch.was_touched else 0
         if batch.began is None or batch.ended is None or not batch.is_timed:
             return
-        if isinstance(batch.ended, torch.cuda.Event):
-            batch.ended.synchronize()
+        wait_for(batch.ended)
         seconds = (batch.waited + seconds_between(batch.began, batch.ended)) / samples
         if batch.hits == samples:
             self._hit_seconds.append(seconds)

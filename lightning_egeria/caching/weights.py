@@ -16,9 +16,8 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_egeria.errors import CacheError
-from lightning_egeria.lazy.tape import version_of
 from lightning_egeria.snapshots.contents import code_of, digests_of
-from lightning_egeria.snapshots.digests import bytes_of, checksums, digest, divided
+from lightning_egeria.snapshots.digests import Copies, bytes_of, checksums, digest, divided, is_dense
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -27,8 +26,9 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 class FrontState:
     """Remembers the state of the modules of a frozen front, and compares it later.
 
-    On the CPU it reads every weight, which costs little beside a forward pass. On a GPU it reads the version counters,
-    which do not count writes through ``tensor.data``; `is_same` reads the values there too.
+    It reads every weight, which costs little beside a forward pass: version counters do not count writes through
+    ``tensor.data``. On the CPU it keeps a checksum; on a GPU a copy, in the memory of the gradients that frozen weights
+    have no longer.
 
     Args:
         units: the modules that are left out, by path; their submodules count too.
@@ -75,7 +75,7 @@ class FrontState:
         self._values = self._digest_of(self._held)
 
     def is_unchanged(self) -> bool:
-        """Whether everything is the same; on a GPU, as far as version counters show."""
+        """Whether everything is the same, in the same tensors."""
         try:
             return self._is_unchanged()
         except Exception:  # of an attribute that cannot be read or compared
@@ -88,7 +88,7 @@ class FrontState:
             if not self._has_equal_objects():
                 return False
             self._note_objects()
-        return self._mark() == self._marked
+        return self._mark() == self._marked and self._elsewhere.agree()
 
     def _contents(self, across_runs: bool = False) -> dict[str, str]:
         """Digests of what attributes hold that are no plain values: containers, settings, arrays, functions."""
@@ -172,27 +172,26 @@ class FrontState:
         self._held = self._current()
         self._before = self._contents()
         self._tensors = [tensor for _, _, tensor in self._held]
-        self._elsewhere = [tensor for tensor in self._tensors if tensor.device.type != "cpu"]
+        self._elsewhere = Copies([tensor for tensor in self._tensors if tensor.device.type != "cpu"])
         self._objects: list[Any] = []  # so that values are compared first
         here = [tensor for tensor in self._tensors if tensor.device.type == "cpu" and tensor.numel()]
         memory = [
             torch.as_strided(one.detach(), (one.numel(),), (1,)).view(torch.uint8).numpy().data
             for one in here
-            if _is_dense(one)
+            if is_dense(one)
         ]
         self._shares = divided(memory, torch.get_num_threads())
-        self._scattered = [tensor for tensor in here if not _is_dense(tensor)]
+        self._scattered = [tensor for tensor in here if not is_dense(tensor)]
         self._marked = self._mark()
 
     def _note_objects(self) -> None:
         self._objects = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._plain = [get(held) for get, held in self._getters]
 
-    def _mark(self) -> tuple[list[tuple[int, bool]], list[int], list[int]]:
-        """Something that differs once a value was written, or a tensor needs a gradient."""
-        versions = [version_of(tensor) for tensor in self._elsewhere]
+    def _mark(self) -> tuple[list[tuple[int, bool]], list[int]]:
+        """Something that differs once a tensor has other memory or needs a gradient, or a value on the CPU changed."""
         sums = [*checksums(self._shares), *(xxhash.xxh3_64_intdigest(bytes_of(one)) for one in self._scattered)]
-        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors], versions, sums
+        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors], sums
 
     def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
         """Digest of these tensors, and of what attributes hold."""
@@ -233,11 +232,6 @@ def _methods_of(kind: type) -> list[str]:
     """The code of a class of modules, of its own and of its bases outside torch."""
     own = [one for one in kind.__mro__ if not one.__module__.startswith("torch.")]
     return [code_of(one) for base in own for one in vars(base).values() if isinstance(one, types.FunctionType)]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its memory holds its values and nothing else, as they are."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor)) and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _is_attribute(name: str, value: Any) -> bool:

@@ -38,7 +38,7 @@ def gram_matrix(activation: Tensor) -> Tensor:
             single = rows.float()
             products = single @ single.T
             lengths = products.diagonal()
-            if bool(((lengths > 1e-25) & (lengths < 1e25)).all()):
+            if bool(((lengths > 1e-16) & (lengths < 1e16)).all()):  # they are squared below
                 return F.normalize(products, p=2.0, dim=1, eps=torch.finfo(torch.float32).tiny)
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))  # float64 values may exceed float32
         largest = torch.linalg.vector_norm(rows, torch.inf) if rows.numel() else rows.new_ones(())

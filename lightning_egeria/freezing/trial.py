@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.freezing.trial_plan import Budget, candidate_depths, safe_depth, trial_steps
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.profiling.clock import mark, reached, seconds_between
+from lightning_egeria.profiling.clock import mark, seconds_between, wait_for
 from lightning_egeria.profiling.costs import StepCosts
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.freezer import Decision, Freezer
@@ -245,7 +245,8 @@ class DepthTrial(Observer):
         return frontier, False
 
     def _take_full_step(self) -> None:
-        if self._full is not None and reached(self._full[1]):
+        if self._full is not None:
+            wait_for(self._full[1])
             self._costs.add_repeated(0, seconds_between(*self._full))
 
 

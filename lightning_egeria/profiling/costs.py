@@ -104,6 +104,9 @@ class StepCosts:
         if self._began is not None:
             self._unread.append((depth, evaluated, self._began, mark(device)))
         self._began = None
+        self._read()
+
+    def _read(self) -> None:
         while self._unread and reached(self._unread[0][-1]):
             depth, evaluated, began, ended = self._unread.popleft()
             self.add(depth, seconds_between(began, ended), evaluated)
@@ -138,6 +141,7 @@ class StepCosts:
 
     def median_seconds(self, depth: int) -> float | None:
         """Return the median seconds of a batch at ``depth`` without an evaluation; None if there was none."""
+        self._read()
         times = self._by_depth.get(depth)
         return statistics.median(times.seconds) if times and times.seconds else None
 
@@ -159,7 +163,7 @@ class StepCosts:
         before = self.median_seconds(0)
         if before is None:
             return None
-        medians = {depth: self.median_seconds(depth) for depth in self._by_depth if depth}
+        medians = {depth: self.median_seconds(depth) for depth in [*self._by_depth] if depth}
         return sum(
             (before - median) * self._by_depth[depth].batches for depth, median in medians.items() if median is not None
         )

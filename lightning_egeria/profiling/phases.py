@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_egeria.profiling.clock import mark, reached, seconds_between
+from lightning_egeria.profiling.clock import mark, reached, seconds_between, wait_for
 
 Mark = float | torch.cuda.Event
 
@@ -70,8 +70,8 @@ class _Batch:
     label: Any = None
 
     def completed(self, wait: bool) -> bool:
-        if wait and isinstance(self.ended, torch.cuda.Event):
-            self.ended.synchronize()
+        if wait and self.ended is not None:
+            wait_for(self.ended)
         return self.ended is not None and reached(self.ended)
 
     def timed(self) -> TimedBatch | None:

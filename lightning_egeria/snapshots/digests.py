@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_egeria.network.sharding import is_distributed
 
+GROUP_BYTES = 2**28  # that are gathered at a time to be compared
 SHARE_BYTES = 2**22  # of a thread, at least: fewer are read before a thread has started
 
 
@@ -65,8 +67,51 @@ def same_bits(first: Tensor | None, second: Tensor) -> bool:
         return False
     if not first.dtype.is_floating_point:
         return torch.equal(first, second)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    integers = _INTEGERS[first.element_size()]
     return torch.equal(first.contiguous().view(integers), second.contiguous().view(integers))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its memory holds its values and nothing else, as they are.
+
+    >>> is_dense(torch.zeros(2, 3).T), is_dense(torch.zeros(2, 3)[:, :2])
+    (True, False)
+    """
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor)) and not (tensor.is_conj() or tensor.is_neg())
+
+
+class Copies:
+    """Copies of tensors beside them, on a GPU say, where the values are compared later: all bits, in few kernels.
+
+    >>> weight = torch.zeros(3)
+    >>> copies = Copies([weight])
+    >>> copies.agree()
+    True
+    >>> weight.data[2] = -0.0
+    >>> copies.agree()
+    False
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+        groups: dict[tuple[torch.device, int, int], list[Tensor]] = defaultdict(list)
+        room: dict[tuple[torch.device, int], int] = defaultdict(int)
+        for tensor in filter(is_dense, filled):
+            kind = tensor.device, min(tensor.element_size(), 8)
+            flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(_INTEGERS[kind[1]])
+            groups[*kind, room[kind] // GROUP_BYTES].append(flat)
+            room[kind] += tensor.nbytes
+        self._groups = [(views, torch.cat(views)) for views in groups.values()]
+        self._scattered = [(tensor, tensor.clone()) for tensor in filled if not is_dense(tensor)]
+
+    def agree(self) -> bool:
+        """Whether no value has changed. It waits for the device."""
+        return all(torch.equal(torch.cat(views), copy) for views, copy in self._groups) and all(
+            same_bits(tensor, copy) for tensor, copy in self._scattered
+        )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def divided(memory: Sequence[memoryview], threads: int) -> list[list[memoryview]]:

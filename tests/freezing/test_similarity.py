@@ -71,6 +71,14 @@ def test_zero_for_equal_activations(made):
     assert float(similarity_preserving_loss(made[0], made[0].clone())) == 0
 
 
+@pytest.mark.parametrize("exponent", range(-30, 31, 5))
+def test_scaling_makes_no_difference(exponent):
+    first, second = torch.tensor([[1.541], [-0.2934]]), torch.tensor([[-2.1788], [0.5684]])
+    for power in (exponent, exponent / 2):
+        loss = similarity_preserving_loss(first * 10.0**power, second)
+        assert float(loss) == pytest.approx(float(similarity_preserving_loss(first, second)), rel=1e-3)
+
+
 @property_test
 @given(activations(count=2), st.floats(-35, 35))
 def test_invariant_to_positive_scaling(pair, exponent):

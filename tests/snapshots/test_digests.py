@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.snapshots.digests import bytes_of, digest
+from lightning_egeria.snapshots.digests import Copies, bytes_of, digest
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4)
 
@@ -84,3 +84,31 @@ def test_of_a_sharded_tensor_only_the_name_counts():
 
     first, second = (torch.full((2,), value).as_subclass(Shard) for value in (1.0, 2.0))
     assert digest({"a": first}) == digest({"a": second}) != digest({"b": first})
+
+
+KINDS = [
+    torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("layout", ["rows", "columns", "every second", "one value"])
+def test_copies_see_a_single_value(kind, layout):
+    made = torch.arange(48).view(6, 8).to(kind)
+    tensors = {"rows": made, "columns": made.T, "every second": made[:, ::2], "one value": made[3, 3]}
+    changed = tensors[layout]
+    copies = Copies([torch.ones(3), changed, torch.empty(0), torch.tensor(float("nan"))])
+    assert copies.agree()
+    changed.data.view(-1)[-1:].zero_() if layout in ("rows", "one value") else changed.data[-1].zero_()
+    assert not copies.agree()
+
+
+def test_copies_gather_in_groups(monkeypatch):
+    monkeypatch.setattr("lightning_egeria.snapshots.digests.GROUP_BYTES", 100)
+    tensors = [torch.zeros(size) for size in (3, 30, 1, 60, 2)]
+    for tensor in tensors:
+        copies = Copies(tensors)
+        assert copies.agree()
+        tensor[-1] = -0.0
+        assert not copies.agree()
