@@ -10,7 +10,7 @@ With ``--epochs`` whole epochs are timed in turn instead, everything between two
 hand then reads its activations by a DataLoader of its own.
 
     python benchmarks/cached_step.py [--model resnet56|resnet18|vit] [--batch-size 32] [--pairs 15]
-        [--depths 1 14 27] [--host-bytes N] [--epochs]
+        [--depths 1 14 27] [--host-bytes N] [--epochs] [--device cuda]
 """
 
 import argparse
@@ -52,10 +52,17 @@ class Model(lightning.LightningModule):
             self.net = CifarResNet(int(name.removeprefix("resnet")))
 
 
-def new_model(name: str) -> Model:
+def new_model(name: str, device: torch.device) -> Model:
     """Equal at each call."""
     torch.manual_seed(0)
-    return Model(name)
+    return Model(name).to(device)
+
+
+def now(device: torch.device) -> float:
+    """The time at which the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def parts_of(net: nn.Module) -> tuple[list[nn.Module], nn.Module]:
@@ -97,8 +104,17 @@ class Fetcher(_DataFetcher):
 class Loop:
     """Training with the callback and the cache, hook by hook as Lightning does it; one call is one step."""
 
-    def __init__(self, name: str, frozen: int, data: TensorDataset, batch_size: int, cache_dir: str, host_bytes: int):
-        self.model = new_model(name)
+    def __init__(
+        self,
+        name: str,
+        frozen: int,
+        data: TensorDataset,
+        batch_size: int,
+        cache_dir: str,
+        host_bytes: int,
+        device: torch.device,
+    ):
+        self.model, self.device = new_model(name, device), device
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.callback = KnowledgeGuidedFreezing(ScriptedPolicy({1: frozen} if frozen else {}))
         loader = DataLoader(data, batch_size, shuffle=True)
@@ -121,7 +137,7 @@ class Loop:
                 _datahook_selector=None, _prepare_dataloader=lambda loader, *_: loader
             ),
             fit_loop=types.SimpleNamespace(),
-            strategy=types.SimpleNamespace(model=None, root_device=torch.device("cpu")),
+            strategy=types.SimpleNamespace(model=None, root_device=device),
         )
         self.cache.trainer = self.trainer
         self.cache.setup("fit")
@@ -133,13 +149,14 @@ class Loop:
 
     def step(self) -> tuple[float, float]:
         """Seconds of one step without the fetch of its batch, and with it. What begins an epoch is not counted."""
-        started = time.perf_counter()
+        started = now(self.device)
         batch = next(self.batches, None)
         if batch is None:
             self.batches = self.fetcher.batches(self.loader)
-            started = time.perf_counter()
+            started = now(self.device)
             batch = next(self.batches)
         fetched = time.perf_counter()
+        batch = [part.to(self.device, non_blocking=True) for part in batch]
         hooks, trainer, model = self.callback, self.trainer, self.model
         hooks.on_train_batch_start(trainer, model, batch, trainer.global_step)
         images, labels = batch
@@ -151,7 +168,7 @@ class Loop:
         self.optimizer.step()
         trainer.global_step += 1
         hooks.on_train_batch_end(trainer, model, None, batch, trainer.global_step - 1)
-        ended = time.perf_counter()
+        ended = now(self.device)
         return ended - fetched, ended - started
 
     def epoch(self) -> float:
@@ -170,18 +187,22 @@ class Loop:
 class CutByHand:
     """The back of the network, from activations in memory."""
 
-    def __init__(self, name: str, front: int, data: TensorDataset, batch_size: int) -> None:
-        net = new_model(name).net
+    def __init__(self, name: str, front: int, data: TensorDataset, batch_size: int, device: torch.device) -> None:
+        net, self.device = new_model(name, device).net, device
         parts, head = parts_of(net)
         self.batches = []
         for images, labels in DataLoader(data, batch_size):
             with torch.no_grad():
+                images = images.to(device)
                 if isinstance(net, VisionTransformer):
                     images = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(images))))
-                self.batches.append((nn.Sequential(*parts[:front]).eval()(images), labels))
+                activations = nn.Sequential(*parts[:front]).eval()(images).cpu()
+                self.batches.append((activations, labels))
         self.order = itertools.cycle(range(len(self.batches)))
         rows = TensorDataset(*(torch.cat(column) for column in zip(*self.batches, strict=True)))
         self.loader = DataLoader(rows, batch_size, shuffle=True)
+        if device.type == "cuda":
+            self.batches = [tuple(part.pin_memory() for part in batch) for batch in self.batches]
         self.back = nn.Sequential(*parts[front:], head).train()
         self.optimizer = torch.optim.SGD(self.back.parameters(), lr=0.01, momentum=0.9)
 
@@ -198,12 +219,13 @@ class CutByHand:
 
     def step(self, activation: torch.Tensor, labels: torch.Tensor) -> float:
         """Seconds of one step."""
-        started = time.perf_counter()
+        started = now(self.device)
+        activation, labels = (part.to(self.device, non_blocking=True) for part in (activation, labels))
         loss = nn.functional.cross_entropy(self.back(activation), labels)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        return time.perf_counter() - started
+        return now(self.device) - started
 
 
 def main() -> None:
@@ -215,26 +237,29 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", help="frozen depths to measure; all by default")
     parser.add_argument("--host-bytes", type=int, default=10**9)
     parser.add_argument("--size", type=int, default=32, help="of the images, in pixels")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--epochs", action="store_true", help="time whole epochs, of which --pairs are compared")
     options = parser.parse_args()
     stats.COMPARED_STEPS = sys.maxsize  # or it would stop where it does not pay
     images = torch.randn(BATCHES * options.batch_size, 3, options.size, options.size)
     data = TensorDataset(images, torch.randint(10, (len(images),)))
+    device = options.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     print(
         f"{options.model}, batch {options.batch_size}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"lightning {lightning.__version__}, {platform.machine()}, host_bytes={options.host_bytes}"
+        f"lightning {lightning.__version__}, {hardware}, host_bytes={options.host_bytes}"
     )
-    net = new_model(options.model).net
+    net = new_model(options.model, device).net
     parts, _ = parts_of(net)
     is_vit = isinstance(net, VisionTransformer)
     print("frozen     cached    by hand   cached/by hand   with the fetch   of a full step")
-    uncut = CutByHand(options.model, 0, data, options.batch_size)
+    uncut = CutByHand(options.model, 0, data, options.batch_size, device)
     ratios_of_depths = []
     # Depth 1 of the transformer is the embedding, which is no part.
     for frozen in options.depths or range(1, len(parts) + is_vit):
         with tempfile.TemporaryDirectory() as cache_dir:
-            loop = Loop(options.model, frozen, data, options.batch_size, cache_dir, options.host_bytes)
-            by_hand = CutByHand(options.model, frozen - is_vit, data, options.batch_size)
+            loop = Loop(options.model, frozen, data, options.batch_size, cache_dir, options.host_bytes, device)
+            by_hand = CutByHand(options.model, frozen - is_vit, data, options.batch_size, device)
             for _ in range(EPOCHS_BEFORE * BATCHES):
                 loop.step()
                 by_hand.next_step()

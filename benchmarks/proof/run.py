@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -182,7 +183,9 @@ def run(
         length = {"max_epochs": -1, "max_steps": steps} if steps is not None else {}
         callbacks = [one for one in (freezing, partial, importance, curve) if one is not None]
         trainer = trainer_of(config, callbacks, **length)
+        began = time.perf_counter()
         trainer.fit(model, datamodule=selected)
+        fit_seconds = time.perf_counter() - began
         if not curve.points or curve.points[-1]["step"] < trainer.global_step:  # it ended between two validations
             trainer.validate(model, datamodule=datamodule, verbose=False)
     savings = freezing.savings() if isinstance(freezing, KnowledgeGuidedFreezing) else None
@@ -197,6 +200,7 @@ def run(
         "command": command,
         "about": about(),
         "steps": trainer.global_step,
+        "fit_seconds": round(fit_seconds, 3),
         "curve": curve.points,
         "layer_modules": freezing.layer_modules if freezing is not None else [],
         "events": [vars(event) for event in freezing.events] if freezing is not None else [],
