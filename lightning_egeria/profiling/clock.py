@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-import os
 import time
 
 import torch
+
+from lightning_egeria.profiling.forking import keep_garbage_in_forks
 
 
 def mark(device: torch.device) -> float | torch.cuda.Event:
     """Mark this moment: on the host's clock, or on the current CUDA stream, without waiting for the GPU."""
     if device.type != "cuda":
         return time.perf_counter()
-    _keep_garbage_in_forks()
+    keep_garbage_in_forks()
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
@@ -42,12 +41,3 @@ def wait_for(moment: float | torch.cuda.Event) -> None:
 def reached(moment: float | torch.cuda.Event) -> bool:
     """Whether the device has reached a `mark`; a GPU does so some time after the call."""
     return not isinstance(moment, torch.cuda.Event) or bool(moment.query())
-
-
-@functools.cache
-def _keep_garbage_in_forks() -> None:
-    """Let no forked process, such as a worker of a data loader, collect garbage that it was born with.
-
-    An event of CUDA, or pinned memory, asks CUDA to free it, and a forked process cannot: it is aborted.
-    """
-    os.register_at_fork(after_in_child=gc.freeze)
