@@ -24,10 +24,19 @@ class Sent:
     Attributes:
         steps: for each node, its row or its operation, as plain values.
         value: the tensor, if it is there.
+        rows: values of rows, one behind the other: to send many tensors takes long.
     """
 
     steps: tuple[Any, ...]
     value: Tensor | None
+    rows: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A value among the rows that are sent together."""
+
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,19 +63,29 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
         places = {node: at for at, node in enumerate(order)}
         stacked = {row for node in order if node.rows is not None for row in node.arguments()}
         keep = keep_rows or any(node.row is not None and node not in stacked for node in order)
+        together = _alike([node for node in order if keep and node in stacked and node.value is not None])
         steps: list[tuple[Any, ...]] = []
         for node in order:
             if node.row is not None:
-                steps.append((node.row, node.meta, node.value if keep else None))
+                row = together.get(node)
+                steps.append((node.row, node.meta, row if row is not None else node.value if keep else None))
             elif node.call is not None:
                 flat = tuple(_Step(places[leaf]) if isinstance(leaf, Node) else leaf for leaf in node.call.flat)
                 stack = node.value if node.rows is not None else None  # rows are taken of it, not loaded again
                 steps.append((str(node.call.run), flat, node.call.spec, node.meta, stack))
             else:
                 steps.append((node.value,))
-        return Sent(tuple(steps), value)
+        rows = torch.stack([node.value for node in together if node.value is not None]) if together else None
+        return Sent(tuple(steps), value, rows)
 
     return change_leaves(batch, LazyTensor, describe)
+
+
+def _alike(nodes: Sequence[Node]) -> dict[Node, _Row]:
+    """Number the nodes whose values have the same form, and no gaps."""
+    form = nodes[0].meta if nodes else None
+    alike = [node for node in nodes if node.meta == form and node.value is not None and node.value.is_contiguous()]
+    return {node: _Row(at) for at, node in enumerate(alike)} if len(alike) > 1 else {}
 
 
 def joined(parts: Sequence[tuple[LazyTensor, Sequence[int]]]) -> Sent | None:
@@ -105,6 +124,8 @@ def receive(batch: Any, tape: Tape) -> Any:
         for step in sent.steps:
             if len(step) == 3:
                 row, meta, value = step
+                if isinstance(value, _Row):
+                    value = sent.rows[value.number] if sent.rows is not None else None
                 if row not in rows:
                     rows[row] = tape.row(row[0], row[1], meta, value)
                 nodes.append(rows[row])

@@ -8,8 +8,8 @@ from lazies import BY_ROW, Source, X, is_lazy
 
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.sending import Sent, joined, operation, receive, send
-from lightning_egeria.lazy.tape import Tape
-from lightning_egeria.lazy.tensors import plain
+from lightning_egeria.lazy.tape import Meta, Tape
+from lightning_egeria.lazy.tensors import plain, show
 
 
 def test_what_is_sent_can_be_pickled():
@@ -43,6 +43,23 @@ def test_batch_arrives_lazily_with_its_values(name):
     assert loads == []
     assert plain(arrived["x"]).equal(function(X))
     assert sorted(loads) == [(position, 0) for position in range(6)]
+
+
+def test_rows_that_are_loaded_are_sent_together():
+    """But one of another form, or with gaps, on its own."""
+    tape = Tape(Keys(), 5, None, lambda: None)
+    values = [X[0], X[1].mT.contiguous().mT, X[2].clone(), None, X[4]]
+    batch = torch.stack([show(tape.row(at, 0, Meta.of(X[0]), value)) for at, value in enumerate(values)])
+    sent = pickle.loads(pickle.dumps(send(batch, keep_rows=True)))
+    assert sent.rows.equal(X[[0, 2, 4]])
+    loads = []
+
+    def load(places):
+        loads.extend(places)
+        return [X[position] for position, _ in places]
+
+    assert plain(receive(sent, Tape(Keys(), 5, load, lambda: None))).equal(X[:5])
+    assert loads == [(3, 0)]
 
 
 @pytest.mark.parametrize("name", SEVERAL_RESULTS)
