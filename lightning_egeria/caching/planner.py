@@ -126,10 +126,9 @@ class Planner:
         plan, entries = self._begun(ids, front, fronts)
         if front is None:
             return plan
-        if self._observes(plan.number - self._received):
-            return plan
+        observed = self._observes(plan.number - self._received)
         if self._levels.at(front.depth) is not None:
-            return self._plan_reads(plan, entries, front)
+            return self._plan_whole(plan) if observed else self._plan_reads(plan, entries, front)
         if self.trial_planned or len(plan.ids) < self._largest:
             return self._plan_reads(plan, entries, front) if len(self._levels) else plan
         self.trial_planned = True
@@ -147,7 +146,7 @@ class Planner:
         plan, entries = self._begun(ids, front, fronts)
         if reads:
             return self._plan_reads(plan, entries, front, checks=False)
-        return dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
+        return self._plan_whole(plan)
 
     def last_look(self, plan: Plan) -> Plan:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
@@ -212,12 +211,16 @@ class Planner:
             raise CacheError(f"the sampler yields more different ids than the {count} samples of the dataset")
         return numbers
 
+    def _plan_whole(self, plan: Plan) -> Plan:
+        """Load all samples, and read no entry."""
+        return dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
+
     def _plan_reads(self, plan: Plan, entries: Rows, front: Front, checks: bool = True) -> Plan:
         size = len(plan.ids)
         proven = self.sizes.verdict(size)
         if proven is False:
             return plan
-        plan = dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
+        plan = self._plan_whole(plan)
         stored = np.full(size, -1)
         reads = self._reads[plan.number]
         levels = list(reversed(self._levels.all))
