@@ -153,6 +153,8 @@ class PrefixCache(Observer):
         before, self._seen = self._front, seen
         if self._last is not None:
             self._last.tape.settle(computed_only=True)
+        if before is not None and prefix is not None and _is_again(before, prefix):
+            return
         if before is not None:
             before.close()
         self._front = None
@@ -197,3 +199,11 @@ class PrefixCache(Observer):
                     "the same in each epoch"
                 )
                 return
+
+
+def _is_again(front: Front, prefix: FrozenPrefix) -> bool:
+    """Whether the front is frozen as before, though depths may have been tried meanwhile."""
+    if front.prefix is not prefix or front.depth != prefix.settled_depth or front.missing() is not None:
+        return False
+    prefix.eval_all()
+    return front.state.is_unchanged() or front.state.is_same()

@@ -185,7 +185,6 @@ class Stream:
         if self.front is None or plan.mode is Mode.PLAIN or plan.front != self._fronts:
             if self.front is not None:
                 self.stats.misses += len(plan.ids)
-                planner.trial_planned = planner.trial_planned and plan.mode is not Mode.TRIAL
             if plan.mode is Mode.PLAIN:
                 return loaded.batch, None
         front = self.front if plan.front == self._fronts else None

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from models import (
+    After,
     Classifier,
     ConvNet,
     ManualSteps,
@@ -20,8 +21,10 @@ from models import (
     tokens,
     vectors,
 )
+from torch.utils.data import DataLoader
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.caching.front import Front
 from lightning_egeria.freezing import trial_plan
 from lightning_egeria.freezing.trial import Frontier, worth
 
@@ -122,6 +125,29 @@ def test_the_run_through_the_cache_is_the_run_without(tmp_path):
     fit(cached, other, data=data)
     assert history(callback) == history(other)
     assert equal(plain, cached)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_computed_in_the_trial_is_in_the_cache(workers, monkeypatch):
+    """The answer is the depth that the trial began with, so the front goes on."""
+    fronts, written = [], []
+
+    def new_front(*arguments):
+        fronts.append(Front(*arguments))
+        return fronts[-1]
+
+    monkeypatch.setattr("lightning_egeria.caching.engine.Front", new_front)
+    source = DataLoader(vectors(96), 8, shuffle=True, num_workers=workers)
+    data, callback = FrozenPrefixCache(source, min_free_bytes=0), pretrained()
+    module, plain = Steady({2: 0.1}), Steady({2: 0.1})
+    fit(module, callback, After(lambda *_: written.append(data.stats.written)), data=data)
+    assert history(callback) == [(2, 2)]
+    assert callback.frontier.losses.keys() == {2, 1}  # a shallower one was tried, and nothing is left of that
+    assert len(fronts) == 1
+    assert written[9] > 0  # when it ended
+    assert data.stats.hits > 96
+    fit(plain, pretrained(), data=source)
+    assert module.losses == plain.losses
 
 
 def test_the_depth_stays():
