@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node, version_of
-from lightning_egeria.snapshots.digests import bytes_of, same_bits
+from lightning_egeria.snapshots.digests import bytes_of, content, same_bits, stem
 
 ROOM = 2  # times the length of the first batch: what longer batches compute is not kept
 LEAST_ROOM = 64
@@ -31,35 +32,6 @@ JUDGED_LENGTHS = 4  # of texts; each text is compared at two lengths besides, be
 def has_samples(leaf: Node) -> bool:
     """Whether a tensor from outside has a row for each sample of its batch."""
     return leaf.value is not None and leaf.value.ndim > 0 and leaf.value.shape[0] == leaf.tape.size
-
-
-def content(row: Tensor, padding: Tensor | None = None) -> bytes:
-    """Return a row's values without the padding at its end, and one value of that: the same however long it is padded.
-
-    Args:
-        row: ``[length, ...]``.
-        padding: value of a position that is padding; None takes a value that is repeated at the end for that.
-
-    >>> import torch
-    >>> content(torch.tensor([5, 6, 0])) == content(torch.tensor([5, 6, 0, 0, 0]))
-    True
-    >>> content(torch.tensor([5, 6]), torch.tensor(0)) == content(torch.tensor([5, 6, 0, 0]))
-    True
-    """
-    if padding is None or not row.numel():
-        return bytes_of(row[: _stem(row)])
-    if same_bits(row[-1], padding):
-        row = row[: _stem(row) - 1]
-    return bytes_of(row) + bytes_of(padding)
-
-
-def _stem(row: Tensor) -> int:
-    """Length of a row without the padding at its end, of which one position counts."""
-    if not row.numel():
-        return len(row)
-    raw = np.frombuffer(bytes_of(row), np.uint8).reshape(len(row), -1)  # of floats, the bits count
-    others = np.flatnonzero((raw != raw[-1]).any(1))
-    return int(others[-1]) + 2 if len(others) else 1
 
 
 class BatchSizes:
@@ -158,9 +130,10 @@ class Outside:
     def __init__(self) -> None:
         self.longest = self.version = 0
         self._roles: dict[int, _Role] = {}
-        self._first: dict[int, Tensor] = {}  # of those without samples
+        self._first: dict[int, Tensor] = {}  # of those without samples, in host memory
         self._tables: dict[int, Tensor] = {}  # the longest of them
         self._paddings: dict[int, Tensor] = {}
+        self._on_host = WeakKeyDictionary[Node, Tensor]()
 
     @property
     def has_tables(self) -> bool:
@@ -199,7 +172,7 @@ class Outside:
         """
         found = [1] * node.tape.size
         for _, value in self._texts(node):
-            found = [max(before, _stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
+            found = [max(before, stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
         return found
 
     def learn_padding(self, node: Node) -> bool:
@@ -242,7 +215,7 @@ class Outside:
         if padding is None or len(dims) > 1:
             return None
         moved = value.movedim(dims[0], 0)
-        more = padding.expand(length - before, *moved.shape[1:])
+        more = padding.to(value.device).expand(length - before, *moved.shape[1:])
         return torch.cat([moved, more]).movedim(0, dims[0]).contiguous()
 
     def replayed(
@@ -268,17 +241,17 @@ class Outside:
         if not self.fits(node, ragged):
             return None
         texts = {leaf.key: value for leaf, value in self._texts(node)} if ragged else {}
-        outside = [leaf for leaf in node.leaves() if leaf.row is None and leaf.value is not None]
+        outside = [leaf for leaf in node.leaves() if leaf.row is None]
         states = [xxhash.xxh3_64() for _ in range(size)]
         for leaf in outside:
-            role, value = self._roles[leaf.key], _known(leaf).detach()
+            role, value = self._roles[leaf.key], self.on_host(leaf)
             head = f"{leaf.key} {tuple(value.shape[1:])} {value.dtype}"
             if leaf.key in texts:
                 grows, padding = texts[leaf.key], self._paddings.get(leaf.key)
                 head = f"{leaf.key} {tuple(grows.shape[2:])} {value.dtype}"
                 parts = [content(row, padding) for row in grows.movedim(1, 0)]
             elif role.with_samples:
-                parts = [bytes_of(row) for row in value.cpu()]
+                parts = [bytes_of(row) for row in value]
             elif role.dims:
                 continue  # it begins as in all other batches of this run
             else:
@@ -293,7 +266,15 @@ class Outside:
         for leaf in node.leaves():
             role = self._roles.get(leaf.key)
             if leaf.row is None and role is not None and role.with_samples and len(role.dims or ()) == 1:
-                yield leaf, _known(leaf).movedim((role.dims or ())[0], 0)
+                yield leaf, self.on_host(leaf).movedim((role.dims or ())[0], 0)
+
+    def on_host(self, leaf: Node) -> Tensor:
+        """Return the value of a tensor from outside in host memory, where its rows are looked at one by one."""
+        found = self._on_host.get(leaf)
+        if found is None:
+            assert leaf.value is not None  # tensors from outside have values
+            found = self._on_host[leaf] = leaf.value.detach().cpu()
+        return found
 
     def _fits(self, leaf: Node, length: int | None) -> bool:
         value = leaf.value
@@ -303,7 +284,7 @@ class Outside:
         if role is None:
             role = _Role(value.ndim, has_samples(leaf), None)
             if not role.with_samples:
-                self._first[leaf.key] = self._tables[leaf.key] = value.clone()
+                self._first[leaf.key], self._tables[leaf.key] = self.on_host(leaf).clone(), value.clone()
         if value.ndim != role.ndim:
             return False
         if length is not None:
@@ -313,7 +294,7 @@ class Outside:
         self._roles[leaf.key] = role
         if role.with_samples:
             return has_samples(leaf)
-        return same_bits(value, self._first[leaf.key]) or self._goes_on(leaf.key, value, role.dims or ())
+        return same_bits(self.on_host(leaf), self._first[leaf.key]) or self._goes_on(leaf.key, value, role.dims or ())
 
     def _dims(self, leaf: Node, length: int) -> tuple[int, ...]:
         """Dimensions that have had the length of the batch in all batches, and in this one."""
@@ -338,11 +319,6 @@ def _cut(value: Tensor, dims: Sequence[int], length: int) -> Tensor:
     for dim in dims:
         value = value.narrow(dim, 0, length)
     return value
-
-
-def _known(leaf: Node) -> Tensor:
-    assert leaf.value is not None  # tensors from outside have values
-    return leaf.value
 
 
 def form_length(length: int) -> int:

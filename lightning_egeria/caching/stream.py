@@ -181,7 +181,7 @@ class Stream:
     def receive(self, loaded: Loaded, waited: float) -> tuple[Any, CachedBatch | None]:
         """Return the user's batch, and the batch under the cache; None for one without."""
         plan = loaded.plan
-        reads, planner = self._planner.received(loaded), self._planner
+        reads = self._planner.received(loaded)
         if self.front is None or plan.mode is Mode.PLAIN or plan.front != self._fronts:
             if self.front is not None:
                 self.stats.misses += len(plan.ids)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -50,6 +51,34 @@ def bytes_of(tensor: Tensor) -> bytes:
     if flat.numel() == 1:  # which counts as contiguous whatever its stride
         flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def content(row: Tensor, padding: Tensor | None = None) -> bytes:
+    """Return a row's values without the padding at its end, and one value of that: the same however long it is padded.
+
+    Args:
+        row: ``[length, ...]``.
+        padding: value of a position that is padding; None takes a value that is repeated at the end for that.
+
+    >>> content(torch.tensor([5, 6, 0])) == content(torch.tensor([5, 6, 0, 0, 0]))
+    True
+    >>> content(torch.tensor([5, 6]), torch.tensor(0)) == content(torch.tensor([5, 6, 0, 0]))
+    True
+    """
+    if padding is None or not row.numel():
+        return bytes_of(row[: stem(row)])
+    if same_bits(row[-1], padding):
+        row = row[: stem(row) - 1]
+    return bytes_of(row) + bytes_of(padding)
+
+
+def stem(row: Tensor) -> int:
+    """Length of a row without the padding at its end, of which one position counts."""
+    if not row.numel():
+        return len(row)
+    raw = np.frombuffer(bytes_of(row), np.uint8).reshape(len(row), -1)  # of floats, the bits count
+    others = np.flatnonzero((raw != raw[-1]).any(1))
+    return int(others[-1]) + 2 if len(others) else 1
 
 
 def has_values(tensor: Tensor) -> bool:

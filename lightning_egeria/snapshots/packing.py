@@ -14,6 +14,7 @@ import dataclasses
 import io
 import pickle
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -24,6 +25,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.network.sharding import is_distributed, is_sharded, undivided
+
+ALIGNMENT = 64  # bytes
+BLOCK_BYTES = 2**26
 
 
 @dataclasses.dataclass
@@ -64,12 +68,13 @@ class PackedObject:
     def _fetch(self, device: torch.device) -> None:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
+        places = [index for index, tensor in enumerate(self.tensors) if tensor.device == device]
+        hosts = alike_in_few_blocks([self.tensors[index] for index in places], pin_memory=True)
         with torch.cuda.stream(stream):
-            for index, tensor in enumerate(self.tensors):
-                if tensor.device == device:
-                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                    self.tensors[index] = host.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)
+            for index, host in zip(places, hosts, strict=True):
+                tensor = self.tensors[index]
+                self.tensors[index] = host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)
             event = torch.cuda.Event()
             event.record(stream)
         # The next optimizer step changes the weights; it must wait for the copy.
@@ -96,6 +101,32 @@ def pack(value: object) -> PackedObject:
 def unpack(packed: PackedObject) -> Any:
     """Return the object that `pack` packed, with the tensors that the packed object holds now."""
     return _Unpacker(io.BytesIO(packed.structure), packed.tensors).load()
+
+
+def alike_in_few_blocks(tensors: Sequence[Tensor], pin_memory: bool = False) -> list[Tensor]:
+    """Return contiguous tensors in host memory for the values of others; many in a block, as to pin one takes long.
+
+    >>> first, second = alike_in_few_blocks([torch.zeros(3, dtype=torch.int8), torch.zeros(2, 2)])
+    >>> first.shape, second.shape, second.dtype
+    (torch.Size([3]), torch.Size([2, 2]), torch.float32)
+    >>> first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    True
+    """
+    sizes: list[int] = []
+    made: list[tuple[int, int]] = []  # block and first byte of each
+    for tensor in tensors:
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if not sizes or sizes[-1] + size > BLOCK_BYTES:
+            sizes.append(0)
+        made.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += size
+    memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory).untyped_storage() for size in sizes]
+    found = []
+    for tensor, (block, start) in zip(tensors, made, strict=True):
+        stride = torch.empty(tensor.shape, device="meta").stride()
+        host = torch.empty(0, dtype=tensor.dtype)
+        found.append(host.set_(memory[block], start // tensor.element_size(), tensor.shape, stride))
+    return found
 
 
 class Unsendable:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_egeria.caching.sizes import Lengths, Outside, content, form_length
+from lightning_egeria.caching.sizes import Lengths, Outside, form_length
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tape import Meta, Tape
 
@@ -171,31 +171,6 @@ def test_entries_serve_shorter_batches_once_lengths_agree():
     assert lengths.agree is False
     assert not lengths.is_new(50)
     assert lengths.serves(own, 20).tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("row", "other", "same"),
-    [
-        ([5, 6, 0], [5, 6, 0, 0, 0], True),
-        ([5, 6], [5, 6, 0], False),  # nothing tells that 6 is not the padding
-        ([5, 0, 6, 0], [5, 6, 0, 0], False),
-        ([5, 6, 1], [5, 6, 0], False),
-        ([0], [0, 0], True),
-    ],
-)
-def test_content_is_the_same_however_long_a_row_is_padded(row, other, same):
-    assert (content(torch.tensor(row)) == content(torch.tensor(other))) is same
-
-
-def test_the_content_of_numbers_is_their_bits():
-    minus, nan = torch.tensor([1.0, 0.0, -0.0]), torch.tensor([1.0, torch.nan])
-    assert content(minus) != content(torch.tensor([1.0, 0.0, 0.0]))
-    assert content(nan) == content(torch.tensor([1.0, torch.nan, torch.nan]))
-    wide = torch.tensor([[1, 2], [0, 0], [0, 0]])
-    assert content(wide) == content(wide[:2]) != content(wide[:1])
-    assert content(torch.empty(3, 0)) == b""
-    assert content(torch.tensor([0, 0]), torch.tensor(0)) == content(torch.tensor([0]))
-    assert content(torch.tensor([5, 7, 7]), torch.tensor(0)) != content(torch.tensor([5, 7]), torch.tensor(0))
 
 
 def test_a_mask_of_positions_is_a_table():

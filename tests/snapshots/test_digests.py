@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.snapshots.digests import Copies, bytes_of, digest
+from lightning_egeria.snapshots.digests import Copies, bytes_of, content, digest
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4)
 
@@ -112,3 +112,28 @@ def test_copies_gather_in_groups(monkeypatch):
         assert copies.agree()
         tensor[-1] = -0.0
         assert not copies.agree()
+
+
+@pytest.mark.parametrize(
+    ("row", "other", "same"),
+    [
+        ([5, 6, 0], [5, 6, 0, 0, 0], True),
+        ([5, 6], [5, 6, 0], False),  # nothing tells that 6 is not the padding
+        ([5, 0, 6, 0], [5, 6, 0, 0], False),
+        ([5, 6, 1], [5, 6, 0], False),
+        ([0], [0, 0], True),
+    ],
+)
+def test_content_is_the_same_however_long_a_row_is_padded(row, other, same):
+    assert (content(torch.tensor(row)) == content(torch.tensor(other))) is same
+
+
+def test_the_content_of_numbers_is_their_bits():
+    minus, nan = torch.tensor([1.0, 0.0, -0.0]), torch.tensor([1.0, torch.nan])
+    assert content(minus) != content(torch.tensor([1.0, 0.0, 0.0]))
+    assert content(nan) == content(torch.tensor([1.0, torch.nan, torch.nan]))
+    wide = torch.tensor([[1, 2], [0, 0], [0, 0]])
+    assert content(wide) == content(wide[:2]) != content(wide[:1])
+    assert content(torch.empty(3, 0)) == b""
+    assert content(torch.tensor([0, 0]), torch.tensor(0)) == content(torch.tensor([0]))
+    assert content(torch.tensor([5, 7, 7]), torch.tensor(0)) != content(torch.tensor([5, 7]), torch.tensor(0))

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_egeria.errors import WorkerError
-from lightning_egeria.snapshots.packing import pack, unpack
+from lightning_egeria.snapshots.packing import alike_in_few_blocks, pack, unpack
 
 
 def sent(value):
@@ -208,3 +208,20 @@ def _here():
 def test_partial_functions_and_namespaces():
     found = sent(types.SimpleNamespace(add=functools.partial(torch.add, torch.ones(2))))
     assert torch.equal(found.add(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_memory_for_many_tensors_lies_in_few_blocks(monkeypatch):
+    monkeypatch.setattr("lightning_egeria.snapshots.packing.BLOCK_BYTES", 256)
+    kinds = [torch.float32, torch.bool, torch.float64, torch.bfloat16, torch.complex128, torch.int64]
+    values = [torch.arange(size).to(kind) for kind in kinds for size in (3, 0, 1, 100)] + [torch.tensor(5)]
+    values.append(torch.arange(12.0).view(3, 4).T)
+    hosts = alike_in_few_blocks(values)
+    for host, value in zip(hosts, values, strict=True):
+        host.copy_(value)
+    assert all(map(torch.equal, hosts, values))
+    assert all(host.is_contiguous() and host.dtype == value.dtype for host, value in zip(hosts, values, strict=True))
+    assert len({host.untyped_storage().data_ptr() for host in hosts}) < len(hosts) / 2
+    versions = [host._version for host in hosts]
+    hosts[0].add_(1)
+    assert [host._version for host in hosts[1:]] == versions[1:]  # no one takes it for a change of theirs
+    assert alike_in_few_blocks([]) == []
