@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PACKAGE_FILES := setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-faults test-soak test-oldest test-versions check bench bench-all figures docs notebooks clean
+.PHONY: help train test test-slow test-gpu test-faults test-soak test-oldest test-versions check bench bench-all figures docs notebooks clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,9 @@ test: $(VENV)/installed-dev ## run the tests
 
 test-slow: $(VENV)/installed-dev $(VENV)/installed-ray ## run the tests that take longer (installs Ray: 600 MB)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m slow
+
+test-gpu: $(VENV)/installed-dev ## run the tests of single processes with a GPU
+	PYTHONPATH=tests CUBLAS_WORKSPACE_CONFIG=:4096:8 $(BIN)/python -m pytest -p on_gpu -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test-faults: $(VENV)/installed-dev ## put every fault into a training job, over and over, and tabulate what held
 	PYTHONPATH=tests $(BIN)/python -m faults.campaign $(ARGS)
