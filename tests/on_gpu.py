@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 # They make CPU tensors beside the batch, or read its memory.
-ON_CPU = """
+NAMES = """
 test_pseudo_labels_of_the_network test_front_is_changed_once test_running_statistics_are_recomputed
 test_weights_are_swapped_for_validation test_change_of_some_batches test_same_change_of_each_batch test_transfer_hooks
 test_training_step_with_an_iterator test_sampler_that_follows_the_losses test_sparse_tensor_in_a_layer
@@ -24,7 +24,8 @@ test_mixed_precision_and_an_object_of_a_loss test_stale_losses_belong_to_their_s
 test_an_error_in_a_branch_leaves_the_run_as_it_was test_a_run_with_rehearsals_is_the_run_without
 test_a_plateau_scheduler_is_told_or_refused test_nobody_else_sees_a_trial
 test_one_setting_trains_bit_for_bit_as_without test_nothing_trains_under_no_grad test_three_ranks_train_as_one_process
-""".split()
+"""
+ON_CPU = frozenset(NAMES.split())
 
 
 @pytest.fixture(autouse=True)
