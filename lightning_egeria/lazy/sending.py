@@ -84,7 +84,8 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
 def _alike(nodes: Sequence[Node]) -> dict[Node, _Row]:
     """Number the nodes whose values have the same form, and no gaps."""
     form = nodes[0].meta if nodes else None
-    alike = [node for node in nodes if node.meta == form and node.value is not None and node.value.is_contiguous()]
+    values = [(node, node.value) for node in nodes if node.meta == form and node.value is not None]
+    alike = [node for node, value in values if value.is_contiguous() and not value.requires_grad]
     return {node: _Row(at) for at, node in enumerate(alike)} if len(alike) > 1 else {}
 
 

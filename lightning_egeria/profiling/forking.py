@@ -25,7 +25,7 @@ def _before() -> None:
 
 
 def _after_in_parent() -> None:
-    if _parent.collects:
+    if getattr(_parent, "collects", False):
         gc.enable()
 
 
