@@ -74,7 +74,9 @@ def test_data_that_open_in_workers(compare, schedule):
 
 
 @pytest.mark.parametrize(
-    "options", grid([{"persistent_workers": True}, {"prefetch_factor": 4}, {"worker_init_fn": _seed}], every=3)
+    "options",
+    grid([{"persistent_workers": True}, {"prefetch_factor": 4}, {"worker_init_fn": _seed}], every=3),
+    ids="-".join,
 )
 def test_options_of_workers(compare, options):
     compare(lambda run: run.fit(Classifier(), loader(num_workers=2, **options), _reads(run), max_epochs=4))
