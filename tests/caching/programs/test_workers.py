@@ -73,11 +73,14 @@ def test_data_that_open_in_workers(compare, schedule):
     compare(program)
 
 
-@pytest.mark.parametrize(
-    "options",
-    grid([{"persistent_workers": True}, {"prefetch_factor": 4}, {"worker_init_fn": _seed}], every=3),
-    ids="-".join,
-)
+OPTIONS = {
+    "persistent": {"persistent_workers": True},
+    "prefetched": {"prefetch_factor": 4},
+    "initialised": {"worker_init_fn": _seed},
+}
+
+
+@pytest.mark.parametrize("options", grid(OPTIONS, every=3))
 def test_options_of_workers(compare, options):
     compare(lambda run: run.fit(Classifier(), loader(num_workers=2, **options), _reads(run), max_epochs=4))
 
