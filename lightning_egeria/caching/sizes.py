@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node, version_of
-from lightning_egeria.snapshots.digests import bytes_of, content, same_bits, stem
+from lightning_egeria.snapshots.digests import bytes_of, contents, same_bits, stems
 
 ROOM = 2  # times the length of the first batch: what longer batches compute is not kept
 LEAST_ROOM = 64
@@ -170,10 +170,10 @@ class Outside:
         Args:
             node: boundary activation of a padded batch that fits, ``[samples, length, ...]``.
         """
-        found = [1] * node.tape.size
+        found = np.ones(node.tape.size, np.int64)
         for _, value in self._texts(node):
-            found = [max(before, stem(row)) for before, row in zip(found, value.movedim(1, 0), strict=True)]
-        return found
+            found = np.maximum(found, stems(value.movedim(1, 0)))
+        return found.tolist()
 
     def learn_padding(self, node: Node) -> bool:
         """Learn from the first batch with padding what that is; return whether it is known, and as before."""
@@ -249,7 +249,7 @@ class Outside:
             if leaf.key in texts:
                 grows, padding = texts[leaf.key], self._paddings.get(leaf.key)
                 head = f"{leaf.key} {tuple(grows.shape[2:])} {value.dtype}"
-                parts = [content(row, padding) for row in grows.movedim(1, 0)]
+                parts = contents(grows.movedim(1, 0), padding)
             elif role.with_samples:
                 parts = [bytes_of(row) for row in value]
             elif role.dims:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -53,32 +54,45 @@ def bytes_of(tensor: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def content(row: Tensor, padding: Tensor | None = None) -> bytes:
-    """Return a row's values without the padding at its end, and one value of that: the same however long it is padded.
+def contents(rows: Tensor, padding: Tensor | None = None) -> list[bytes]:
+    """Return each row without the padding at its end, and one value of that: the same however long it is padded.
 
     Args:
-        row: ``[length, ...]``.
+        rows: ``[rows, length, ...]``.
         padding: value of a position that is padding; None takes a value that is repeated at the end for that.
 
-    >>> content(torch.tensor([5, 6, 0])) == content(torch.tensor([5, 6, 0, 0, 0]))
+    >>> contents(torch.tensor([[5, 6, 0], [5, 0, 0]])) == contents(torch.tensor([[5, 6, 0, 0, 0], [5, 0, 0, 0, 0]]))
     True
-    >>> content(torch.tensor([5, 6]), torch.tensor(0)) == content(torch.tensor([5, 6, 0, 0]))
+    >>> contents(torch.tensor([[5, 6]]), torch.tensor(0)) == contents(torch.tensor([[5, 6, 0, 0]]), torch.tensor(0))
     True
     """
-    if padding is None or not row.numel():
-        return bytes_of(row[: stem(row)])
-    if same_bits(row[-1], padding):
-        row = row[: stem(row) - 1]
-    return bytes_of(row) + bytes_of(padding)
+    if padding is None or not rows.numel():
+        return [raw[:length].tobytes() for raw, length in zip(_raw(rows), stems(rows).tolist(), strict=True)]
+    end = bytes_of(padding)
+    alike = rows.dtype == padding.dtype and rows.shape[2:] == padding.shape
+    return [
+        raw[: length - 1 if alike and raw[-1].tobytes() == end else None].tobytes() + end
+        for raw, length in zip(_raw(rows), stems(rows).tolist(), strict=True)
+    ]
 
 
-def stem(row: Tensor) -> int:
-    """Length of a row without the padding at its end, of which one position counts."""
-    if not row.numel():
-        return len(row)
-    raw = np.frombuffer(bytes_of(row), np.uint8).reshape(len(row), -1)  # of floats, the bits count
-    others = np.flatnonzero((raw != raw[-1]).any(1))
-    return int(others[-1]) + 2 if len(others) else 1
+def stems(rows: Tensor) -> npt.NDArray[np.int64]:
+    """Return the length of each row without the padding at its end, of which one position counts.
+
+    >>> stems(torch.tensor([[5, 6, 0, 0], [5, 6, 7, 0], [5, 6, 7, 8], [0, 0, 0, 0]])).tolist()
+    [3, 4, 4, 1]
+    """
+    count, length = rows.shape[:2]
+    if not rows.numel():
+        return np.full(count, length)
+    raw = _raw(rows)  # of floats, the bits count
+    others = (raw != raw[:, -1:]).any(2)
+    return np.where(others.any(1), length + 1 - others[:, ::-1].argmax(1), 1)
+
+
+def _raw(rows: Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of each position of each row."""
+    return np.frombuffer(bytes_of(rows), np.uint8).reshape(*rows.shape[:2], -1 if rows.numel() else 0)
 
 
 def has_values(tensor: Tensor) -> bool:

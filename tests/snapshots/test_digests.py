@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from lightning_egeria.snapshots.digests import Copies, bytes_of, content, digest
+from lightning_egeria.snapshots.digests import Copies, bytes_of, contents, digest, same_bits, stems
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4)
 
@@ -114,6 +116,16 @@ def test_copies_gather_in_groups(monkeypatch):
         assert not copies.agree()
 
 
+def content(row, padding=None):
+    """The same of one row, position by position."""
+    length = len(row)
+    while length > 1 and row.numel() and same_bits(row[length - 2], row[-1]):
+        length -= 1
+    if padding is None or not row.numel():
+        return bytes_of(row[:length])
+    return bytes_of(row[: length - 1] if same_bits(row[-1], padding) else row) + bytes_of(padding)
+
+
 @pytest.mark.parametrize(
     ("row", "other", "same"),
     [
@@ -137,3 +149,15 @@ def test_the_content_of_numbers_is_their_bits():
     assert content(torch.empty(3, 0)) == b""
     assert content(torch.tensor([0, 0]), torch.tensor(0)) == content(torch.tensor([0]))
     assert content(torch.tensor([5, 7, 7]), torch.tensor(0)) != content(torch.tensor([5, 7]), torch.tensor(0))
+
+
+@given(st.integers(1, 4), st.integers(0, 6), st.sampled_from([(), (2,), (0,)]), st.integers(0, 2**31))
+def test_contents_of_rows_are_those_of_each(count, length, shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, 2, (count, length, *shape), generator=generator)
+    for kind in (torch.int64, torch.float32, torch.bool):
+        for padding in (None, torch.zeros(shape, dtype=kind), torch.zeros(shape, dtype=torch.int8)):
+            made = rows.to(kind).transpose(0, 1).contiguous().transpose(0, 1)
+            assert contents(made, padding) == [content(row, padding) for row in made]
+        ends = [len(content(row)) // max(1, made[0, :1].nbytes) if made.numel() else length for row in made]
+        assert stems(made).tolist() == ends
