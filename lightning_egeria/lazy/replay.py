@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.lazy.tape import Node
+from lightning_egeria.snapshots.digests import is_dense
 
 
 def replay(
@@ -77,14 +78,30 @@ def replay(
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
     """Stack rows; in front of a GPU in pinned memory, which it reads faster, and which is used again."""
-    if not torch.cuda.is_initialized() or not all(map(_is_plain, rows)):
+    form = rows[0].shape, rows[0].dtype
+    if not torch.cuda.is_initialized() or not all(_is_plain(row) and (row.shape, row.dtype) == form for row in rows):
         return torch.stack(list(rows))
     made = torch.empty((len(rows), *rows[0].shape), dtype=rows[0].dtype, pin_memory=True)
-    return torch.stack(list(rows), out=made)
+    copy_rows(rows, made)
+    return made
+
+
+def copy_rows(rows: Sequence[Tensor], into: Tensor) -> None:
+    """Copy contiguous rows into a tensor, in one thread: those of torch wait for one another where workers load data.
+
+    >>> made = torch.empty(2, 3)
+    >>> copy_rows([torch.ones(3), torch.zeros(3)], made)
+    >>> made.tolist()
+    [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    """
+    for place, row in zip(into.flatten().view(torch.uint8).numpy().reshape(len(rows), -1), rows, strict=True):
+        place[:] = row.flatten().view(torch.uint8).numpy()
 
 
 def _is_plain(row: Tensor) -> bool:
-    return type(row) is Tensor and row.device.type == "cpu" and row.is_contiguous() and not row.requires_grad
+    if type(row) is not Tensor or row.device.type != "cpu" or row.requires_grad or not row.numel():
+        return False
+    return row.is_contiguous() and is_dense(row)
 
 
 def _known(node: Node) -> Tensor:

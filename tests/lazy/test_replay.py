@@ -4,7 +4,7 @@ import pytest
 import torch
 from lazies import BY_ROW, Source, X
 
-from lightning_egeria.lazy.replay import replay
+from lightning_egeria.lazy.replay import copy_rows, replay
 from lightning_egeria.lazy.tensors import plain
 
 PERMUTATIONS = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3], [1, 1, 1, 1, 1, 1], [0, 0, 1, 5, 5, 2]]
@@ -52,3 +52,12 @@ def test_replay_takes_the_rows_of_tensors_from_outside():
 )
 def test_replay_of_another_size_is_refused_where_it_does_not_fit(function):
     assert replay(function(Source(X).batch()).node, [0, 1]) is None
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 4)], ids=str)
+def test_rows_are_copied_as_they_would_be_stacked(kind, shape):
+    rows = [torch.randint(-3, 4, shape).to(kind) for _ in range(4)]
+    made = torch.empty(4, *shape, dtype=kind)
+    copy_rows(rows, made)
+    assert made.equal(torch.stack(rows))
