@@ -164,7 +164,7 @@ class PrefixCache(Observer):
             if prefix.settled_depth and not is_compiled(prefix.module):
                 self._front = self._front_of(prefix)
         deeper = before is not None and self._front is not None and before.prefix is prefix
-        deeper = deeper and before is not None and (before.state.is_unchanged() or before.state.is_same())
+        deeper = deeper and before is not None and before.state.is_same()
         deeper = deeper and before is not None and self._front is not None and before.depth <= self._front.depth
         for line in self.lines.values():
             line.stream.start(self._front, keep=deeper)
@@ -206,4 +206,4 @@ def _is_again(front: Front, prefix: FrozenPrefix) -> bool:
     if front.prefix is not prefix or front.depth != prefix.settled_depth or front.missing() is not None:
         return False
     prefix.eval_all()
-    return front.state.is_unchanged() or front.state.is_same()
+    return front.state.is_same()

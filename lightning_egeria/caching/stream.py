@@ -114,7 +114,7 @@ class Stream:
 
     def front_is_unchanged(self) -> bool:
         """Whether weights, buffers and modes of the front are those that entries were computed by."""
-        return self.front is not None and (self.front.state.is_unchanged() or self.front.state.is_same())
+        return self.front is not None and self.front.state.is_same()
 
     @property
     def writes(self) -> bool:

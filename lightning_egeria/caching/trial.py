@@ -149,7 +149,7 @@ class Trials:
         if len(batch.fields) != batch.samples:
             self.shows_nothing("samples differ in their structure")
             return None
-        if not front.state.is_unchanged() and not front.state.is_same():
+        if not front.state.is_same():
             what = "weights, buffers or attributes of the frozen layers"
             self.shows_nothing(f"{what} change (by themselves, or swapped, as averages of weights are?)")
             return None

@@ -129,6 +129,8 @@ class FrontState:
 
     def is_same(self) -> bool:
         """Whether everything is the same, value by value, though perhaps in other tensors; remembers these."""
+        if self.is_unchanged():
+            return True
         try:
             if self._digest_of(self._current()) != self._values:
                 return False

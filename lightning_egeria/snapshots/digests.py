@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_egeria.network.sharding import is_distributed
 
 GROUP_BYTES = 2**28  # that are gathered at a time to be compared
+# That hold the bits of an element, by its bytes: two where there are 16.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 SHARE_BYTES = 2**22  # of a thread, at least: fewer are read before a thread has started
 
 
@@ -66,13 +68,15 @@ def contents(rows: Tensor, padding: Tensor | None = None) -> list[bytes]:
     >>> contents(torch.tensor([[5, 6]]), torch.tensor(0)) == contents(torch.tensor([[5, 6, 0, 0]]), torch.tensor(0))
     True
     """
+    raws = _raw(rows)
+    lengths = _stems(raws).tolist()
     if padding is None or not rows.numel():
-        return [raw[:length].tobytes() for raw, length in zip(_raw(rows), stems(rows).tolist(), strict=True)]
+        return [raw[:length].tobytes() for raw, length in zip(raws, lengths, strict=True)]
     end = bytes_of(padding)
     alike = rows.dtype == padding.dtype and rows.shape[2:] == padding.shape
     return [
         raw[: length - 1 if alike and raw[-1].tobytes() == end else None].tobytes() + end
-        for raw, length in zip(_raw(rows), stems(rows).tolist(), strict=True)
+        for raw, length in zip(raws, lengths, strict=True)
     ]
 
 
@@ -82,11 +86,14 @@ def stems(rows: Tensor) -> npt.NDArray[np.int64]:
     >>> stems(torch.tensor([[5, 6, 0, 0], [5, 6, 7, 0], [5, 6, 7, 8], [0, 0, 0, 0]])).tolist()
     [3, 4, 4, 1]
     """
-    count, length = rows.shape[:2]
-    if not rows.numel():
+    return _stems(_raw(rows))
+
+
+def _stems(raws: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    count, length, _ = raws.shape
+    if not raws.size:
         return np.full(count, length)
-    raw = _raw(rows)  # of floats, the bits count
-    others = (raw != raw[:, -1:]).any(2)
+    others = (raws != raws[:, -1:]).any(2)  # of floats, the bits count
     return np.where(others.any(1), length + 1 - others[:, ::-1].argmax(1), 1)
 
 
@@ -110,7 +117,7 @@ def same_bits(first: Tensor | None, second: Tensor) -> bool:
         return False
     if not first.dtype.is_floating_point:
         return torch.equal(first, second)
-    integers = _INTEGERS[first.element_size()]
+    integers = INTEGERS[first.element_size()]
     return torch.equal(first.contiguous().view(integers), second.contiguous().view(integers))
 
 
@@ -137,12 +144,11 @@ class Copies:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         filled = [tensor.detach() for tensor in tensors if tensor.numel()]
-        groups: dict[tuple[torch.device, int, int], list[Tensor]] = defaultdict(list)
-        room: dict[tuple[torch.device, int], int] = defaultdict(int)
+        groups: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
+        room: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
         for tensor in filter(is_dense, filled):
-            kind = tensor.device, min(tensor.element_size(), 8)
-            flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(_INTEGERS[kind[1]])
-            groups[*kind, room[kind] // GROUP_BYTES].append(flat)
+            kind = tensor.device, INTEGERS[tensor.element_size()]
+            groups[*kind, room[kind] // GROUP_BYTES].append(tensor.as_strided((tensor.numel(),), (1,)).view(kind[1]))
             room[kind] += tensor.nbytes
         self._groups = [(views, torch.cat(views)) for views in groups.values()]
         self._scattered = [(tensor, tensor.clone()) for tensor in filled if not is_dense(tensor)]
@@ -152,9 +158,6 @@ class Copies:
         return all(torch.equal(torch.cat(views), copy) for views, copy in self._groups) and all(
             same_bits(tensor, copy) for tensor, copy in self._scattered
         )
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def divided(memory: Sequence[memoryview], threads: int) -> list[list[memoryview]]:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.errors import SnapshotError, check_integers
-
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of an element
+from lightning_egeria.snapshots.digests import INTEGERS
 
 
 class TensorStore:
@@ -155,7 +154,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     alike = one.dtype == other.dtype and one.shape == other.shape and one.layout is other.layout is torch.strided
     if not alike or not (one.is_contiguous() and other.is_contiguous()):
         return False
-    whole = _WHOLE[one.element_size()]
+    whole = INTEGERS[one.element_size()]
     return torch.equal(one.view(-1).view(whole), other.view(-1).view(whole))
 
 
