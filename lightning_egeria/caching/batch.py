@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,14 @@ from lightning_egeria.caching.loading import stamp_of
 from lightning_egeria.caching.outputs import Output, Read, Some, agree, computed_at
 from lightning_egeria.caching.plan import Loaded, Mode
 from lightning_egeria.caching.sizes import BatchSizes, Outside
-from lightning_egeria.lazy import tape
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.sending import receive
 from lightning_egeria.lazy.tape import Node, Tape, version_of
+from lightning_egeria.lazy.tensors import caller
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.stores.rows import laid_out
 
-_OURS = tuple(str(Path(file).parent) for file in (__file__, tape.__file__, torch.__file__))
+_OURS = str(Path(__file__).parent)
 
 
 class Owner(Protocol):
@@ -91,7 +90,7 @@ class CachedBatch:
         output: what the program got at its boundary, if it is looked at; None if that is of no use.
         ready: an output in memory for these rows; None if it has to be read or computed.
         is_timed: whether its time tells what reading entries takes, or computing the output.
-        was_touched: file and line of the program that first needed an input that was not loaded; None if nothing did.
+        was_touched: what first needed an input that was not loaded, in words; None if nothing did.
         other_shape: of its output at the boundary, which has no place among the entries; None if it has.
         began: the front was called.
         ended: its boundary was reached.
@@ -112,7 +111,7 @@ class CachedBatch:
         self.was_touched: str | None = None
         self._older: dict[int, Node] = {}
         self._versions: dict[int, int] = {}
-        self._is_over = self._doubts = False
+        self._is_over = self._is_kept = self._doubts = False
         self.other_shape: tuple[int, ...] | None = None
         self.began: float | torch.cuda.Event | None = None
         self.ended: float | torch.cuda.Event | None = None
@@ -309,6 +308,11 @@ class CachedBatch:
             read.future.cancel()
         self._owner.finish(self)
 
+    def settle(self) -> None:
+        """Compute what the program has kept of the batch."""
+        self._is_kept = True
+        self.tape.settle()
+
     def drop(self) -> None:
         """The batch does not run."""
         self._is_over, self.front = True, None
@@ -340,10 +344,7 @@ class CachedBatch:
         return same
 
     def _touched(self) -> None:
-        if self._is_over and self.was_touched is None and self.front is not None:  # else it was not counted
-            self._owner.touched_late(self)
         if self.was_touched is None and any(self.lazy):
-            frame: Any = sys._getframe(1)
-            while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-                frame = frame.f_back
-            self.was_touched = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+            self.was_touched = "something that keeps a batch after its step" if self._is_kept else caller(_OURS)
+            if self._is_over and self.front is not None:  # else it is counted at the end
+                self._owner.touched_late(self)

@@ -67,7 +67,7 @@ class PrefixCache(Observer):
         """The training step is about to run."""
         self._look()
         if self._last is not None:
-            self._last.tape.settle()  # what the program has kept of the last batch
+            self._last.settle()
         self._last = self._training
         self._enter(self._training)
 
@@ -113,7 +113,7 @@ class PrefixCache(Observer):
     def close(self, remove: bool) -> None:
         """Leave the model as it was; ``remove`` what was cached on disk, or leave it. Safe to call twice."""
         if self._last is not None:
-            self._last.tape.settle()
+            self._last.settle()
         self._closed = True
         self._end()
         for line in self.lines.values():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
+import time
 from collections import deque
+from collections.abc import Iterator
 
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
@@ -30,7 +33,8 @@ class CacheStats:
         written: entries written.
         wrong: entries that were damaged or outdated.
         bytes_on_disk: size of the stores of this run.
-        seconds_saved: estimate: hits times the seconds by which a sample's miss took longer than its hit.
+        seconds_saved: estimate: hits times the seconds by which a sample's miss took longer than its hit, less those in
+            which samples were loaded after all.
         depth: depth of the cached boundary; 0 if there is none.
         off: why the cache is off; None while it is on.
     """
@@ -87,6 +91,21 @@ class Accounts:
         if batch.hits and self._hit_seconds and self._miss_seconds:
             stats.seconds_saved += batch.hits * (self._miss() - self._hit())
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """While samples are loaded after all."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stats.seconds_saved -= time.perf_counter() - started
+
+    def touched_late(self, batch: CachedBatch) -> None:
+        """The inputs of a batch that was counted are read."""
+        lazy = sum(batch.lazy)
+        self._stats.not_loaded -= lazy
+        self._stats.loaded_after_all += lazy
+
     def judgement(self) -> tuple[bool, str] | None:
         """Return whether it pays, and the numbers in words; once, as soon as there are enough."""
         if self._judged or min(len(self._hit_seconds), len(self._miss_seconds)) < COMPARED_STEPS:
@@ -117,6 +136,7 @@ class Habits:
     def _begin(self) -> None:
         self._lazy = self._touches = self._reruns = 0
         self._first = 10**9
+        self._toucher: str | None = None
 
     def why_stop(self, batch: CachedBatch, front: Front) -> str | None:
         """Count a batch that is over; return why the cache is of no use, or None."""
@@ -134,19 +154,24 @@ class Habits:
             return f"{differed} (random, mixed, or sorted by the collate function?)"
         return self._count_lazy(batch, front)
 
+    def touched(self, batch: CachedBatch) -> None:
+        """Count a batch whose inputs were read, perhaps after its end."""
+        self._touches, self._toucher = self._touches + 1, batch.was_touched
+
     def _count_lazy(self, batch: CachedBatch, front: Front) -> str | None:
         ran, front.ran = front.ran, set()
         if not any(batch.lazy) or batch.plan.checks:  # a check runs layers by itself
             return None
         self._lazy += 1
-        self._touches += batch.was_touched is not None
+        if batch.was_touched is not None:
+            self.touched(batch)
         if batch.hits == batch.samples and ran:
             self._reruns, self._first = self._reruns + 1, min(self._first, *ran)
         if self._lazy < COUNTED:
             return None
-        reruns, touches, first = self._reruns, self._touches, self._first
+        reruns, touches, first, toucher = self._reruns, self._touches, self._first, self._toucher
         self._begin()
         if 2 * reruns > COUNTED:
             return f"something reads the output of {front.units[first].path!r} in most batches"
-        self.reader = batch.was_touched if 2 * touches > COUNTED else None
+        self.reader = toucher if 2 * touches > COUNTED else None
         return None

@@ -194,9 +194,8 @@ class Stream:
 
     def load(self, batch: CachedBatch, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load tensors of samples."""
-        if self._load_elsewhere is not None:
-            return self._load_elsewhere(batch.plan, places)
-        return self._dataset.tensors(batch.plan, places)
+        with self._accounts.loading():
+            return (self._load_elsewhere or self._dataset.tensors)(batch.plan, places)
 
     def judge_length(self, level: Level, node: Node) -> None:
         """Find out whether entries of a level serve batches of other lengths, unless that is known."""
@@ -271,9 +270,8 @@ class Stream:
 
     def touched_late(self, batch: CachedBatch) -> None:
         """The program reads inputs after the end of their batch."""
-        lazy = sum(batch.lazy)
-        self.stats.not_loaded -= lazy
-        self.stats.loaded_after_all += lazy
+        self._accounts.touched_late(batch)
+        self._habits.touched(batch)
 
     def close(self, remove: bool = False) -> None:
         """Stop reading and writing; ``remove`` the stores too, or leave them on disk. Safe to call twice."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.lazy.tape import UNKNOWN, Meta, Node, Tape
 
+_HERE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 # Their kernels without values have other strides, or torch takes other ones for a subclass.
 _OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool")
 # Operations that read only the shape, dtype and device of their first argument.
@@ -274,3 +277,11 @@ def node_of(tape: Tape, leaf: Any) -> Any:
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor itself, or the values of a lazy one."""
     return tensor.node.compute() if isinstance(tensor, LazyTensor) else tensor
+
+
+def caller(*folders: str) -> str:
+    """Return the function, file and line that asks for values: outside of torch, this package and some folders."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_HERE, *folders)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -76,6 +76,21 @@ def test_reader_of_most_inputs_is_named():
     assert habits.reader == "step (net.py:3)"
 
 
+def test_reader_is_named_behind_a_batch_that_nobody_reads():
+    habits = Habits()
+    run(habits, COUNTED // 2 + 1, touched="step (net.py:3)")
+    run(habits, COUNTED // 2 - 1)
+    assert habits.reader == "step (net.py:3)"
+
+
+def test_reader_of_batches_that_are_over_is_named():
+    habits = Habits()
+    for _ in range(COUNTED):
+        habits.touched(batch(touched="something that keeps it"))
+        run(habits, 1)
+    assert habits.reader == "something that keeps it"
+
+
 def test_loaded_batches_are_not_counted():
     habits = Habits()
     run(habits, 3 * COUNTED, touched="step (net.py:3)", lazy=False)

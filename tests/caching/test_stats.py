@@ -75,3 +75,21 @@ def test_another_boundary_is_compared_anew(accounts):
     assert accounts.judgement() is not None
     accounts.restart()
     assert accounts.judgement() is None
+
+
+def test_inputs_that_are_read_late_were_loaded_after_all():
+    found = CacheStats()
+    accounts = Accounts(found)
+    one = batch(hits=4, lazy=3)
+    accounts.count(one)
+    accounts.touched_late(one)
+    assert (found.not_loaded, found.loaded_after_all) == (0, 3)
+
+
+def test_loading_after_all_is_time_that_was_not_saved(monkeypatch):
+    clock = iter([1.0, 1.5])
+    monkeypatch.setattr(stats, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    found = CacheStats(seconds_saved=2.0)
+    with Accounts(found).loading():
+        pass
+    assert found.seconds_saved == 1.5

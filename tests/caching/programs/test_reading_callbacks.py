@@ -83,6 +83,22 @@ def test_batches_are_kept_and_read_later(compare, when, hook):
     compare(program)
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(1)], ids=["batch", "input"])
+def test_last_batch_is_always_kept(compare, part, caplog):
+    """Its samples would be loaded one batch too late, each time."""
+
+    def program(run):
+        caplog.clear()
+        keeper = on(on_train_batch_end=lambda trainer, module, outputs, batch, index: setattr(run, "kept", batch[part]))
+        run.fit(Classifier(), None, keeper, max_epochs=14)
+        run.note(run.kept)
+
+    with caplog.at_level("INFO"):
+        run = compare(program)
+    assert caplog.text.count("something that keeps a batch after its step") == 1
+    assert 0 < run.caches[-1].stats.loaded_after_all < 200
+
+
 def test_batch_is_kept_and_trained_on_again(compare):
     """Experience replay: the step trains on an earlier batch as well."""
 
