@@ -106,20 +106,25 @@ def unpack(packed: PackedObject) -> Any:
 def alike_in_few_blocks(tensors: Sequence[Tensor], pin_memory: bool = False) -> list[Tensor]:
     """Return contiguous tensors in host memory for the values of others; many in a block, as to pin one takes long.
 
-    >>> first, second = alike_in_few_blocks([torch.zeros(3, dtype=torch.int8), torch.zeros(2, 2)])
-    >>> first.shape, second.shape, second.dtype
-    (torch.Size([3]), torch.Size([2, 2]), torch.float32)
+    Each block has one dtype, or `torch.save` would not take them.
+
+    >>> first, second, third = alike_in_few_blocks([torch.zeros(3), torch.zeros(2, 2), torch.tensor(True)])
+    >>> first.shape, second.shape, third.dtype
+    (torch.Size([3]), torch.Size([2, 2]), torch.bool)
     >>> first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     True
     """
     sizes: list[int] = []
+    last: dict[torch.dtype, int] = {}
     made: list[tuple[int, int]] = []  # block and first byte of each
     for tensor in tensors:
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if not sizes or sizes[-1] + size > BLOCK_BYTES:
+        block = last.get(tensor.dtype)
+        if block is None or sizes[block] + size > BLOCK_BYTES:
+            block = last[tensor.dtype] = len(sizes)
             sizes.append(0)
-        made.append((len(sizes) - 1, sizes[-1]))
-        sizes[-1] += size
+        made.append((block, sizes[block]))
+        sizes[block] += size
     memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory).untyped_storage() for size in sizes]
     found = []
     for tensor, (block, start) in zip(tensors, made, strict=True):

@@ -1,6 +1,7 @@
 """Whatever a model is made of arrives, and a tensor arrives once."""
 
 import functools
+import io
 import os
 import subprocess
 import sys
@@ -220,7 +221,11 @@ def test_memory_for_many_tensors_lies_in_few_blocks(monkeypatch):
         host.copy_(value)
     assert all(map(torch.equal, hosts, values))
     assert all(host.is_contiguous() and host.dtype == value.dtype for host, value in zip(hosts, values, strict=True))
-    assert len({host.untyped_storage().data_ptr() for host in hosts}) < len(hosts) / 2
+    assert len({host.untyped_storage().data_ptr() for host in hosts}) == 13  # of each dtype, the small ones share one
+    saved = io.BytesIO()
+    torch.save(hosts, saved)  # as in a checkpoint
+    saved.seek(0)
+    assert all(map(torch.equal, torch.load(saved, weights_only=True), values))
     versions = [host._version for host in hosts]
     hosts[0].add_(1)
     assert [host._version for host in hosts[1:]] == versions[1:]  # no one takes it for a change of theirs
