@@ -213,8 +213,8 @@ class CachedBatch:
             if not parts and not self._owner.front_is_unchanged():
                 return None
             longest = int(lengths[chosen[sound]].min()) if form.ragged and start is not node else own
-            data = data[:, :longest].contiguous() if form.ragged else data
-            rows = form.from_memory(data.to(front.device, non_blocking=True))
+            data = data.to(front.device, non_blocking=True)  # whole, as it is pinned, before it is cut
+            rows = form.from_memory(data[:, :longest].contiguous() if form.ragged else data)
             if read.rows is not None or not sound.all() or not read_rows.all():
                 kept = (np.cumsum(read_rows) - 1)[chosen[sound]]
                 rows = rows[torch.from_numpy(kept).to(rows.device)]
