@@ -44,6 +44,8 @@ def main() -> None:
                 plain, ours = found["plain"][-1], found["cached"][-1]
                 steps = max(1, min(plain["steps"], round(plain["steps"] * ours["fit_seconds"] / plain["fit_seconds"])))
             done = run(options.workload, options.size, method, seed, options.data, steps, overrides=overrides)
+            done["command"] = f"python -m benchmarks.on_gpu {options.workload} --size {options.size} --data FOLDER"
+            done["command"] += f" --set {' '.join(options.overrides)}" if options.overrides else ""
             found[method].append(done)
             share = done["fit_seconds"] / found["plain"][-1]["fit_seconds"]
             depths = [f"{event['depth']} at step {event['step']}" for event in done["events"]]
