@@ -18,6 +18,7 @@ from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, Unit, version_of
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
+from lightning_egeria.network.folding import folded
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.rehearsal import is_apart
 
@@ -142,9 +143,9 @@ class FrontUnit:
     @property
     def original(self) -> Callable[..., Any]:
         """The module's own ``forward``, even if its class has changed meanwhile; with the kernels of a plain step."""
-        if self._before is not None:
-            return functools.partial(unwatched, self._before)
-        return functools.partial(unwatched, type(self._module).forward, self._module)
+        own = self._before or functools.partial(type(self._module).forward, self._module)
+        folds = self.front.folds.get(self.front.prefix.module.training, False)
+        return functools.partial(unwatched, *[folded] * folds, own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, or run the module."""
@@ -310,12 +311,13 @@ class Front:
         renewals: how often another state was taken for the one that entries stand for.
         ran: numbers of the units that ran, for the owner of the batch to read and clear.
         devices: device types whose autocast modes matter.
+        folds: in training or not, whether linear layers are fast: see `folded`; empty until that is known.
     """
 
     def __init__(self, prefix: FrozenPrefix, depth: int) -> None:
-        self.depth = depth
-        self.prefix = prefix
+        self.depth, self.prefix = depth, prefix
         self.batch: Batch | None = None
+        self.folds: dict[bool, bool] = {}
         self.device = next((p.device for p in prefix.module.parameters()), torch.device("cpu"))
         self.devices = ("cpu",) if self.device.type == "cpu" else ("cpu", self.device.type)
         modules = dict(prefix.module.named_modules())

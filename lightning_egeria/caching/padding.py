@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.front import precision_of, without_casts
+from lightning_egeria.caching.front import Front, precision_of, without_casts
 from lightning_egeria.caching.levels import Level
 from lightning_egeria.caching.outputs import Some
 from lightning_egeria.caching.sizes import Lengths, Outside
-from lightning_egeria.lazy.tape import Node
+from lightning_egeria.lazy.tape import Meta, Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import preserved_random_state
 from lightning_egeria.training.notices import Notices
@@ -138,3 +138,27 @@ def with_padding(
         return value, ~every
     same = same_rows(found[:, :length], value[:, :other], precision_of(node)).cpu() | (own > other)
     return (found if other > length else value), same
+
+
+def begins_to_fold(front: Front, level: Level, node: Node, outside: Outside) -> bool:
+    """Have frozen attention computed fast once last bits differ anyway, if some rows agree; whether that begins now.
+
+    Args:
+        front: the frozen front.
+        level: whose entries serve texts that are padded to other lengths.
+        node: boundary activation of a batch.
+        outside: tensors of the program.
+    """
+    training = front.prefix.module.training
+    if training in front.folds or level.padded.exact or front.device.type != "cpu":
+        return False
+    if precision_of(node).itemsize >= node.meta.dtype.itemsize:
+        return False  # without autocast it is not slow
+    with preserved_random_state(), torch.no_grad():
+        pair = []
+        for front.folds[training] in (False, True):
+            pair.append(outside.replayed(node, list(range(min(ROWS, node.tape.size)))))
+    (slow, fast), precision = pair, precision_of(node)
+    same = slow is not None and fast is not None and Meta.of(slow) == Meta.of(fast) and same_rows(slow, fast, precision)
+    front.folds[training] = bool(torch.as_tensor(same).all())
+    return front.folds[training]

@@ -14,7 +14,7 @@ from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.outputs import Some
-from lightning_egeria.caching.padding import judge_length, with_padding
+from lightning_egeria.caching.padding import begins_to_fold, judge_length, with_padding
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.recording import Limits
@@ -341,6 +341,9 @@ class Stream:
         if self._unlike >= UNLIKE:
             self.stop(f"no text of the last {UNLIKE} batches had the same output with other padding")
         if made is None or self.front is None:
+            return
+        if begins_to_fold(self.front, level, node, self.outside):
+            self.levels.forget(level, np.arange(len(level.stamps)))  # they have the bits of before
             return
         value, places = value[same.to(value.device)], some.places[same.numpy()]
         fields, lazy = [batch.fields[place] for place in places], [batch.lazy[place] for place in places]

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from programs.harness import ran
-from programs.parts import BATCH, CLASSES, SAMPLES, Classifier, grid, loader
+from programs.parts import BATCH, CLASSES, SAMPLES, Classifier, Validated, grid, loader
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_egeria.caching import padding
+from lightning_egeria.caching import front, padding
+from lightning_egeria.network.folding import folded
 
 WIDTH, HEADS, LENGTH = 16, 2, 16
 DEPTH = 3  # the embedding and two blocks
@@ -44,6 +45,13 @@ class TupleBlock(Block):
 
     def forward(self, hidden_states, attention_mask=None, output_attentions=False):
         return (super().forward(hidden_states, attention_mask),)
+
+
+class LongLayer(nn.TransformerEncoderLayer):
+    """Its last bits depend on the length."""
+
+    def forward(self, x, **masks):
+        return super().forward(x, **masks) * (1 + 1e-6 * x.shape[1])
 
 
 class Net(nn.Module):
@@ -233,6 +241,31 @@ def test_texts_are_computed_once_for_all_lengths(tmp_path, style, collate, preci
     # and the batch that is compared.
     assert cache.stats.hits >= SAMPLES * 8 - BATCH * (2 * batches + 1), cache.stats
     assert losses[True] == pytest.approx(losses[False], rel=1e-4 if precision == "32-true" else 0.05)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_attention_is_as_fast_as_while_it_learned(tmp_path, monkeypatch, precision):
+    """Under autocast, where last bits differ with the length anyway."""
+    calls = []
+
+    def noted(run, *args, **kwargs):
+        calls.append(run)
+        return folded(run, *args, **kwargs)
+
+    monkeypatch.setattr(front, "folded", noted)
+
+    def program(run):
+        data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=padded_to_the_longest)
+        module = Validated(Net("layers"))
+        module.net.blocks = nn.ModuleList(LongLayer(WIDTH, HEADS, 32, 0.0, batch_first=True) for _ in range(3))
+        val = loader(data.dataset, shuffle=False, collate_fn=padded_to_the_longest)
+        run.fit(module, data, val=val, schedule={2: DEPTH}, max_epochs=8, precision=precision)
+
+    (cache,) = ran(program, True, tmp_path / "run", dropout=True).caches
+    assert bool(calls) == (precision == "bf16-mixed")
+    assert cache.stats.hits > 4 * SAMPLES
+    assert cache.validation_stats.hits > 2 * SAMPLES
+    assert cache.stats.wrong == cache.validation_stats.wrong == 0
 
 
 class Leaking(Mixing):
