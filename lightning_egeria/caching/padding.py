@@ -156,9 +156,12 @@ def begins_to_fold(front: Front, level: Level, node: Node, outside: Outside) -> 
         return False  # without autocast it is not slow
     with preserved_random_state(), torch.no_grad():
         pair = []
-        for front.folds[training] in (False, True):
+        for fast in (False, True):
+            front.folds[training] = fast
             pair.append(outside.replayed(node, list(range(min(ROWS, node.tape.size)))))
-    (slow, fast), precision = pair, precision_of(node)
-    same = slow is not None and fast is not None and Meta.of(slow) == Meta.of(fast) and same_rows(slow, fast, precision)
-    front.folds[training] = bool(torch.as_tensor(same).all())
+    before, after = pair
+    if before is None or after is None or Meta.of(before) != Meta.of(after):
+        front.folds[training] = False
+    else:
+        front.folds[training] = bool(same_rows(before, after, precision_of(node)).all())
     return front.folds[training]

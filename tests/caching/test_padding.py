@@ -7,7 +7,8 @@ import torch
 from lazies import ONE_ARGUMENT, Layers
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_egeria.caching.padding import judge_length, same_rows
+from lightning_egeria.caching import padding
+from lightning_egeria.caching.padding import begins_to_fold, judge_length, same_rows
 from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tape import Meta, Tape
@@ -83,3 +84,28 @@ def test_texts_agree_beside_the_largest_value_of_each_channel():
     assert same_rows(value, other, torch.bfloat16).all()
     value[0, 0, 1] = torch.nan
     assert not same_rows(value, value)[0]
+
+
+@pytest.mark.parametrize(
+    ("other", "folds"),
+    [(lambda x: x, True), (lambda x: x * 2, False), (lambda x: x.double(), False), (lambda x: None, False)],
+    ids=["the same", "other values", "another dtype", "not known"],
+)
+def test_what_is_fast_is_used_where_it_agrees(monkeypatch, other, folds):
+    monkeypatch.setattr(padding, "precision_of", lambda node: torch.bfloat16)
+    module, node = types.SimpleNamespace(training=True), types.SimpleNamespace(meta=Meta.of(EMBEDDING))
+    node.tape = types.SimpleNamespace(size=3)
+    front = types.SimpleNamespace(folds={}, device=torch.device("cpu"), prefix=types.SimpleNamespace(module=module))
+    rows = EMBEDDING[:12].view(3, 4, 4)
+    outside = types.SimpleNamespace(replayed=lambda node, places: other(rows) if front.folds[True] else rows)
+    level = types.SimpleNamespace(padded=types.SimpleNamespace(exact=False))
+    assert begins_to_fold(front, level, node, outside) is folds
+    assert front.folds == {True: folds}
+    assert not begins_to_fold(front, level, node, outside)  # it has begun, or never does
+
+
+def test_bits_that_are_promised_are_kept():
+    front = types.SimpleNamespace(folds={}, prefix=types.SimpleNamespace(module=types.SimpleNamespace(training=True)))
+    level = types.SimpleNamespace(padded=types.SimpleNamespace(exact=True))
+    assert not begins_to_fold(front, level, None, None)
+    assert front.folds == {}
