@@ -140,8 +140,8 @@ def with_padding(
     return (found if other > length else value), same
 
 
-def begins_to_fold(front: Front, level: Level, node: Node, outside: Outside) -> bool:
-    """Have frozen attention computed fast once last bits differ anyway, if some rows agree; whether that begins now.
+def judge_folding(front: Front, level: Level, node: Node, outside: Outside) -> None:
+    """Have frozen attention computed fast where last bits differ anyway, if some rows agree to rounding.
 
     Args:
         front: the frozen front.
@@ -151,9 +151,9 @@ def begins_to_fold(front: Front, level: Level, node: Node, outside: Outside) -> 
     """
     training = front.prefix.module.training
     if training in front.folds or level.padded.exact or front.device.type != "cpu":
-        return False
+        return
     if precision_of(node).itemsize >= node.meta.dtype.itemsize:
-        return False  # without autocast it is not slow
+        return  # without autocast it is not slow
     with preserved_random_state(), torch.no_grad():
         pair = []
         for fast in (False, True):
@@ -164,4 +164,3 @@ def begins_to_fold(front: Front, level: Level, node: Node, outside: Outside) -> 
         front.folds[training] = False
     else:
         front.folds[training] = bool(same_rows(before, after, precision_of(node)).all())
-    return front.folds[training]

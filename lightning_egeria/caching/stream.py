@@ -13,8 +13,8 @@ from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.outputs import Some
-from lightning_egeria.caching.padding import begins_to_fold, judge_length, with_padding
+from lightning_egeria.caching.outputs import UNPROVEN_STEP, Some, is_rounding
+from lightning_egeria.caching.padding import judge_folding, judge_length, with_padding
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.recording import Limits
@@ -287,7 +287,8 @@ class Stream:
         stored = batch.rows(level, value.shape[1] if level.form.ragged else 1)
         if stored is None:
             return
-        same = same_bits(stored.to(value.device), level.form.rounded(value))
+        pair = stored.to(value.device), level.form.rounded(value)
+        same = same_bits(*pair) or (not level.padded.exact and is_rounding(*pair, UNPROVEN_STEP))
         if self.sizes.compared(batch.samples, same) is False:
             self._notices.inform(
                 f"rows in batches of {batch.samples} differ in their last bits, so these batches are not cached"
@@ -342,9 +343,7 @@ class Stream:
             self.stop(f"no text of the last {UNLIKE} batches had the same output with other padding")
         if made is None or self.front is None:
             return
-        if begins_to_fold(self.front, level, node, self.outside):
-            self.levels.forget(level, np.arange(len(level.stamps)))  # they have the bits of before
-            return
+        judge_folding(self.front, level, node, self.outside)
         value, places = value[same.to(value.device)], some.places[same.numpy()]
         fields, lazy = [batch.fields[place] for place in places], [batch.lazy[place] for place in places]
         self.levels.recording.write(self.levels.all, batch.entries[places], value, fields, lazy, made[places])

@@ -8,7 +8,7 @@ from lazies import ONE_ARGUMENT, Layers
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_egeria.caching import padding
-from lightning_egeria.caching.padding import begins_to_fold, judge_length, same_rows
+from lightning_egeria.caching.padding import judge_folding, judge_length, same_rows
 from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tape import Meta, Tape
@@ -99,13 +99,13 @@ def test_what_is_fast_is_used_where_it_agrees(monkeypatch, other, folds):
     rows = EMBEDDING[:12].view(3, 4, 4)
     outside = types.SimpleNamespace(replayed=lambda node, places: other(rows) if front.folds[True] else rows)
     level = types.SimpleNamespace(padded=types.SimpleNamespace(exact=False))
-    assert begins_to_fold(front, level, node, outside) is folds
+    judge_folding(front, level, node, outside)
     assert front.folds == {True: folds}
-    assert not begins_to_fold(front, level, node, outside)  # it has begun, or never does
+    judge_folding(front, level, node, None)  # once
 
 
 def test_bits_that_are_promised_are_kept():
     front = types.SimpleNamespace(folds={}, prefix=types.SimpleNamespace(module=types.SimpleNamespace(training=True)))
     level = types.SimpleNamespace(padded=types.SimpleNamespace(exact=True))
-    assert not begins_to_fold(front, level, None, None)
+    judge_folding(front, level, None, None)
     assert front.folds == {}
