@@ -29,7 +29,7 @@ from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SelectiveBackprop
 from lightning_egeria.network.prefix import SETTLING_STEPS, follows_slowly
 
-BATCHES = 10  # of an epoch
+BATCHES = 24  # of an epoch; the first ones of a fit are not written yet
 EPOCHS = 3  # that are measured
 SETTLING = 3  # batches of each kind at the start that are not
 RARE = 0.05  # share of a run's steps below which a kind is taken to cost what the nearest does
