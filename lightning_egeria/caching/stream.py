@@ -13,7 +13,7 @@ from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.levels import Level, Rows
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.outputs import UNPROVEN_STEP, Some, is_rounding
+from lightning_egeria.caching.outputs import Some
 from lightning_egeria.caching.padding import judge_folding, judge_length, with_padding
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
@@ -287,8 +287,7 @@ class Stream:
         stored = batch.rows(level, value.shape[1] if level.form.ragged else 1)
         if stored is None:
             return
-        pair = stored.to(value.device), level.form.rounded(value)
-        same = same_bits(*pair) or (not level.padded.exact and is_rounding(*pair, UNPROVEN_STEP))
+        same = same_bits(stored.to(value.device), level.form.rounded(value))
         if self.sizes.compared(batch.samples, same) is False:
             self._notices.inform(
                 f"rows in batches of {batch.samples} differ in their last bits, so these batches are not cached"
