@@ -143,9 +143,9 @@ class FrontUnit:
     @property
     def original(self) -> Callable[..., Any]:
         """The module's own ``forward``, even if its class has changed meanwhile; with the kernels of a plain step."""
-        own = self._before or functools.partial(type(self._module).forward, self._module)
-        folds = self.front.folds.get(self.front.prefix.module.training, False)
-        return functools.partial(unwatched, *[folded] * folds, own)
+        own = self._before if self._before is not None else functools.partial(type(self._module).forward, self._module)
+        folds = self.front.folds.get(self.front.prefix.module.training)
+        return functools.partial(unwatched, folded, own) if folds else functools.partial(unwatched, own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, or run the module."""

@@ -279,9 +279,9 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.node.compute() if isinstance(tensor, LazyTensor) else tensor
 
 
-def caller(*folders: str) -> str:
-    """Return the function, file and line that asks for values: outside of torch, this package and some folders."""
+def caller(folder: str) -> str:
+    """Return the function, file and line that asks for values: outside of torch, this package and another folder."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_HERE, *folders)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_HERE, folder)):
         frame = frame.f_back
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -30,5 +30,5 @@ class Folding(TorchDispatchMode):
 
 def folded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a function with frozen linear layers computed fast."""
-    with Folding():  # type: ignore[no-untyped-call]  # of torch
+    with Folding():  # type: ignore[no-untyped-call]  # torch has no types for it
         return run(*args, **kwargs)
