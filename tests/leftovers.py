@@ -168,5 +168,5 @@ def _files(folder: Path, tmp_paths: Path) -> set[str]:
             and not Path(parent, name, "pyvenv.cfg").is_file()
         ]
         # An editor at work beside a test run is not the test's doing, and no test writes Python source.
-        found.update(str(Path(parent, name)) for name in files if not name.endswith((".py", ".swp", "~")))
+        found.update(f"{parent}/{name}" for name in files if not name.endswith((".py", ".swp", "~")))
     return found

@@ -18,6 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_egeria.caching.squares import Square
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node, version_of
 from lightning_egeria.snapshots.digests import bytes_of, contents, same_bits, stems
@@ -133,6 +134,7 @@ class Outside:
         self._first: dict[int, Tensor] = {}  # of those without samples, in host memory
         self._tables: dict[int, Tensor] = {}  # the longest of them
         self._paddings: dict[int, Tensor] = {}
+        self._squares: dict[int, Square] = {}
         self._on_host = WeakKeyDictionary[Node, Tensor]()
         self._stamps = WeakKeyDictionary[Node, tuple[tuple[bool, int, int], npt.NDArray[np.uint64]]]()
 
@@ -173,14 +175,22 @@ class Outside:
         """
         found = np.ones(node.tape.size, np.int64)
         for _, value in self._texts(node):
-            found = np.maximum(found, stems(value.movedim(1, 0)))
+            found = np.maximum(found, stems(value))
+        for _, masks in self._texts(node, 2):
+            found = np.maximum(np.maximum(found, stems(masks)), stems(masks.transpose(1, 2)))
         return found.tolist()
 
     def learn_padding(self, node: Node) -> bool:
         """Learn from the first batch with padding what that is; return whether it is known, and as before."""
-        short = [place for place, one in enumerate(self.sample_lengths(node)) if one < node.meta.shape[1]]
+        own = self.sample_lengths(node)
+        for leaf, masks in self._texts(node, 2):
+            square = Square.learnt(masks, own, self._squares.get(leaf.key))
+            if square is None:
+                return False
+            self._squares[leaf.key] = square
+        short = [place for place, one in enumerate(own) if one < node.meta.shape[1]]
         for leaf, value in self._texts(node):
-            ends = value[-1, short]
+            ends = value[short, -1]
             if short:
                 self._paddings.setdefault(leaf.key, ends[0].clone())
             padding = self._paddings.get(leaf.key)
@@ -212,6 +222,9 @@ class Outside:
         if not role.with_samples:
             table = self._tables[leaf.key]
             return _cut(table, dims, length) if min(table.shape[dim] for dim in dims) >= length else None
+        square = self._squares.get(leaf.key)
+        if square is not None and len(dims) == 2:
+            return square.longer(value.movedim(dims, (1, 2)), length).movedim((1, 2), dims).contiguous()
         padding = self._paddings.get(leaf.key)
         if padding is None or len(dims) > 1:
             return None
@@ -241,10 +254,11 @@ class Outside:
             return np.zeros(size, np.uint64)
         if not self.fits(node, ragged):
             return None
-        known, state = self._stamps.get(node), (ragged, self.version, len(self._paddings))
+        known, state = self._stamps.get(node), (ragged, self.version, len(self._paddings) + len(self._squares))
         if known is not None and known[0] == state:
             return known[1]
         texts = {leaf.key: value for leaf, value in self._texts(node)} if ragged else {}
+        masks = {leaf.key: value for leaf, value in self._texts(node, 2)} if ragged else {}
         outside = [leaf for leaf in node.leaves() if leaf.row is None]
         states = [xxhash.xxh3_64() for _ in range(size)]
         for leaf in outside:
@@ -253,7 +267,10 @@ class Outside:
             if leaf.key in texts:
                 grows, padding = texts[leaf.key], self._paddings.get(leaf.key)
                 head = f"{leaf.key} {tuple(grows.shape[2:])} {value.dtype}"
-                parts = contents(grows.movedim(1, 0), padding)
+                parts = contents(grows, padding)
+            elif leaf.key in masks and leaf.key in self._squares:
+                head = f"{leaf.key} {tuple(masks[leaf.key].shape[3:])} {value.dtype}"
+                parts = self._squares[leaf.key].cores(masks[leaf.key])
             elif role.with_samples:
                 parts = [bytes_of(row) for row in value]
             elif role.dims:
@@ -268,12 +285,12 @@ class Outside:
         self._stamps[node] = state, found
         return found
 
-    def _texts(self, node: Node) -> Iterator[tuple[Node, Tensor]]:
-        """The tensors with a row for each sample and one dimension of the length, which comes in front."""
+    def _texts(self, node: Node, dims: int = 1) -> Iterator[tuple[Node, Tensor]]:
+        """The tensors with a row for each sample and so many dimensions of the length, which come right behind it."""
         for leaf in node.leaves():
             role = self._roles.get(leaf.key)
-            if leaf.row is None and role is not None and role.with_samples and len(role.dims or ()) == 1:
-                yield leaf, self.on_host(leaf).movedim((role.dims or ())[0], 0)
+            if leaf.row is None and role is not None and role.with_samples and len(role.dims or ()) == dims:
+                yield leaf, self.on_host(leaf).movedim(role.dims or (), tuple(range(1, 1 + dims)))
 
     def on_host(self, leaf: Node) -> Tensor:
         """Return the value of a tensor from outside in host memory, where its rows are looked at one by one."""

@@ -75,6 +75,13 @@ class Net(nn.Module):
             for _ in range(3)
         )
 
+    def seen(self, real):
+        """Which positions each position may look at."""
+        keys = real[:, None, None, :]
+        if self.style == "causal":
+            return keys & torch.ones(2 * keys.shape[-1:], dtype=torch.bool).tril()
+        return keys.expand(-1, -1, keys.shape[-1], -1).clone() if self.style == "square" else keys
+
     def forward(self, tokens):
         real = tokens != 0
         x = self.embedding(tokens)
@@ -87,7 +94,7 @@ class Net(nn.Module):
             for block in self.blocks:
                 x = block(x, attn_mask=real[:, None, None, :])
         else:
-            mask = (1.0 - real[:, None, None, :].to(x.dtype)) * torch.finfo(x.dtype).min
+            mask = (1.0 - self.seen(real).to(x.dtype)) * torch.finfo(x.dtype).min
             for block in self.blocks:
                 x = block(x, mask)[0] if self.style == "additive in a tuple" else block(x, attn_mask=mask)
         return self.head((x * real[..., None]).sum(1) / real.sum(1, keepdim=True))
@@ -215,7 +222,8 @@ def test_batches_of_other_lengths_use_the_same_entries(compare, style, collate, 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
-    ("style", "collate"), grid(["encoder", "layers", "boolean", "additive", "by place"], [padded_to_the_longest])
+    ("style", "collate"),
+    grid(["encoder", "layers", "boolean", "additive", "by place", "causal", "square"], [padded_to_the_longest]),
 )
 def test_texts_are_computed_once_for_all_lengths(tmp_path, style, collate, precision):
     """The last bits may depend on the kernel of a length, so losses agree to rounding."""
