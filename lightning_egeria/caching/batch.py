@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.front import Front, precision_of
+from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.levels import Flags, Level, Rows
 from lightning_egeria.caching.loading import stamp_of
 from lightning_egeria.caching.outputs import Output, Read, Some, agree, computed_at
@@ -20,10 +20,9 @@ from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.sending import receive
 from lightning_egeria.lazy.tape import Node, Tape, version_of
 from lightning_egeria.lazy.tensors import caller
+from lightning_egeria.lazy.units import precision_of
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.stores.rows import laid_out
-
-_OURS = str(Path(__file__).parent)
 
 
 class Owner(Protocol):
@@ -345,6 +344,7 @@ class CachedBatch:
 
     def _touched(self) -> None:
         if self.was_touched is None and any(self.lazy):
-            self.was_touched = "something that keeps a batch after its step" if self._is_kept else caller(_OURS)
+            kept = "something that keeps a batch after its step"
+            self.was_touched = kept if self._is_kept else caller(str(Path(__file__).parent))
             if self._is_over and self.front is not None:  # else it is counted at the end
                 self._owner.touched_late(self)

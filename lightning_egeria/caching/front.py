@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,16 +15,24 @@ from torch.utils import _pytree as pytree
 from lightning_egeria.batches.onlookers import unwatched
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.errors import CacheError
-from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, Unit, version_of
+from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, version_of
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
+from lightning_egeria.lazy.units import Context, UnitCall, is_plain
 from lightning_egeria.network.folding import folded
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.rehearsal import is_apart
 
 _GLOBAL_HOOKS = (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks)
 _ONE = pytree.tree_flatten(((0,), {}))[1]  # structure of a call with one positional argument
-_without_casts: ContextVar[bool] = ContextVar("without_casts", default=False)
-_Form = tuple[tuple[Meta, ...], pytree.TreeSpec, tuple[int, ...]]  # results, their structure, changed arguments
+
+
+class _Form(NamedTuple):
+    """What a call of a frozen layer returns."""
+
+    metas: tuple[Meta, ...]  # of the tensors, those of changed arguments last
+    structure: pytree.TreeSpec
+    written: tuple[int, ...]  # places of the arguments that it changes
+    constants: tuple[tuple[int, Any], ...]  # places and values of what is no tensor
 
 
 class Batch(Protocol):
@@ -49,59 +56,6 @@ class Batch(Protocol):
 
     def finish(self) -> None:
         """The batch is over."""
-
-
-class Context(NamedTuple):
-    """Modes of torch that a layer module runs in."""
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @classmethod
-    def current(cls, devices: tuple[str, ...]) -> Context:
-        """Return the modes that are on."""
-        casts = tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices])
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts)
-
-
-class _UnitCall(Unit):
-    """One call of a unit, which can be run later in the modes of the call."""
-
-    def __init__(self, unit: FrontUnit, context: Context) -> None:
-        self.context = context
-        self._unit = unit
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit, context = self._unit, self.context
-        if _without_casts.get():
-            context = context._replace(autocast=tuple((device, False, dtype) for device, _, dtype in context.autocast))
-        unit.front.ran.add(unit.number)
-        if Context.current(unit.front.devices) == context:
-            return unit.original(*args, **kwargs)
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(torch.set_grad_enabled(context.grad))
-            for device, enabled, dtype in context.autocast:
-                modes.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
-            return unit.original(*args, **kwargs)
-
-
-def precision_of(node: Node) -> torch.dtype:
-    """Return the precision that a unit computed its output in: autocast's where it was on, else the output's dtype."""
-    run = node.call.run if node.call is not None else None
-    casts = run.context.autocast if isinstance(run, _UnitCall) else ()
-    here = [dtype for device, enabled, dtype in casts if enabled and device == node.meta.device.type]
-    return here[0] if here else node.meta.dtype
-
-
-@contextlib.contextmanager
-def without_casts() -> Iterator[None]:
-    """Run recorded layer modules without autocast meanwhile, in the precision of their weights."""
-    token = _without_casts.set(True)
-    try:
-        yield
-    finally:
-        _without_casts.reset(token)
 
 
 def _is_of_a_batch(lazy: LazyTensor) -> bool:
@@ -137,7 +91,7 @@ class FrontUnit:
         self._module, self._parameters = module, list(module.parameters())
         self._before = vars(module).get("forward")
         self._forms: dict[Any, _Form | None] = {}
-        self._seen: dict[Any, tuple[tuple[int, ...], _UnitCall, _Form]] = {}
+        self._seen: dict[Any, tuple[tuple[int, ...], UnitCall, _Form]] = {}
         vars(module)["forward"] = self
 
     @property
@@ -157,10 +111,13 @@ class FrontUnit:
         flat, spec = (list(args), _ONE) if one else pytree.tree_flatten((args, kwargs))
         tape, batch = self._tape_of(flat)
         if tape is None or batch is None or any(self._hooks) or any(_GLOBAL_HOOKS):
-            return self._untracked(flat, spec)
+            return self._untracked(flat, spec, self._reason(flat))
         flat = [leaf if not isinstance(leaf, LazyTensor) or _is_of_a_batch(leaf) else plain(leaf) for leaf in flat]
         context = Context.current(self.front.devices)
         leaves = [node_of(tape, leaf) for leaf in flat]
+        strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Node) and not is_plain(leaf)]
+        if strange:
+            return self._untracked(flat, spec, f"is given a {strange[0]}, which may change")
         try:
             arguments = [leaf.meta if isinstance(leaf, Node) else leaf for leaf in leaves]
             known = (spec, context, self._module.training, *arguments)
@@ -173,11 +130,11 @@ class FrontUnit:
             if form is None or nodes is None:
                 return output
         else:
-            nodes = tape.record(self._name(context), _UnitCall(self, context), leaves, spec, *form[::2])
+            run = self._call_in(context, form.constants)
+            nodes = tape.record(self._name(context), run, leaves, spec, form.metas, form.written)
             if nodes is None:
                 return self._untracked(flat, spec)
-            if one and not form[2]:
-                run = _UnitCall(self, context)
+            if one and not form.written:
                 self._seen[self._call_of(leaves[0], context)] = tuple(node.key for node in nodes), run, form
         return self._hand_on(batch, flat, nodes, form)
 
@@ -195,14 +152,34 @@ class FrontUnit:
         if not self.number:
             batch.enter()
         keys, run, form = seen
-        return node.tape.add(keys, Call(run, (node,), _ONE), form[0]), form
+        return node.tape.add(keys, Call(run, (node,), _ONE), form.metas), form
 
     def _call_of(self, node: Node, context: Context) -> tuple[Any, ...]:
         """What the results of a call with one argument follow from."""
         return node.tape.keys, node.key, node.meta, self._module.training, context
 
-    def _untracked(self, flat: list[Any], spec: pytree.TreeSpec) -> Any:
+    def _call_in(self, context: Context, constants: Iterable[tuple[int, Any]]) -> UnitCall:
+        return UnitCall(self._now, self.front.devices, context, tuple(value for _, value in constants))
+
+    def _now(self, *args: Any, **kwargs: Any) -> Any:
+        self.front.ran.add(self.number)
+        return self.original(*args, **kwargs)
+
+    def _reason(self, flat: list[Any]) -> str | None:
+        """Why a call cannot be recorded, whatever the batch."""
+        if any(isinstance(leaf, Tensor) and _needs_grad(leaf) for leaf in flat):
+            return "is given a tensor that requires a gradient"
+        if self._runs_by_itself():
+            return "has a parameter that still trains"
+        return "has hooks on modules inside it" if any(self._hooks) else None
+
+    def _refuse(self, reason: str | None) -> None:
+        if reason is not None and self.front.refused is None:
+            self.front.refused = f"{self.path!r} {reason}"
+
+    def _untracked(self, flat: list[Any], spec: pytree.TreeSpec, reason: str | None = None) -> Any:
         """Run the module, as without the cache."""
+        self._refuse(reason)
         values = [plain(x) if isinstance(x, LazyTensor) and not x.requires_grad else x for x in flat]
         args, kwargs = pytree.tree_unflatten(values, spec)
         return self.original(*args, **kwargs)
@@ -214,10 +191,12 @@ class FrontUnit:
         values = [plain(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         versions = [version_of(value) if isinstance(value, Tensor) else 0 for value in values]
         args, kwargs = pytree.tree_unflatten(values, spec)
-        self.front.ran.add(self.number)
-        output = self.original(*args, **kwargs)
-        results, form = pytree.tree_flatten(output)
-        if not results or not all(type(leaf) is Tensor and not leaf.requires_grad for leaf in results):
+        output = self._now(*args, **kwargs)
+        found, structure = pytree.tree_flatten(output)
+        results = [leaf for leaf in found if type(leaf) is Tensor and not leaf.requires_grad]
+        constants = tuple((place, leaf) for place, leaf in enumerate(found) if is_plain(leaf))
+        if not results or len(results) + len(constants) < len(found):
+            self._refuse("returns something else than tensors without a gradient and plain numbers")
             return output, None, None
         written = tuple(
             place
@@ -230,14 +209,14 @@ class FrontUnit:
         metas = tuple(Meta.of(result) for result in results)
         for place in written:
             leaves[place].value = None  # it is no longer what it was
-        nodes = tape.record(self._name(context), _UnitCall(self, context), leaves, spec, metas, written)
+        nodes = tape.record(self._name(context), self._call_in(context, constants), leaves, spec, metas, written)
         for node, result in zip(nodes or (), results, strict=True):
             node.value = result
-        return output, nodes, (metas, form, written)
+        return output, nodes, _Form(metas, structure, written, constants)
 
     def _hand_on(self, batch: Batch, flat: list[Any], nodes: tuple[Node, ...], form: _Form) -> Any:
         """Return lazy results; at a boundary, the cached or computed output."""
-        _, structure, written = form
+        written = form.written
         shown: list[Tensor] = [show(node) for node in nodes[: len(nodes) - len(written)]]
         for place, node in zip(written, nodes[len(nodes) - len(written) :], strict=True):
             lazy = flat[place]
@@ -250,7 +229,12 @@ class FrontUnit:
                     served = batch.reached(node, node.compute())
                     node.value = None  # the program may change it in place
                 shown[self.output_leaf] = served
-        return shown[0] if structure.is_leaf() else pytree.tree_unflatten(shown, structure)
+        if form.structure.is_leaf():
+            return shown[0]
+        leaves: list[Any] = [*shown]
+        for place, constant in form.constants:
+            leaves.insert(place, constant)
+        return pytree.tree_unflatten(leaves, form.structure)
 
     def _tape_of(self, flat: list[Any]) -> tuple[Tape | None, Batch | None]:
         """The tape to record on, and its batch; None if the module has to run."""
@@ -309,6 +293,7 @@ class Front:
         batch: the batch in training or validation; None between batches.
         state: weights, buffers and modes of the layer modules.
         renewals: how often another state was taken for the one that entries stand for.
+        refused: which layer module could not be recorded first, and why; None if all could.
         ran: numbers of the units that ran, for the owner of the batch to read and clear.
         devices: device types whose autocast modes matter.
         folds: in training or not, whether linear layers are fast: see `folded`; empty until that is known.
@@ -326,6 +311,7 @@ class Front:
         paths = list(dict.fromkeys(path for layer in layers for path in layer.units))
         self.state = FrontState([(path, modules[path]) for path in paths])
         self.ran: set[int] = set()
+        self.refused: str | None = None
         self.renewals = 0
         self._paths = paths
         self.units = [

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.front import Front, precision_of, without_casts
+from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.levels import Level
 from lightning_egeria.caching.outputs import Some
 from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.tape import Meta, Node
+from lightning_egeria.lazy.units import precision_of, without_casts
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import preserved_random_state
 from lightning_egeria.training.notices import Notices

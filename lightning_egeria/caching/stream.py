@@ -240,9 +240,11 @@ class Stream:
         if front is None or batch.front is not front:
             return
         if batch.eager and not batch.calls:
-            missing = f"{front.units[-1].path!r} was not called with tensors of the batch"
+            missing = (
+                f"{front.units[-1].path!r} was not called with tensors of the batch (a table of positions? Freeze "
+            )
             try:
-                self._trials.shows_nothing(f"{missing} (a table of positions? Freeze one layer module more)")
+                self._trials.shows_nothing(front.refused or f"{missing}one layer module more)")
             except CacheError as error:
                 self.stop(str(error))
             return

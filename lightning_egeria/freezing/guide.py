@@ -63,7 +63,7 @@ class Guide:
             return []
         self.policy.start_trial()
         untrained = untrained_behind(norms, self.freezer.chain, self.freezer.ranks)
-        self.trial = DepthTrial(trainer, self.freezer, self.policy, self.comparison.costs, untrained)
+        self.trial = DepthTrial(trainer, self.freezer, self.policy, untrained)
         return [self.trial]
 
     def needs_input(self, batches_ahead: int, accumulation: int) -> bool:

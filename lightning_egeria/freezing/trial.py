@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor, nn
 
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.freezing.trial_plan import Budget, candidate_depths, safe_depth, trial_steps
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.profiling.clock import mark, seconds_between, wait_for
-from lightning_egeria.profiling.costs import StepCosts
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.freezer import Decision, Freezer
 from lightning_egeria.training.observers import Observer
@@ -117,14 +114,13 @@ class DepthTrial(Observer):
     Each loss is of a batch that the weights have not trained on yet. Where the budget ends first, or layers behind
     the trained ones are untrained, half of the chain freezes at most, tables of embeddings in front not counted.
 
-    The second step of the run trains everything, like the first one, and tells what a full step costs. While the
-    learning rate is 0, all steps do.
+    The first two steps of the run train everything, so that what a full step costs is known. While the learning rate
+    is 0, all steps do.
 
     Args:
         trainer: the Trainer.
         freezer: freezer of the model.
         policy: gets the answer by `FreezingPolicy.conclude`.
-        costs: gets the time of a batch with nothing frozen, which the run may never have again.
         untrained: path of a layer behind the trained ones that is not, so that there is nothing to try; None: there
             is none.
 
@@ -138,7 +134,6 @@ class DepthTrial(Observer):
         trainer: pl.Trainer,
         freezer: Freezer,
         policy: FreezingPolicy,
-        costs: StepCosts,
         untrained: str | None = None,
     ) -> None:
         self.over = False
@@ -146,7 +141,6 @@ class DepthTrial(Observer):
         self._trainer = trainer
         self._freezer = freezer
         self._policy = policy
-        self._costs = costs
         self._untrained = untrained
         chain, run_steps = freezer.chain, _steps_of(trainer)
         self._steps = trial_steps(run_steps)
@@ -154,10 +148,7 @@ class DepthTrial(Observer):
         self._depths = candidate_depths(len(chain), chain.max_depth)
         self._safe = safe_depth(len(chain), chain.max_depth, _tables(freezer.prefix.module, chain))
         self._branches: Branches | None = None
-        self._device = trainer.strategy.root_device
         self._may_begin = False  # the first step is over
-        self._began: float | torch.cuda.Event | None = None
-        self._full: tuple[float | torch.cuda.Event, float | torch.cuda.Event] | None = None
 
     def will_keep(self, batches_ahead: int) -> bool:
         """Whether it keeps the batch that comes ``batches_ahead`` after the last one."""
@@ -165,11 +156,9 @@ class DepthTrial(Observer):
         return not self.over and kept + batches_ahead <= self._steps * self._trainer.accumulate_grad_batches
 
     def batch_start(self, batch: Any, step: int) -> None:
-        """Keep the batch, or time it if nothing is frozen."""
+        """Keep the batch."""
         if self._branches is not None:
             self._branches.batch_start(batch, step)
-        elif self._may_begin and not self.over and not self._freezer.depth:
-            self._began = mark(self._device)
 
     def forward_end(self, loss: Tensor) -> None:
         """Keep the loss."""
@@ -190,11 +179,9 @@ class DepthTrial(Observer):
             return self._conclude(branches)
         if self._freezer.depth:
             self._freezer.freeze_to(0, "the trial of depths begins again")  # resumed within one
-        elif self._began is None or learning_rate == 0:
+        elif not self._may_begin or learning_rate == 0:
             self._may_begin = True
             return None
-        else:
-            self._full = self._began, mark(self._device)
         first, *others = self._depths
         why_not = None
         if self._untrained is not None:
@@ -203,7 +190,6 @@ class DepthTrial(Observer):
             why_not = "the run is too short to try depths"
         if why_not is not None:
             self.over = True
-            self._take_full_step()
             self._policy.conclude(self._safe)
             return Decision(self._safe, f"trained weights: {why_not}, so half of it freezes")
         self._branches = Branches(self._trainer, self._freezer)
@@ -211,7 +197,6 @@ class DepthTrial(Observer):
 
     def _conclude(self, branches: Branches) -> Decision:
         self.over = True
-        self._take_full_step()
         frontier, ended = self._compare(branches)
         self.frontier = frontier
         if not frontier.learned:
@@ -243,11 +228,6 @@ class DepthTrial(Observer):
                 repeats.keep()
                 budget.lose(best)
         return frontier, False
-
-    def _take_full_step(self) -> None:
-        if self._full is not None:
-            wait_for(self._full[1])
-            self._costs.add_repeated(0, seconds_between(*self._full))
 
 
 def _tables(module: nn.Module, chain: LayerChain) -> int:

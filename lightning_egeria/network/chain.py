@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class LayerModule:
         boundary: path of the module whose output is the boundary activation, such as a pooling layer behind a stem.
         output_leaf: index of the boundary activation among the tensors of that output.
         members: paths of all modules that freeze with it.
-        parameters: names of the trainable parameters that belong to it.
+        parameters: names of the trainable parameters that belong to it, also of those that the step did not train.
         units: paths of the outermost module calls that make it up, in order; the last ends at the boundary.
         last_use: index of the last layer module that reads its output; ``len(chain)`` if the loss does. Usually the
             next one.
@@ -225,6 +225,7 @@ class LayerChain:
 def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) -> tuple[LayerModule, ...]:
     """Return the layer modules with their parameters, members and units."""
     names = trace.parameter_names
+    trained = set(trainable_leaves(list(graph)))
     last_end: dict[str, int] = {}
     for root in trace.roots:
         if root.nodes_in(graph):
@@ -252,19 +253,27 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
                 if inner not in assigned and last_end.get(inner, -1) <= boundary.end:
                     assigned.add(inner)
                     members.append(inner)
+        leaves = [*trainable_leaves(new), *_unused(map(modules.__getitem__, members), trained)]
+        trained.update(leaves)
         described.append(
             LayerModule(
                 name=name,
                 boundary=boundary.path,
                 output_leaf=next(i for i, node in enumerate(boundary.outputs) if node in graph),
                 members=tuple(members),
-                parameters=tuple(names[leaf] for leaf in trainable_leaves(new) if leaf in names),
+                parameters=tuple(names[leaf] for leaf in leaves if leaf in names),
                 units=_units(trace, graph, previous, boundary),
                 last_use=last_use,
             )
         )
         previous = boundary
     return tuple(described)
+
+
+def _unused(members: Iterable[nn.Module], trained: set[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the trainable parameters that this step did not train, such as a token for masked patches."""
+    own = dict.fromkeys(parameter for member in members for parameter in member.parameters(recurse=False))
+    return [parameter for parameter in own if parameter.requires_grad and parameter not in trained]
 
 
 def _units(trace: StepTrace, graph: set[Node], previous: ModuleCall | None, boundary: ModuleCall) -> tuple[str, ...]:

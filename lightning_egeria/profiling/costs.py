@@ -88,31 +88,43 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._began: float | torch.cuda.Event | None = None
-        self._unread: deque[tuple[int, bool, float | torch.cuda.Event, float | torch.cuda.Event]] = deque()
+        self._unread: deque[tuple[int, bool, float | None, float | torch.cuda.Event, float | torch.cuda.Event]]
+        self._unread = deque()
         self._by_depth: dict[int, _DepthTimes] = {}
         self.evaluation_seconds = 0.0
         self._settling = WARM_UP_STEPS
         self._last_depth = 0
+        self._began_cpu = 0.0
+        self._first: tuple[float, float | None] | None = None  # of the last batch while those at depth 0 settle
+        self._pace: deque[float] = deque(maxlen=BATCHES_MEASURED)  # seconds for a second of the processor
         self._layer_seconds: deque[list[float]] = deque(maxlen=LAYERS_MEASURED)
 
     def batch_start(self, device: torch.device) -> None:
         """Mark the start of a training batch on ``device``."""
-        self._began = mark(device)
+        self._began, self._began_cpu = mark(device), time.process_time()
 
     def batch_end(self, device: torch.device, depth: int, evaluated: bool) -> None:
         """Mark the end of the batch. It counts once the device has reached this moment; this does not wait."""
         if self._began is not None:
-            self._unread.append((depth, evaluated, self._began, mark(device)))
+            cpu_seconds = time.process_time() - self._began_cpu if device.type == "cpu" else None
+            self._unread.append((depth, evaluated, cpu_seconds, self._began, mark(device)))
         self._began = None
         self._read()
 
     def _read(self) -> None:
         while self._unread and reached(self._unread[0][-1]):
-            depth, evaluated, began, ended = self._unread.popleft()
-            self.add(depth, seconds_between(began, ended), evaluated)
+            depth, evaluated, cpu_seconds, began, ended = self._unread.popleft()
+            self.add(depth, seconds_between(began, ended), evaluated, cpu_seconds)
 
-    def add(self, depth: int, seconds: float, evaluated: bool) -> None:
-        """Add a training batch that took ``seconds`` with ``depth`` layer modules frozen."""
+    def add(self, depth: int, seconds: float, evaluated: bool, cpu_seconds: float | None = None) -> None:
+        """Add a training batch with ``depth`` layer modules frozen.
+
+        Args:
+            depth: number of frozen layer modules.
+            seconds: that it took.
+            evaluated: whether an evaluation was part of it.
+            cpu_seconds: that the process worked meanwhile, where the device is the CPU.
+        """
         if depth != self._last_depth:
             self._settling, self._last_depth = WARM_UP_STEPS, depth
         times = self._by_depth.setdefault(depth, _DepthTimes())
@@ -121,8 +133,12 @@ class StepCosts:
             return
         if self._settling:
             self._settling -= 1
-        else:
-            times.seconds.append(seconds)
+            if not depth:
+                self._first = seconds, cpu_seconds
+            return
+        times.seconds.append(seconds)
+        if cpu_seconds:
+            self._pace.append(seconds / cpu_seconds)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -131,19 +147,23 @@ class StepCosts:
         yield
         self.evaluation_seconds += time.perf_counter() - started
 
-    def add_repeated(self, depth: int, seconds: float) -> None:
-        """Add the time of a batch that was repeated at a depth, and is not one of the run's."""
-        self._by_depth.setdefault(depth, _DepthTimes()).seconds.append(seconds)
-
     def add_layer_seconds(self, seconds: list[float]) -> None:
         """Add forward plus backward seconds of each layer module, from one step with nothing frozen."""
         self._layer_seconds.append(seconds)
 
     def median_seconds(self, depth: int) -> float | None:
-        """Return the median seconds of a batch at ``depth`` without an evaluation; None if there was none."""
+        """Return the median seconds of a batch at ``depth`` without an evaluation; None if there was none.
+
+        Where the first freeze came within a few batches, the one before it counts.
+        """
         self._read()
         times = self._by_depth.get(depth)
-        return statistics.median(times.seconds) if times and times.seconds else None
+        if times and times.seconds:
+            return statistics.median(times.seconds)
+        if depth or self._first is None:
+            return None
+        seconds, cpu_seconds = self._first  # the machine may have been busy with other work
+        return cpu_seconds * statistics.median(self._pace) if cpu_seconds and self._pace else seconds
 
     def layer_shares(self, count: int) -> list[float | None]:
         """Return each layer module's share of a step with nothing frozen; None where not measured."""

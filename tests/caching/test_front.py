@@ -11,9 +11,9 @@ from lazies import Source, is_lazy
 from programs.parts import Net
 from torch import nn
 
-from lightning_egeria.caching.front import precision_of
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tensors import plain
+from lightning_egeria.lazy.units import precision_of
 
 X = torch.randn(6, 8)
 OUTPUT = torch.randn(6, 8)

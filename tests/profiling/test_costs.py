@@ -25,10 +25,11 @@ class TestStepCosts:
         assert costs.layer_shares(2) == [None, None]
         assert costs.evaluation_seconds == 0
 
-    def test_the_first_steps_do_not_count(self):
+    def test_the_first_steps_count_where_there_are_no_others(self):
         costs = StepCosts()
-        add(costs, 0, 100.0, WARM_UP_STEPS)
         assert costs.median_seconds(0) is None
+        add(costs, 0, 100.0, WARM_UP_STEPS)
+        assert costs.median_seconds(0) == 100.0
         add(costs, 0, 2.0, 2)
         assert costs.median_seconds(0) == 2.0
 
@@ -40,12 +41,20 @@ class TestStepCosts:
         add(costs, 0, 70.0, WARM_UP_STEPS)
         assert (costs.median_seconds(0), costs.median_seconds(1)) == (2.0, 1.0)
 
-    def test_a_repeated_batch_has_a_time_and_is_none_of_the_run(self):
+    def test_a_freeze_after_the_first_batches_leaves_one_to_compare_with(self):
         costs = StepCosts()
-        costs.add_repeated(0, 3.0)
+        add(costs, 0, 90.0, 1)
+        add(costs, 0, 3.0, 1)
         add(costs, 1, 1.0, WARM_UP_STEPS + 2)
         assert costs.median_seconds(0) == 3.0
         assert costs.seconds_saved() == 2.0 * (WARM_UP_STEPS + 2)
+
+    def test_a_machine_that_was_busy_in_that_batch_does_not_count(self):
+        costs = StepCosts()
+        costs.add(0, 30.0, False, cpu_seconds=3.0)
+        for _ in range(WARM_UP_STEPS + 3):
+            costs.add(1, 1.1, False, cpu_seconds=1.0)
+        assert costs.median_seconds(0) == pytest.approx(3.3)
 
     def test_a_compilation_does_not_move_the_median(self):
         costs = StepCosts()
