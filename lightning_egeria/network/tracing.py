@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,7 @@ class ModuleCall:
         parent: the call that made this one; None if the training step did.
         children: the calls that this one made.
         outputs: ``grad_fn`` or None of each tensor of the output.
+        sources: calls whose outputs it was given, as far as these carry no gradient.
         end: place in the order of completion.
     """
 
@@ -38,6 +40,7 @@ class ModuleCall:
     parent: ModuleCall | None
     children: list[ModuleCall] = dataclasses.field(default_factory=list)
     outputs: tuple[Node | None, ...] = ()
+    sources: list[ModuleCall] = dataclasses.field(default_factory=list)
     end: int = -1
 
     @property
@@ -75,6 +78,7 @@ class StepTrace:
         self.parameters = dict(module.named_parameters())
         self.parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         self._stack: list[ModuleCall] = []
+        self._made: dict[int, tuple[weakref.ref[Tensor], ModuleCall]] = {}  # tensors without a gradient
         self._replacements = ForwardReplacements()
 
     @property
@@ -95,6 +99,8 @@ class StepTrace:
     def _observe(self, path: str, module: nn.Module, original: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = ModuleCall(path, module, self._stack[-1] if self._stack else None)
+            given = {id(leaf): leaf for leaf in tensor_leaves((args, kwargs))}
+            call.sources = [self._made[key][1] for key, leaf in given.items() if self._is_made(leaf)]
             if is_sharded(module):
                 for name, parameter in module.named_parameters(path):
                     self.parameter_names.setdefault(parameter, name)
@@ -104,6 +110,9 @@ class StepTrace:
             finally:
                 self._stack.pop()
             call.outputs = tuple(leaf.grad_fn for leaf in tensor_leaves(output))
+            for leaf in tensor_leaves(output):
+                if leaf.grad_fn is None and id(leaf) not in given:
+                    self._made[id(leaf)] = weakref.ref(leaf), call
             call.end = len(self.calls)
             self.calls.append(call)
             if call.parent is not None:
@@ -111,6 +120,9 @@ class StepTrace:
             return output
 
         return forward
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._made and self._made[id(tensor)][0]() is tensor
 
 
 def walk(roots: Iterable[Node], visited: set[Node]) -> list[Node]:

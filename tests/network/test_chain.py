@@ -153,3 +153,65 @@ def test_a_chain_from_a_checkpoint_must_fit():
         chain.check_fits(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
     with pytest.raises(CheckpointError, match="lacks '8'"):
         chain.check_fits(nn.Sequential(*deep_mlp()[:8]))
+
+
+class TestWhatFreezesTogether:
+    """The modules that a boundary follows from, and no others that ran before it."""
+
+    def members(self, net, step, depth, **named):
+        chain = LayerChain.trace(net, step, **named)
+        assert chain.members(depth) == [path for one in chain.layer_modules[:depth] for path in one.members]
+        return chain.members(depth), [path for one in chain.layer_modules[:depth] for path in one.units]
+
+    def test_a_branch_that_joins_later(self):
+        net = nn.ModuleDict({"table": nn.BatchNorm1d(4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        net.update({"joined": nn.Linear(8, 4), "head": nn.Linear(4, 2)})
+
+        def step():
+            beside = net["table"](torch.randn(3, 4))
+            x = net["b"](net["a"](torch.randn(3, 4)).tanh()).tanh()
+            return net["head"](net["joined"](torch.cat([x, beside], 1))).sum()
+
+        assert self.members(net, step, 2) == (["a", "b"], ["a", "b"])
+        members, units = self.members(net, step, 3)
+        assert members == ["a", "b", "table", "joined"]
+        assert units == ["a", "b", "table", "joined"]
+
+    def test_a_teacher_without_gradients(self):
+        net = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for name in ("teacher", "a", "b")})
+        net["head"] = nn.Linear(4, 4)
+
+        def step():
+            x = torch.randn(3, 4)
+            with torch.no_grad():
+                wanted = net["teacher"](x)
+            return (net["head"](net["b"](net["a"](x))) - wanted).square().sum()
+
+        assert self.members(net, step, 2)[0] == ["a.0", "a.1", "a", "b.0", "b.1"]
+
+    def test_heads_beside_named_layers(self):
+        net = nn.ModuleDict({f"{part}{at}": nn.Linear(4, 4) for at in range(4) for part in ("layer", "head")})
+
+        def step():
+            x, loss = torch.randn(3, 4), 0
+            for at in range(4):
+                x = net[f"layer{at}"](x).tanh()
+                loss = loss + net[f"head{at}"](x).square().sum()
+            return loss
+
+        names = [f"layer{at}" for at in range(4)]
+        assert self.members(net, step, 3, layer_modules=names) == (names[:3], names[:3])
+
+    def test_layers_that_the_user_has_frozen(self):
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
+        net.append(nn.Linear(4, 4))
+        net[:3].requires_grad_(False)
+        net = nn.ModuleDict({"stem": net[0], "norm": net[1], "act": net[2], "a": net[3], "b": net[4], "head": net[5]})
+
+        def step():
+            x = torch.randn(3, 4)
+            for name in ("stem", "norm", "act", "a", "b", "head"):
+                x = net[name](x)
+            return x.sum()
+
+        assert self.members(net, step, 1)[0] == ["stem", "norm", "a"]
