@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from torch.nn.modules.dropout import _DropoutNd
+from torch import nn
 
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
+from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.loader import Line
 from lightning_egeria.errors import CacheError
 from lightning_egeria.network.compilation import is_compiled
@@ -35,6 +36,7 @@ class PrefixCache(Observer):
     def __init__(self, owner: PrefixFreezing, notices: Notices) -> None:
         self.lines: dict[str, Line] = {}
         self.owner = owner
+        self._replaced: list[LevelSet] = []
         self._notices = notices
         self._prefix: FrozenPrefix | None = None
         self._seen: tuple[FrozenPrefix | None, int] = (None, 0)
@@ -47,8 +49,9 @@ class PrefixCache(Observer):
     def add(self, name: str, line: Line) -> None:
         """Have a loader's batches go through the front; one of the same name ends."""
         before = self.lines.pop(name, None)
-        if before is not None:
+        if before is not None:  # the same loader may have been made anew, with the same entries
             before.close(remove=False)
+            self._replaced.append(before.stream.levels)
         self.lines[name] = line
         line.stream.start(self._front, keep=False)
 
@@ -118,14 +121,17 @@ class PrefixCache(Observer):
         self._end()
         for line in self.lines.values():
             line.close(remove)
-        self.lines = {}
+        for levels in self._replaced:
+            levels.close(remove)
+        self.lines, self._replaced = {}, []
         self._training = None
         if self._front is not None:
             self._front.close()
         self._front = None
 
     def _enter(self, batch: CachedBatch | None) -> None:
-        """Have a batch of the training loader go through the front."""
+        """Have a batch of the training loader go through the front; one of validation may be there still."""
+        self._end()
         if batch is not None and self._front is not None and (path := self._front.missing()) is not None:
             for line in self.lines.values():
                 line.stream.stop(f"the frozen module {path!r} was replaced, or its forward")
@@ -139,6 +145,9 @@ class PrefixCache(Observer):
             return
         self._front.batch = None
         batch.finish()
+        training = self.lines.get("training")
+        if training is not None and training.stream.front is None and not training.stream.stats.to_write:
+            self._front.prefix.eval_all(False)  # nothing was cached, so nothing needs to be the same in each epoch
         if all(line.stream.front is None for line in self.lines.values()):
             self._front.close()
             self._front = None
@@ -190,15 +199,31 @@ class PrefixCache(Observer):
         if self._told_of_dropout:
             return
         modules = dict(prefix.module.named_modules())
-        for path in prefix.chain.members(prefix.depth):
-            module = modules[path]
-            if isinstance(module, _DropoutNd) and module.p > 0:
-                self._told_of_dropout = True
-                self._notices.inform(
-                    f"dropout in frozen layers, such as {path!r}, is off from now on, because a cached output must be "
-                    "the same in each epoch"
-                )
-                return
+        found = next((path for path in prefix.chain.members(prefix.depth) if _drops(modules[path])), None)
+        if found is not None:
+            self._told_of_dropout = True
+            self._notices.inform(
+                f"dropout in frozen layers, such as {found!r}, is off while they are cached, because a cached output "
+                "must be the same in each epoch"
+            )
+        elif any(isinstance(modules[path], nn.MultiheadAttention) for path in prefix.chain.members(prefix.depth)):
+            self._told_of_dropout = True
+            self._notices.inform(
+                "attention in frozen layers has another kernel in evaluation mode, so last bits may differ from a run "
+                "without the cache"
+            )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops something at random, as far as its name or a setting of it tells.
+
+    >>> _drops(nn.Dropout(0.1)), _drops(nn.Dropout(0)), _drops(nn.MultiheadAttention(4, 2, dropout=0.1))
+    (True, False, True)
+    """
+    kind = type(module).__name__.lower()
+    is_one = "drop" in kind or "stochastic" in kind
+    settings = ((name, value) for name, value in vars(module).items() if isinstance(value, float) and value > 0)
+    return any("drop" in name or (is_one and name == "p") for name, _ in settings)
 
 
 def _is_again(front: Front, prefix: FrozenPrefix) -> bool:

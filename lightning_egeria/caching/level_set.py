@@ -127,6 +127,7 @@ class LevelSet:
         self._directory, self._limits, self._stats, self._release = directory, limits, stats, release
         self._levels: list[Level] = []
         self._dropped: list[Path] = []
+        self._closed: list[Path] = []
         self._recorded, self._counted_at = 0.0, 0.0
         self._host_bytes = 0  # that the newest level may use
 
@@ -231,9 +232,10 @@ class LevelSet:
         self._release()
         for level in self._levels:
             level.store.close()
-            if remove:
-                self._dropped.append(level.store.folder)
+            self._closed.append(level.store.folder)
         self._levels = []
+        if remove:
+            self._dropped += self._closed
         self._remove_dropped()
 
     def measure_disk(self) -> None:

@@ -135,7 +135,7 @@ class Habits:
 
     def _begin(self) -> None:
         self._lazy = self._touches = self._reruns = 0
-        self._first = 10**9
+        self._read = 0  # number of the layer module whose output was asked for last
         self._toucher: str | None = None
 
     def why_stop(self, batch: CachedBatch, front: Front) -> str | None:
@@ -166,12 +166,12 @@ class Habits:
         if batch.was_touched is not None:
             self.touched(batch)
         if batch.hits == batch.samples and ran:
-            self._reruns, self._first = self._reruns + 1, min(self._first, *ran)
+            self._reruns, self._read = self._reruns + 1, max(ran)
         if self._lazy < COUNTED:
             return None
-        reruns, touches, first, toucher = self._reruns, self._touches, self._first, self._toucher
+        reruns, touches, read, toucher = self._reruns, self._touches, self._read, self._toucher
         self._begin()
         if 2 * reruns > COUNTED:
-            return f"something reads the output of {front.units[first].path!r} in most batches"
+            return f"something reads the output of {front.units[read].path!r} in most batches"
         self.reader = toucher if 2 * touches > COUNTED else None
         return None

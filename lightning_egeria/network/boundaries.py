@@ -106,7 +106,7 @@ def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> li
 
     Raises:
         LayerChainError: if a name is unknown, or the names are not in execution order.
-        TooFewLayersError: if the loss does not depend on a named module.
+        TooFewLayersError: if the loss does not depend on a named module, or the first one does not train.
     """
     paths = {part: path for path, part in trace.module.named_modules()}
     known = {path: paths[part] for path, part in trace.module.named_modules(remove_duplicate=False) if path}
@@ -124,6 +124,12 @@ def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> li
                 "parameter lies before its output. Name modules that the step calls"
             )
     names = [known[name] for name in names]  # a module may have several names; the trace knows the first
+    first = list(last_call[names[0]].module.parameters()) if names else []
+    if first and not any(parameter.requires_grad for parameter in first):  # what lies before it is not what is meant
+        raise TooFewLayersError(
+            f"layer_modules: {names[0]!r} does not train in the first backward pass (is its optimizer toggled off?). "
+            "Name modules that do"
+        )
     in_order = sorted(set(names), key=lambda name: last_call[name].end)
     if names != in_order:
         raise LayerChainError(
@@ -218,7 +224,8 @@ def separate_shared_weights(
         elif first < limit:
             notes.append(
                 f"{label} is used in {boundaries[first][0]!r} and again behind the last layer module (tied weights, a "
-                f"module called twice, or a penalty on weights). Nothing from {boundaries[first][0]!r} on can freeze"
+                f"module called twice, or a penalty on weights). Nothing from {boundaries[first][0]!r} on can freeze, "
+                "unless you freeze or untie it"
             )
             limit = first
     kept = [boundary for index, boundary in enumerate(boundaries) if not cut[index]]

@@ -142,9 +142,12 @@ class FrozenPrefix:
             found = {modules[path]: int(steps) for path, steps in state["settling"].items() if path in modules}
             self._freeze(depth, {module: steps for module, steps in found.items() if isinstance(module, _BatchNorm)})
 
-    def eval_all(self) -> None:
-        """Keep the whole prefix in evaluation mode from now on, so that its output is the same each time."""
-        self._eval_all = True
+    def eval_all(self, on: bool = True) -> None:
+        """Keep the whole prefix in evaluation mode from now on, so that its output is the same each time; or not."""
+        if on == self._eval_all:
+            return
+        self._eval_all = on
+        self._release()
         self._hold_in_evaluation()
 
     def _hold_in_evaluation(self) -> None:
@@ -205,12 +208,16 @@ class FrozenPrefix:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
         self.batch_end()
+        self._release()
+        self._frozen_parameters, self._members, self._settling = [], [], {}
+
+    def _release(self) -> None:
         for module, training, root_training in self._held:
             if isinstance(vars(module).get("train"), _StayInEvaluation):
                 del vars(module)["train"]
             # An error in validation leaves the whole model in evaluation mode.
             module.training = training and (self.module.training or not root_training)
-        self._frozen_parameters, self._members, self._held, self._settling = [], [], [], {}
+        self._held = []
 
 
 def follows_slowly(module: _BatchNorm) -> bool:

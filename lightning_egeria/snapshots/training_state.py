@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.snapshots.tensor_store import TensorStore
+
+_KNOWN = ("state", "param_groups", "defaults")  # attributes of an optimizer that are kept by themselves or stay
 
 
 class Stateful(Protocol):
@@ -181,15 +183,22 @@ def _write(values: Tensor, original: Tensor) -> None:
 
 
 class _OptimizerState:
-    """Not `Optimizer.state_dict`: loading that casts state to the dtype of its parameter."""
+    """Not `Optimizer.state_dict`: loading that casts state to the dtype of its parameter.
+
+    Attributes that hold numbers and tensors return too, and so does an optimizer inside this one.
+    """
 
     def __init__(self, optimizer: Optimizer, keep: _Keep) -> None:
         self._optimizer = optimizer
         known: dict[int, Any] = {}
         self._state = {parameter: _packed(state, keep, known) for parameter, state in optimizer.state.items()}
         self._groups = [(group, list(group["params"]), _settings(group)) for group in optimizer.param_groups]
+        self._inner = [_OptimizerState(inner, keep) for inner in _inside(optimizer)]
+        self._attributes = {name: _packed(value, keep, known) for name, value in _own(optimizer)}
 
     def restore(self) -> None:
+        for inner in self._inner:
+            inner.restore()
         now, unpack = dict(self._optimizer.state), _Unpacking()
         self._optimizer.state.clear()
         for parameter, state in self._state.items():
@@ -198,6 +207,30 @@ class _OptimizerState:
             group.clear()
             group.update({"params": list(parameters), **copy.deepcopy(settings)})
         self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
+        own = dict(_own(self._optimizer))
+        for name in own.keys() - self._attributes.keys():
+            delattr(self._optimizer, name)
+        for name, value in self._attributes.items():
+            setattr(self._optimizer, name, unpack(value, own.get(name)))
+
+
+def _inside(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that an optimizer holds, such as the one that Lookahead or SAM is around."""
+    held = [value if isinstance(value, list | tuple) else [value] for value in vars(optimizer).values()]
+    return [one for values in held for one in values if isinstance(one, Optimizer) and one is not optimizer]
+
+
+def _own(optimizer: Optimizer) -> list[tuple[str, Any]]:
+    """Attributes of an optimizer that are state: numbers, tensors and containers of them."""
+    return [(name, value) for name, value in vars(optimizer).items() if name not in _KNOWN and _is_state(value)]
+
+
+def _is_state(value: Any) -> bool:
+    if type(value) is dict:
+        return all(map(_is_state, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_state, value))
+    return isinstance(value, Tensor | bool | int | float | str | None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +241,20 @@ class _Packed:
     device: torch.device
 
 
+class _Reference(NamedTuple):
+    """A tensor that comes back as it is."""
+
+    tensor: Tensor
+
+
 def _packed(value: Any, keep: _Keep, known: dict[int, Any]) -> Any:
     """Copy state; ``known`` has what was copied, by identity, so a tensor that comes twice is one tensor later."""
     if id(value) in known:
         return known[id(value)]
-    if isinstance(value, Tensor):
-        packed: Any = _Packed(keep(value), value.device)
+    if isinstance(value, Tensor) and value.requires_grad:
+        packed: Any = _Reference(value)  # a parameter, which is kept elsewhere
+    elif isinstance(value, Tensor):
+        packed = _Packed(keep(value), value.device)
     elif type(value) is dict:
         packed = {name: _packed(item, keep, known) for name, item in value.items()}
     elif type(value) in (list, tuple):
@@ -234,6 +275,8 @@ class _Unpacking:
     def __call__(self, packed: Any, now: Any) -> Any:
         if id(packed) in self._known:
             return self._known[id(packed)]
+        if isinstance(packed, _Reference):
+            return packed.tensor
         if isinstance(packed, _Packed):
             value: Any = self._tensor(packed, now)
         elif type(packed) is dict:

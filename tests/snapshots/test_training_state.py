@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models import After, Classifier, ConvNet, Transformer, equal, fit, images, loader, tokens
+from timm.optim import Lookahead
 from torch import nn
 from torch.utils.data import Subset
 
@@ -14,11 +15,33 @@ from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.snapshots.training_state import TrainingState
 
+
+class Slow(torch.optim.SGD):
+    """Steps are averaged now and then with weights, and counted, in attributes of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+        self.count, self.slow = 0, None
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.count += 1
+        weights = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self.slow is None:
+            self.slow = [weight.detach().clone() for weight in weights]
+        if self.count % 3 == 0:
+            for kept, weight in zip(self.slow, weights, strict=True):
+                weight.data.copy_(kept.lerp_(weight.detach(), 0.5))
+        return loss
+
+
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
     "adam with a tensor as rate": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01)),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),  # has state before its first step
+    "around another": lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.05, momentum=0.9), k=3),
+    "with attributes": Slow,
     "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=2),  # has lists of tensors
 }
 SCHEDULERS = {

@@ -1,6 +1,7 @@
 """Directories: shared by two runs, damaged, read-only, full, or none given."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import textwrap
 import lightning as L
 import pytest
 import torch
-from programs.parts import SAMPLES, Classifier, Stepping, Validated, at, grid, loader, on, vectors
+from programs.parts import SAMPLES, Classifier, Stepping, Validated, at, data_of, grid, loader, on, vectors
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
@@ -221,6 +222,19 @@ def test_no_directory_is_given(compare, tmp_path, monkeypatch):
     """The default directory holds nothing after the fit."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     compare(lambda run: run.fit(Classifier(), cache={"cache_dir": None}))
+    assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
+
+
+def test_no_directory_and_data_that_grow(compare, tmp_path, monkeypatch):
+    """Each epoch has more samples, and so another store; none is left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+    def program(run):
+        sizes = itertools.count(12, 6)
+        data = data_of(train_dataloader=lambda: loader(vectors(next(sizes))))
+        run.fit(Classifier(), data, cache={"cache_dir": None}, reload_dataloaders_every_n_epochs=1, max_epochs=4)
+
+    compare(program, served=None)
     assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
 
 

@@ -159,6 +159,21 @@ def test_front_is_changed_in_each_step(compare, change, hook):
     compare(program, served=None)
 
 
+def test_front_is_clipped_after_the_freeze(compare):
+    """The last step before it has left values that the next clipping changes, once."""
+
+    def program(run):
+        def clip(trainer, module, *_):
+            with torch.no_grad():
+                for parameter in module.net.a.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+
+        run.fit(Classifier(), None, on(on_train_batch_end=clip), max_epochs=5)
+
+    (cache,) = compare(program).caches
+    assert cache.stats.off is None
+
+
 @pytest.mark.parametrize("step", [6, 9])
 def test_front_is_changed_and_gets_deeper(compare, step):
     """Entries of the shallower front, before its weights changed, are of no use for the deeper one."""

@@ -233,3 +233,19 @@ def test_validation_is_served(compare):
     """The statistics show what validation saved."""
     run = compare(lambda run: run.fit(Validated(), val=loader(vectors(48, seed=2), shuffle=False), max_epochs=6))
     assert run.caches[0].validation_stats.hits > 3 * 48
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_all_batches_of_validation_are_counted(compare, batches):
+    def program(run):
+        run.validated = 0
+
+        def count(trainer, module, outputs, batch, *_):
+            run.validated += len(batch[1]) if trainer.global_step > 2 else 0
+
+        data = loader(vectors(24), batch_size=24 // batches, shuffle=False)
+        run.fit(Validated(), None, on(on_validation_batch_end=count), val=data, max_epochs=4)
+
+    run = compare(program)
+    stats = run.caches[0].validation_stats
+    assert stats.hits + stats.advanced + stats.misses == run.validated > 0
