@@ -37,8 +37,8 @@ class BranchTuner(pl.Callback):
     Args:
         tunables: the values of each tunable, by name: ``"lr"``, ``"momentum"``, ``"dropout"``,
             ``"gradient_clip_val"``, ``"frozen_depth"``, or any option of the optimizer. A `Custom` has its own setter.
-        searcher: ``"random"``, ``"grid"``, with Optuna ``"tpe"`` or ``"cmaes"``, or a function from spaces and a seed
-            to a searcher.
+        searcher: ``"compass"`` (a few spread, then around the fastest), ``"random"``, ``"grid"``, with Optuna ``"tpe"``
+            or ``"cmaes"``, or a function from spaces and a seed to a searcher.
         max_trials: most settings in a search.
         max_share: most steps of all trials together, as a share of the steps of the run. The first search may take all.
         first_steps: optimizer steps of the first trials.
@@ -63,7 +63,7 @@ class BranchTuner(pl.Callback):
     def __init__(
         self,
         tunables: Mapping[str, Space | Custom],
-        searcher: str | SearcherFactory = "random",
+        searcher: str | SearcherFactory = "compass",
         max_trials: int = 20,
         max_share: float = 1.0,
         first_steps: int = 10,

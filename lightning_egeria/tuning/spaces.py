@@ -81,6 +81,10 @@ class Uniform:
         """Return the number at a share of the way, in [0, 1)."""
         return self.low + share * (self.high - self.low)
 
+    def share(self, value: float) -> float:
+        """Return the share that `at` has for a number."""
+        return (value - self.low) / (self.high - self.low)
+
     def draw(self, generator: random.Random) -> Value:
         """Return a number, each with the same probability."""
         return self.at(generator.random())
@@ -109,6 +113,10 @@ class LogUniform(Uniform):
         """Return the number at a share of the way of its logarithm, in [0, 1)."""
         value: float = self.low * (self.high / self.low) ** share
         return min(max(value, self.low), self.high)
+
+    def share(self, value: float) -> float:
+        """Return the share that `at` has for a number."""
+        return math.log(value / self.low) / math.log(self.high / self.low)
 
     def grid(self, points: int) -> list[Value]:
         """Return numbers in equal ratios, with both ends; the middle if it is one."""

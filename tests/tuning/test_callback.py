@@ -437,7 +437,7 @@ def test_idle_beside_freezing_it_changes_nothing():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"searcher": "best"}, "searcher must be one of random, grid"),
+        ({"searcher": "best"}, "searcher must be one of compass, random, grid"),
         ({"max_trials": 0}, "max_trials must be an integer"),
         ({"first_steps": 0}, "first_steps must be an integer"),
         ({"max_share": 0}, "max_share must be a positive share"),

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from lightning_egeria.tuning.rounds import Limits, Result, play, search
-from lightning_egeria.tuning.searchers import GridSearcher, RandomSearcher
+from lightning_egeria.tuning.searchers import CompassSearcher, GridSearcher, RandomSearcher
 from lightning_egeria.tuning.spaces import Choice, LogUniform
 from lightning_egeria.tuning.summary import Label
 
@@ -194,7 +194,7 @@ def test_later_limits_hold():
     assert len(outcome.branches) == 3
 
 
-@pytest.mark.parametrize("kind", [RandomSearcher, GridSearcher])
+@pytest.mark.parametrize("kind", [CompassSearcher, RandomSearcher, GridSearcher])
 @pytest.mark.parametrize("halving", [True, False])
 @pytest.mark.parametrize("seed", range(5))
 def test_any_search_ends_and_the_fastest_wins(kind, halving, seed):

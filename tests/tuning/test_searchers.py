@@ -1,12 +1,13 @@
 """Searchers return settings of the spaces, each once, and the same ones for the same seed."""
 
 import importlib.util
+import math
 import sys
 
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.searchers import SEARCHERS, GridSearcher, OptunaSearcher, RandomSearcher
+from lightning_egeria.tuning.searchers import SEARCHERS, CompassSearcher, GridSearcher, OptunaSearcher, RandomSearcher
 from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
 
 needs_optuna = pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs the extra tune")
@@ -48,6 +49,18 @@ def test_settings_are_of_the_spaces_and_repeatable(name):
         assert setting["momentum"] in (0.0, 0.9)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("best", [1e-5, 6e-4, 5e-3])
+def test_a_compass_is_near_after_five(best, seed):
+    """Within a factor of 2.5, where the space has one of 3,000."""
+    searcher, found = CompassSearcher({"lr": LogUniform(2e-6, 6e-3)}, seed), []
+    for _ in range(5):
+        setting = searcher.ask()
+        found.append(abs(math.log(setting["lr"] / best)))
+        searcher.tell(setting, 1 / (1 + found[-1]))
+    assert min(found) < math.log(2.5)
+
+
 def test_the_grid_has_every_combination():
     settings = asked(GridSearcher({"lr": LogUniform(1e-4, 1), "momentum": Choice([0.0, 0.9])}, 0, points=5))
     assert len(settings) == len({repr(setting) for setting in settings}) == 10
@@ -75,6 +88,25 @@ def test_an_unknown_sampler_and_space_are_refused():
         OptunaSearcher(SMALL, sampler="annealing")
     with pytest.raises(ArgumentError, match="Optuna knows Choice, Uniform"):
         OptunaSearcher({"x": object()})
+
+
+def test_a_compass_without_progress_goes_on_spreading():
+    compass, spread = CompassSearcher({"lr": LogUniform(1e-6, 1)}), RandomSearcher({"lr": LogUniform(1e-6, 1)})
+    for _ in range(8):
+        setting = compass.ask()
+        assert setting == spread.ask()
+        compass.tell(setting, 0.0)
+
+
+def test_a_compass_looks_along_each_tunable():
+    searcher = CompassSearcher({"a": Uniform(0, 1), "b": Uniform(0, 1), "kind": Choice(["x", "y"])})
+    best = 1.0
+    for _ in range(40):
+        setting = searcher.ask()
+        distance = abs(setting["a"] - 0.3) + abs(setting["b"] - 0.8) + 0.3 * (setting["kind"] == "x")
+        searcher.tell(setting, 1 / (1 + distance))
+        best = min(best, distance)
+    assert best < 0.05
 
 
 def test_a_random_searcher_ends_when_it_has_drawn_all():
