@@ -167,11 +167,13 @@ class PrefixCache(Observer):
         if before is not None:
             before.close()
         self._front = None
-        if prefix is not None and prefix.depth:
+        compiled = prefix is not None and prefix.depth > 0 and is_compiled(prefix.module)
+        if prefix is not None and prefix.depth and not compiled:
             prefix.eval_all()
             self._tell_of_dropout(prefix)
-            if prefix.settled_depth and not is_compiled(prefix.module):
+            if prefix.settled_depth:
                 self._front = self._front_of(prefix)
+                prefix.eval_all(self._front is not None)
         deeper = before is not None and self._front is not None and before.prefix is prefix
         deeper = deeper and before is not None and before.state.is_same()
         deeper = deeper and before is not None and self._front is not None and before.depth <= self._front.depth
@@ -180,9 +182,8 @@ class PrefixCache(Observer):
             if prefix is not None and prefix.depth and self._front is None:
                 line.stream.stats.off = "running statistics still settle"
                 if prefix.settled_depth:
-                    compiled = is_compiled(prefix.module)
                     line.stream.stats.off = "the model is compiled" if compiled else "frozen layers cannot be read"
-        if prefix is not None and prefix.depth and is_compiled(prefix.module):
+        if compiled:
             self._notices.warn(
                 "the cache is off: the model is compiled, so its frozen layers cannot be skipped", "compiled"
             )

@@ -41,7 +41,7 @@ class TestStepCosts:
         add(costs, 0, 70.0, WARM_UP_STEPS)
         assert (costs.median_seconds(0), costs.median_seconds(1)) == (2.0, 1.0)
 
-    def test_a_freeze_after_the_first_batches_leaves_one_to_compare_with(self):
+    def test_a_freeze_at_once_leaves_a_batch_to_compare_with(self):
         costs = StepCosts()
         add(costs, 0, 90.0, 1)
         add(costs, 0, 3.0, 1)
