@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import Node, Unit
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _without_casts: ContextVar[bool] = ContextVar("without_casts", default=False)
 
