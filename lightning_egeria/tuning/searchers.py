@@ -121,7 +121,7 @@ class CompassSearcher:
                 yield from ({**setting, name: value} for value in space.values)
             elif isinstance(space, Uniform):  # of others nobody knows what is near
                 share = space.share(float(setting[name]))
-                near = (share + self._distance, share - self._distance)
+                near = (share - self._distance, share + self._distance)
                 yield from ({**setting, name: space.at(one)} for one in near if 0 <= one <= 1)
 
 
