@@ -69,6 +69,7 @@ class PrefixCache(Observer):
     def batch_start(self, batch: Any, step: int) -> None:
         """The training step is about to run."""
         self._look()
+        self._release_dropout()
         if self._last is not None:
             self._last.settle()
         self._last = self._training
@@ -145,12 +146,17 @@ class PrefixCache(Observer):
             return
         self._front.batch = None
         batch.finish()
-        training = self.lines.get("training")
-        if training is not None and training.stream.front is None and not training.stream.stats.to_write:
-            self._front.prefix.eval_all(False)  # nothing was cached, so nothing needs to be the same in each epoch
         if all(line.stream.front is None for line in self.lines.values()):
             self._front.close()
             self._front = None
+
+    def _release_dropout(self) -> None:
+        """Let dropout go on where no training batch was cached: nothing needs to be the same in each epoch."""
+        training, prefix = self.lines.get("training"), self._seen[0]
+        if training is None or prefix is None or not prefix.depth or training.stream.front is not None:
+            return
+        if prefix.settled_depth and not training.stream.stats.to_write:
+            prefix.eval_all(False)
 
     def _look(self) -> None:
         """Follow the prefix."""

@@ -230,6 +230,7 @@ class LevelSet:
         self.recording.close()
         self.measure_disk()
         self._release()
+        self._release = lambda: None  # it may hold a dataset
         for level in self._levels:
             level.store.close()
             self._closed.append(level.store.folder)

@@ -177,7 +177,7 @@ class Outside:
         for _, value in self._texts(node):
             found = np.maximum(found, stems(value))
         for _, masks in self._texts(node, 2):
-            found = np.maximum(np.maximum(found, stems(masks)), stems(masks.transpose(1, 2)))
+            found = np.maximum(found, Square.lengths(masks).cpu().numpy())
         return found.tolist()
 
     def learn_padding(self, node: Node) -> bool:
@@ -290,15 +290,15 @@ class Outside:
         for leaf in node.leaves():
             role = self._roles.get(leaf.key)
             if leaf.row is None and role is not None and role.with_samples and len(role.dims or ()) == dims:
-                yield leaf, self.on_host(leaf).movedim(role.dims or (), tuple(range(1, 1 + dims)))
+                value = self.on_host(leaf) if dims == 1 or leaf.value is None else leaf.value
+                yield leaf, value.movedim(role.dims or (), tuple(range(1, 1 + dims)))
 
     def on_host(self, leaf: Node) -> Tensor:
         """Return the value of a tensor from outside in host memory, where its rows are looked at one by one."""
-        found = self._on_host.get(leaf)
-        if found is None:
-            assert leaf.value is not None  # tensors from outside have values
-            found = self._on_host[leaf] = leaf.value.detach().cpu()
-        return found
+        assert leaf.value is not None  # tensors from outside have values
+        if leaf not in self._on_host:
+            self._on_host[leaf] = leaf.value.detach().cpu()
+        return self._on_host[leaf]
 
     def _fits(self, leaf: Node, length: int | None) -> bool:
         value = leaf.value

@@ -17,7 +17,7 @@ class Square(NamedTuple):
     padding. Rows behind it look at what the last one looks at, or are that value too.
 
     Attributes:
-        padding: the value, a single number.
+        padding: the value, a single number, in host memory.
         repeats: whether rows go on as the last one.
 
     >>> valid = torch.tensor([[True, True, False], [True, True, True]])
@@ -47,17 +47,17 @@ class Square(NamedTuple):
         short = [(mask, at) for mask, at in zip(flat, own, strict=True) if 1 < at < flat.shape[1]]
         if not short:
             return known
-        padding = short[0][0][0, -1, 0].clone()
+        padding = short[0][0][0, -1, 0]
         if not all(same_bits(mask[:, -1], padding.expand_as(mask[:, -1])) for mask, _ in short):
             return None
         ends = [(mask[at - 1], mask[at - 2]) for mask, at in short]
         if all(same_bits(end, last) for end, last in ends):
-            found = cls(padding, repeats=True)
+            found = cls(padding.to("cpu", copy=True), repeats=True)
         elif all(same_bits(end, padding.expand_as(end)) for end, _ in ends):
-            found = cls(padding, repeats=False)
+            found = cls(padding.to("cpu", copy=True), repeats=False)
         else:
             return None
-        agrees = known is None or (same_bits(known.padding, padding) and known.repeats == found.repeats)
+        agrees = known is None or (same_bits(known.padding, found.padding) and known.repeats == found.repeats)
         return found if agrees else None
 
     def longer(self, masks: Tensor, length: int) -> Tensor:
@@ -68,17 +68,31 @@ class Square(NamedTuple):
         more = wide[:, -1:].expand(count, length - before, *wide.shape[2:])
         return torch.cat([wide, more if self.repeats else padding.expand(more.shape)], 1)
 
+    @staticmethod
+    def lengths(masks: Tensor) -> Tensor:
+        """Return the length of each text without its padding, of which one position counts: ``[samples]``."""
+        if not masks.numel():
+            return torch.ones(len(masks), dtype=torch.int64)
+        flat = _flat(masks)
+        rows = (flat != flat[:, -1:]).flatten(2).any(2)
+        columns = (flat != flat[:, :, -1:]).any(3).any(1)
+        places = torch.arange(2, 2 + flat.shape[1], device=flat.device)
+        return torch.where(rows | columns, places, 1).amax(1)
+
     def cores(self, masks: Tensor) -> list[bytes]:
         """Return what names each mask: its core, the same at each length, or all of it if it goes on otherwise."""
+        if not masks.numel():
+            return [b""] * len(masks)
         flat = _flat(masks)
         count, length = flat.shape[:2]
-        places = torch.arange(length)
-        seen = (flat != self.padding).any(3).any(1)
+        places, padding = torch.arange(length, device=flat.device), self.padding.to(flat.device)
+        seen = (flat != padding).any(3).any(1)
         own = torch.where(seen, places + 1, 0).amax(1)
         if self.repeats:
-            made = flat[torch.arange(count).unsqueeze(1), torch.minimum(places, (own - 1).clamp(min=0).unsqueeze(1))]
+            rows = torch.minimum(places, (own - 1).clamp(min=0).unsqueeze(1))
+            made = flat[torch.arange(count, device=flat.device).unsqueeze(1), rows]
         else:
-            made = torch.where((places < own.unsqueeze(1))[:, :, None, None], flat, self.padding)
+            made = torch.where((places < own.unsqueeze(1))[:, :, None, None], flat, padding)
         goes_on = (made == flat).flatten(1).all(1).tolist()
         how = b"%d" % self.repeats + bytes_of(self.padding)
         return [

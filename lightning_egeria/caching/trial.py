@@ -153,7 +153,7 @@ class Trials:
         if not front.state.is_same():
             what = "weights, buffers or attributes of the frozen layers"
             self.shows_nothing(f"{what} change (by themselves, or swapped, as averages of weights are?)")
-            if front.renewals < RENEWALS:
+            if self._name == "training" and front.renewals < RENEWALS:  # for validation, weights may be swapped
                 front.renew()  # once, perhaps: clipped after the freeze, say
             return None
         with front.state.preserved():

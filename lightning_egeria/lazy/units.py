@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -11,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import Node, Unit
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, types.BuiltinFunctionType)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _without_casts: ContextVar[bool] = ContextVar("without_casts", default=False)
 
@@ -75,12 +77,34 @@ class UnitCall(Unit):
         return output
 
 
+class Reading(TorchDispatchMode):
+    """Notices whether code reads the values of tensors, so that what it does may depend on them.
+
+    >>> with Reading() as reading:
+    ...     _ = torch.ones(2).sum()
+    ...     before = reading.found
+    ...     _ = bool(torch.ones(2).any())
+    >>> before, reading.found
+    (False, True)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value other than a tensor cannot change, so that equal calls with it are the same.
 
     >>> is_plain(None), is_plain(torch.float32), is_plain(object()), is_plain(torch.nn.Identity())
     (True, True, False, False)
     """
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None
     return isinstance(value, (*_PLAIN, *_OF_TORCH))
 
 

@@ -106,7 +106,7 @@ def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> li
 
     Raises:
         LayerChainError: if a name is unknown, or the names are not in execution order.
-        TooFewLayersError: if the loss does not depend on a named module, or the first one does not train.
+        TooFewLayersError: if the loss does not depend on a named module.
     """
     paths = {part: path for path, part in trace.module.named_modules()}
     known = {path: paths[part] for path, part in trace.module.named_modules(remove_duplicate=False) if path}
@@ -124,12 +124,6 @@ def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> li
                 "parameter lies before its output. Name modules that the step calls"
             )
     names = [known[name] for name in names]  # a module may have several names; the trace knows the first
-    first = list(last_call[names[0]].module.parameters()) if names else []
-    if first and not any(parameter.requires_grad for parameter in first):  # what lies before it is not what is meant
-        raise TooFewLayersError(
-            f"layer_modules: {names[0]!r} does not train in the first backward pass (is its optimizer toggled off?). "
-            "Name modules that do"
-        )
     in_order = sorted(set(names), key=lambda name: last_call[name].end)
     if names != in_order:
         raise LayerChainError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError, first_of
+from lightning_egeria.network.belonging import Members, Units
 from lightning_egeria.network.boundaries import (
     Boundary,
     find_boundaries,
@@ -225,22 +226,23 @@ class LayerChain:
 def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) -> tuple[LayerModule, ...]:
     """Return the layer modules with their parameters, members and units."""
     names = trace.parameter_names
-    trained = set(trainable_leaves(list(graph)))
+    trained = {names[leaf] for leaf in trainable_leaves(list(graph)) if leaf in names}
     upstream: set[Node] = set()
-    members, units = _Members(trace, graph), _Units(trace.calls)
+    members, units = Members(trace, graph), Units(trace.calls)
     described = []
     for (name, boundary), last_use in zip(boundaries, last_uses(graph, boundaries), strict=True):
         new = walk(boundary.nodes_in(graph), upstream)
         own = members.up_to(boundary, upstream)
-        leaves = [*trainable_leaves(new), *_unused(map(members.modules.__getitem__, own), trained)]
-        trained.update(leaves)
+        leaves = [*trainable_leaves(new), *members.unused(own, names, trained)]
+        parameters = dict.fromkeys(names[leaf] for leaf in leaves if leaf in names)
+        trained.update(parameters)
         described.append(
             LayerModule(
                 name=name,
                 boundary=boundary.path,
                 output_leaf=next(i for i, node in enumerate(boundary.outputs) if node in graph),
                 members=tuple(own),
-                parameters=tuple(names[leaf] for leaf in leaves if leaf in names),
+                parameters=tuple(parameters),
                 units=units.up_to(boundary, upstream),
                 last_use=last_use,
             )
@@ -248,103 +250,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
     return tuple(described)
 
 
-class _Members:
-    """The modules that freeze with each layer module: those that its boundary follows from, with their parts."""
-
-    def __init__(self, trace: StepTrace, graph: set[Node]) -> None:
-        self.modules = dict(trace.module.named_modules())
-        self._graph = graph
-        self._paths = {part: path for path, part in self.modules.items()}
-        self._calls: dict[str, list[ModuleCall]] = {}
-        for call in trace.calls:
-            self._calls.setdefault(call.path, []).append(call)
-        trained = {call for root in trace.roots if root.nodes_in(graph) for call in _subtree(root)}
-        ends = {path: [call.end for call in calls if call in trained] for path, calls in self._calls.items()}
-        self._last_end = {path: max(ends[path] or [calls[-1].end]) for path, calls in self._calls.items()}
-        self._waiting = sorted(self._last_end, key=self._last_end.__getitem__)
-        self._assigned: set[str] = set()
-
-    def up_to(self, boundary: ModuleCall, upstream: set[Node]) -> list[str]:
-        """Return the paths of those that belong to no earlier one, in the order in which their calls ended."""
-        found, behind = [], self._before_gradients(upstream)
-        for path in [path for path in self._waiting if self._last_end[path] <= boundary.end]:
-            calls = self._calls[path]
-            if behind.isdisjoint(calls) and not any(call.nodes_in(upstream) for call in calls):
-                continue
-            self._waiting.remove(path)
-            for part in self.modules[path].modules():
-                inner = self._paths[part]
-                if keeps_its_mode(part) or self._is_apart(inner, upstream):
-                    continue
-                # A part with another call behind the boundary stays in the mode that this call needs.
-                if inner not in self._assigned and self._last_end.get(inner, -1) <= boundary.end:
-                    self._assigned.add(inner)
-                    found.append(inner)
-        return found
-
-    def _is_apart(self, path: str, upstream: set[Node]) -> bool:
-        """Whether it trains, and the boundary does not follow from it, as from the head of another loss."""
-        nodes = {node for call in self._calls.get(path, ()) for node in call.nodes_in(self._graph)}
-        return bool(nodes) and upstream.isdisjoint(nodes)
-
-    def _before_gradients(self, upstream: set[Node]) -> set[ModuleCall]:
-        """Return the calls whose output, without a gradient, went into others that the boundary follows from."""
-        waiting = [call for calls in self._calls.values() for call in calls if call.nodes_in(upstream)]
-        found: set[ModuleCall] = set()
-        while waiting:
-            new = [source for source in waiting.pop().sources if source not in found]
-            found.update(new)
-            waiting.extend(new)
-        return found
-
-
-class _Units:
-    """The outermost calls that make up each layer module, the last of which ends at its boundary."""
-
-    def __init__(self, calls: list[ModuleCall]) -> None:
-        self._calls = calls
-        self._taken: set[ModuleCall] = set()
-        self._around: set[ModuleCall] = set()  # a boundary lies inside
-
-    def up_to(self, boundary: ModuleCall, upstream: set[Node]) -> tuple[str, ...]:
-        """Return the paths of those that belong to no earlier one, in order."""
-        between = {
-            call
-            for call in self._calls[: boundary.end + 1]
-            if call not in self._taken and call not in self._around and call.nodes_in(upstream)
-        }
-        self._taken |= between
-        ancestor: ModuleCall | None = boundary
-        while ancestor is not None:
-            self._around.add(ancestor)
-            ancestor = ancestor.parent
-        outermost = (call for call in self._calls if call in between and call.parent not in between)
-        return tuple(dict.fromkeys(call.path for call in outermost))
-
-
-def _unused(members: Iterable[nn.Module], trained: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the trainable parameters that this step did not train, such as a token for masked patches."""
-    own = dict.fromkeys(one for member in members for one in member.parameters(recurse=False))
-    return [one for one in own if one.requires_grad and one not in trained]
-
-
-def keeps_its_mode(module: nn.Module) -> bool:
-    """Whether a module inside frozen layers keeps its mode; freezing its parts is enough.
-
-    ``nn.TransformerEncoder`` assumes that all layers have the mode of the first, and would pass padded batches as
-    nested tensors to layers that still train.
-    """
-    return isinstance(module, nn.TransformerEncoderLayer)
-
-
 def _entry(call: ModuleCall) -> ModuleCall:
     while call.parent is not None:
         call = call.parent
     return call
-
-
-def _subtree(call: ModuleCall) -> list[ModuleCall]:
-    found = [call]
-    for node in found:
-        found.extend(node.children)
-    return found

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_egeria.errors import LayerChainError
+from lightning_egeria.errors import LayerChainError, TooFewLayersError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.tracing import StepTrace
 
@@ -32,7 +32,10 @@ def find_chain(
 
     Raises:
         LayerChainError: as for `LayerChain.from_trace` and `depth_limit`.
+        TooFewLayersError: also if the first named layer module is one that another optimizer's turn leaves out.
     """
+    if layer_modules:
+        _check_first(trace.module, layer_modules[0], optimizers)
     chain = LayerChain.from_trace(trace, loss, layer_modules)
     # The chain has no modules that do not train. Other code may release this one later; nothing freezes until then.
     held = isinstance(freeze_until, str) and _learns_nothing(trace.module, freeze_until)
@@ -65,6 +68,19 @@ def depth_limit(chain: LayerChain, freeze_until: str | float | None = None) -> i
     if isinstance(freeze_until, str):
         return min(chain.max_depth, _place(chain, freeze_until) + 1)
     return min(chain.max_depth, int(freeze_until * len(chain)))
+
+
+def _check_first(module: nn.Module, path: str, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse a first layer module whose optimizer trains nothing now: what lies before it is not what is meant."""
+    parts = dict(module.named_modules(remove_duplicate=False))
+    own = set(parts[path].parameters()) if path in parts else set()
+    for optimizer in optimizers:
+        all_of_it = {one for group in optimizer.param_groups for one in group["params"]}
+        if own & all_of_it and not any(one.requires_grad for one in all_of_it):
+            raise TooFewLayersError(
+                f"layer_modules: {path!r} does not train in the first backward pass (is its optimizer toggled off?). "
+                "Name modules that do"
+            )
 
 
 def _learns_nothing(module: nn.Module, path: str) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_egeria.network.chain import LayerChain, keeps_its_mode
+from lightning_egeria.network.belonging import keeps_its_mode
+from lightning_egeria.network.chain import LayerChain
 
 SETTLING_STEPS = 40  # after which 1.5 % of a running statistic is older than the freeze
 SETTLING_MOMENTUM = 0.1

@@ -6,6 +6,7 @@ instead of using hooks, because a direct call of ``module.forward(x)`` and an ea
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.network.forwards import Forward, ForwardReplacements
@@ -31,7 +33,7 @@ class ModuleCall:
         parent: the call that made this one; None if the training step did.
         children: the calls that this one made.
         outputs: ``grad_fn`` or None of each tensor of the output.
-        sources: calls whose outputs it was given, as far as these carry no gradient.
+        sources: calls that it was given outputs of, or what operations made of these.
         end: place in the order of completion.
     """
 
@@ -40,7 +42,7 @@ class ModuleCall:
     parent: ModuleCall | None
     children: list[ModuleCall] = dataclasses.field(default_factory=list)
     outputs: tuple[Node | None, ...] = ()
-    sources: list[ModuleCall] = dataclasses.field(default_factory=list)
+    sources: set[ModuleCall] = dataclasses.field(default_factory=set)
     end: int = -1
 
     @property
@@ -78,7 +80,7 @@ class StepTrace:
         self.parameters = dict(module.named_parameters())
         self.parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         self._stack: list[ModuleCall] = []
-        self._made: dict[int, tuple[weakref.ref[Tensor], ModuleCall]] = {}  # tensors without a gradient
+        self._made: dict[int, tuple[weakref.ref[Tensor], set[ModuleCall]]] = {}
         self._replacements = ForwardReplacements()
 
     @property
@@ -99,20 +101,22 @@ class StepTrace:
     def _observe(self, path: str, module: nn.Module, original: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = ModuleCall(path, module, self._stack[-1] if self._stack else None)
-            given = {id(leaf): leaf for leaf in tensor_leaves((args, kwargs))}
-            call.sources = [self._made[key][1] for key, leaf in given.items() if self._is_made(leaf)]
+            call.sources = self._sources((args, kwargs))
             if is_sharded(module):
                 for name, parameter in module.named_parameters(path):
                     self.parameter_names.setdefault(parameter, name)
+            followed = contextlib.nullcontext() if self._stack else _Following(self)
             self._stack.append(call)
             try:
-                output = original(*args, **kwargs)
+                with followed:
+                    output = original(*args, **kwargs)
             finally:
                 self._stack.pop()
             call.outputs = tuple(leaf.grad_fn for leaf in tensor_leaves(output))
+            given = {id(leaf) for leaf in tensor_leaves((args, kwargs))}
             for leaf in tensor_leaves(output):
-                if leaf.grad_fn is None and id(leaf) not in given:
-                    self._made[id(leaf)] = weakref.ref(leaf), call
+                if id(leaf) not in given:
+                    self._made[id(leaf)] = weakref.ref(leaf), {call}
             call.end = len(self.calls)
             self.calls.append(call)
             if call.parent is not None:
@@ -121,8 +125,32 @@ class StepTrace:
 
         return forward
 
-    def _is_made(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._made and self._made[id(tensor)][0]() is tensor
+    def follow(self, given: Any, made: Any) -> None:
+        """Remember which calls the results of an operation follow from."""
+        if sources := self._sources(given):
+            for leaf in tensor_leaves(made):
+                self._made[id(leaf)] = weakref.ref(leaf), sources
+
+    def _sources(self, given: Any) -> set[ModuleCall]:
+        found: set[ModuleCall] = set()
+        for leaf in tensor_leaves(given):
+            reference, calls = self._made.get(id(leaf), (None, ()))
+            if reference is not None and reference() is leaf:
+                found.update(calls)
+        return found
+
+
+class _Following(TorchDispatchMode):
+    """Tells a trace of each operation. A function mode would take attention's kernel of evaluation away."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._trace.follow((args, kwargs), result)
+        return result
 
 
 def walk(roots: Iterable[Node], visited: set[Node]) -> list[Node]:

@@ -163,7 +163,8 @@ class StepCosts:
         if depth or self._first is None:
             return None
         seconds, cpu_seconds = self._first  # the machine may have been busy with other work
-        return cpu_seconds * statistics.median(self._pace) if cpu_seconds and self._pace else seconds
+        usual = cpu_seconds * statistics.median(self._pace) if cpu_seconds and self._pace else seconds
+        return min(seconds, usual)
 
     def layer_shares(self, count: int) -> list[float | None]:
         """Return each layer module's share of a step with nothing frozen; None where not measured."""

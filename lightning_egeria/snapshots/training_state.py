@@ -185,16 +185,20 @@ def _write(values: Tensor, original: Tensor) -> None:
 class _OptimizerState:
     """Not `Optimizer.state_dict`: loading that casts state to the dtype of its parameter.
 
-    Attributes that hold numbers and tensors return too, and so does an optimizer inside this one.
+    Attributes that hold numbers and tensors return too, and so do optimizers inside this one.
     """
 
-    def __init__(self, optimizer: Optimizer, keep: _Keep) -> None:
+    def __init__(self, optimizer: Optimizer, keep: _Keep, seen: set[Optimizer] | None = None) -> None:
         self._optimizer = optimizer
-        known: dict[int, Any] = {}
+        seen = seen if seen is not None else set()
+        seen.add(optimizer)
+        # Parameters are kept elsewhere, and stay what they are in lists of them.
+        own = {id(one): _Reference(one) for group in optimizer.param_groups for one in group["params"]}
+        known: dict[int, Any] = {**own}
         self._state = {parameter: _packed(state, keep, known) for parameter, state in optimizer.state.items()}
         self._groups = [(group, list(group["params"]), _settings(group)) for group in optimizer.param_groups]
-        self._inner = [_OptimizerState(inner, keep) for inner in _inside(optimizer)]
-        self._attributes = {name: _packed(value, keep, known) for name, value in _own(optimizer)}
+        self._inner = [_OptimizerState(inner, keep, seen) for inner in _inside(optimizer) if inner not in seen]
+        self._attributes = [(name, value, _packed(value, keep, known)) for name, value in _own(optimizer)]
 
     def restore(self) -> None:
         for inner in self._inner:
@@ -208,16 +212,24 @@ class _OptimizerState:
             group.update({"params": list(parameters), **copy.deepcopy(settings)})
         self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
         own = dict(_own(self._optimizer))
-        for name in own.keys() - self._attributes.keys():
+        for name in own.keys() - {name for name, *_ in self._attributes}:
             delattr(self._optimizer, name)
-        for name, value in self._attributes.items():
-            setattr(self._optimizer, name, unpack(value, own.get(name)))
+        groups = [id(group) for group, _, _ in self._groups]
+        for name, before, packed in self._attributes:
+            value = before if id(before) in groups else unpack(packed, own.get(name))
+            if type(before) is list and isinstance(value, list) and value is not before:
+                before[:] = value  # others may hold it too
+                value = before
+            setattr(self._optimizer, name, value)
 
 
 def _inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that an optimizer holds, such as the one that Lookahead or SAM is around."""
-    held = [value if isinstance(value, list | tuple) else [value] for value in vars(optimizer).values()]
-    return [one for values in held for one in values if isinstance(one, Optimizer) and one is not optimizer]
+    found = []
+    for value in vars(optimizer).values():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        found += [one for one in held if isinstance(one, Optimizer)]
+    return found
 
 
 def _own(optimizer: Optimizer) -> list[tuple[str, Any]]:
@@ -251,10 +263,8 @@ def _packed(value: Any, keep: _Keep, known: dict[int, Any]) -> Any:
     """Copy state; ``known`` has what was copied, by identity, so a tensor that comes twice is one tensor later."""
     if id(value) in known:
         return known[id(value)]
-    if isinstance(value, Tensor) and value.requires_grad:
-        packed: Any = _Reference(value)  # a parameter, which is kept elsewhere
-    elif isinstance(value, Tensor):
-        packed = _Packed(keep(value), value.device)
+    if isinstance(value, Tensor):
+        packed: Any = _Packed(keep(value), value.device)
     elif type(value) is dict:
         packed = {name: _packed(item, keep, known) for name, item in value.items()}
     elif type(value) in (list, tuple):

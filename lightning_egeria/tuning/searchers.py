@@ -105,7 +105,11 @@ class CompassSearcher:
             if setting is not None:
                 break
             self._distance /= 2
-        setting = setting if setting is not None else self._spread.ask()
+        while setting is None:
+            setting = self._spread.ask()
+            if setting is None:
+                return None
+            setting = setting if repr(setting) not in self._asked else None
         self._asked.add(repr(setting))
         return setting
 
