@@ -17,7 +17,7 @@ from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, version_of
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
-from lightning_egeria.lazy.units import Context, Reading, UnitCall, is_plain
+from lightning_egeria.lazy.units import Context, UnitCall, are_fixed, is_plain
 from lightning_egeria.network.folding import folded
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.rehearsal import is_apart
@@ -191,12 +191,11 @@ class FrontUnit:
         values = [plain(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
         versions = [version_of(value) if isinstance(value, Tensor) else 0 for value in values]
         args, kwargs = pytree.tree_unflatten(values, spec)
-        with Reading() as reading:
-            output = self._now(*args, **kwargs)
+        output = self._now(*args, **kwargs)
         found, structure = pytree.tree_flatten(output)
         results = [leaf for leaf in found if type(leaf) is Tensor and not leaf.requires_grad]
         constants = tuple((place, leaf) for place, leaf in enumerate(found) if is_plain(leaf))
-        if reading.found and any(value is not None for _, value in constants):
+        if not are_fixed((value for _, value in constants), [*values, *results]):
             self._refuse("returns a number that may depend on values of tensors")
             return output, None, None
         if not results or len(results) + len(constants) < len(found):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import Node, Unit
@@ -77,24 +77,20 @@ class UnitCall(Unit):
         return output
 
 
-class Reading(TorchDispatchMode):
-    """Notices whether code reads the values of tensors, so that what it does may depend on them.
+def are_fixed(constants: Iterable[Any], tensors: Iterable[Any]) -> bool:
+    """Whether constants beside tensors follow from the sizes of tensors, as far as that can be told.
 
-    >>> with Reading() as reading:
-    ...     _ = torch.ones(2).sum()
-    ...     before = reading.found
-    ...     _ = bool(torch.ones(2).any())
-    >>> before, reading.found
-    (False, True)
+    None and text pass. Whole numbers must be sizes, or the height and width that a size was made of. Others may depend
+    on values.
+
+    >>> image, tokens = torch.zeros(2, 3, 32, 32), torch.zeros(2, 64, 5)
+    >>> are_fixed([None, "gelu", 8, 8], [image, tokens]), are_fixed([7], [image]), are_fixed([True], [image])
+    (True, False, False)
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-        return func(*args, **(kwargs or {}))
+    numbers = [one for one in constants if not isinstance(one, type(None) | str)]
+    sizes = {size for tensor in tensors if isinstance(tensor, torch.Tensor) for size in tensor.shape}
+    whole = all(type(one) is int for one in numbers)
+    return whole and (sizes.issuperset(numbers) or math.prod(numbers) in sizes)
 
 
 def is_plain(value: Any) -> bool:

@@ -6,7 +6,6 @@ instead of using hooks, because a direct call of ``module.forward(x)`` and an ea
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import weakref
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.network.forwards import Forward, ForwardReplacements
@@ -33,7 +31,8 @@ class ModuleCall:
         parent: the call that made this one; None if the training step did.
         children: the calls that this one made.
         outputs: ``grad_fn`` or None of each tensor of the output.
-        sources: calls that it was given outputs of, or what operations made of these.
+        sources: calls that it was given outputs of. To follow outputs through functions, too, would need a mode of torch,
+            which changes kernels, and so bits.
         end: place in the order of completion.
     """
 
@@ -80,7 +79,7 @@ class StepTrace:
         self.parameters = dict(module.named_parameters())
         self.parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         self._stack: list[ModuleCall] = []
-        self._made: dict[int, tuple[weakref.ref[Tensor], set[ModuleCall]]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], ModuleCall]] = {}
         self._replacements = ForwardReplacements()
 
     @property
@@ -105,18 +104,16 @@ class StepTrace:
             if is_sharded(module):
                 for name, parameter in module.named_parameters(path):
                     self.parameter_names.setdefault(parameter, name)
-            followed = contextlib.nullcontext() if self._stack else _Following(self)
             self._stack.append(call)
             try:
-                with followed:
-                    output = original(*args, **kwargs)
+                output = original(*args, **kwargs)
             finally:
                 self._stack.pop()
             call.outputs = tuple(leaf.grad_fn for leaf in tensor_leaves(output))
             given = {id(leaf) for leaf in tensor_leaves((args, kwargs))}
             for leaf in tensor_leaves(output):
                 if id(leaf) not in given:
-                    self._made[id(leaf)] = weakref.ref(leaf), {call}
+                    self._made[id(leaf)] = weakref.ref(leaf), call
             call.end = len(self.calls)
             self.calls.append(call)
             if call.parent is not None:
@@ -125,32 +122,13 @@ class StepTrace:
 
         return forward
 
-    def follow(self, given: Any, made: Any) -> None:
-        """Remember which calls the results of an operation follow from."""
-        if sources := self._sources(given):
-            for leaf in tensor_leaves(made):
-                self._made[id(leaf)] = weakref.ref(leaf), sources
-
     def _sources(self, given: Any) -> set[ModuleCall]:
         found: set[ModuleCall] = set()
         for leaf in tensor_leaves(given):
-            reference, calls = self._made.get(id(leaf), (None, ()))
-            if reference is not None and reference() is leaf:
-                found.update(calls)
+            reference, call = self._made.get(id(leaf), (None, None))
+            if reference is not None and call is not None and reference() is leaf:
+                found.add(call)
         return found
-
-
-class _Following(TorchDispatchMode):
-    """Tells a trace of each operation. A function mode would take attention's kernel of evaluation away."""
-
-    def __init__(self, trace: StepTrace) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._trace = trace
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._trace.follow((args, kwargs), result)
-        return result
 
 
 def walk(roots: Iterable[Node], visited: set[Node]) -> list[Node]:

@@ -37,8 +37,8 @@ def chain(more, given=lambda x: ()):
 
 MORE = {
     "nothing": lambda x: [None],
-    "sizes": lambda x: [None, tuple(x.shape), x.shape[1] / 4],
-    "a word": lambda x: [{"kind": "tanh", "scale": 2.0}, 2],
+    "sizes": lambda x: [None, tuple(x.shape[1:]), x.shape[1]],
+    "height and width": lambda x: [{"kind": "tanh", "sizes": (2, x.shape[1] // 2)}, None],
 }
 
 
@@ -47,7 +47,11 @@ def test_constants_come_back_beside_entries(compare, more):
     compare(lambda run: run.fit(Classifier(chain(more)), max_epochs=5))
 
 
-READ = {"a number of all": lambda x: [x.sum().item()], "a count": lambda x: [int((x > 0).sum())]}
+READ = {
+    "a number of all": lambda x: [x.sum().item()],
+    "a count": lambda x: [int((x > 0).sum())],
+    "a rare flag": lambda x: [bool((x > 0.99).any())],
+}
 
 
 @pytest.mark.parametrize("more", READ.values(), ids=READ)
