@@ -31,7 +31,7 @@ class ModuleCall:
         parent: the call that made this one; None if the training step did.
         children: the calls that this one made.
         outputs: ``grad_fn`` or None of each tensor of the output.
-        sources: calls that it was given outputs of. To follow outputs through functions, too, would need a mode of torch,
+        sources: calls that it was given outputs of. To follow them through functions, too, would need a mode of torch,
             which changes kernels, and so bits.
         end: place in the order of completion.
     """
