@@ -240,11 +240,10 @@ class Stream:
         if front is None or batch.front is not front:
             return
         if batch.eager and not batch.calls:
-            missing = (
-                f"{front.units[-1].path!r} was not called with tensors of the batch (a table of positions? Freeze "
-            )
+            hint = "(a table of positions? Freeze one layer module more)"
+            missing = f"{front.units[-1].path!r} was not called with tensors of the batch {hint}"
             try:
-                self._trials.shows_nothing(front.refused or f"{missing}one layer module more)")
+                self._trials.shows_nothing(front.refused or missing)
             except CacheError as error:
                 self.stop(str(error))
             return

@@ -193,8 +193,7 @@ class _OptimizerState:
         seen = seen if seen is not None else set()
         seen.add(optimizer)
         # Parameters are kept elsewhere, and stay what they are in lists of them.
-        own = {id(one): _Reference(one) for group in optimizer.param_groups for one in group["params"]}
-        known: dict[int, Any] = {**own}
+        known: dict[int, Any] = {id(one): _Reference(one) for g in optimizer.param_groups for one in g["params"]}
         self._state = {parameter: _packed(state, keep, known) for parameter, state in optimizer.state.items()}
         self._groups = [(group, list(group["params"]), _settings(group)) for group in optimizer.param_groups]
         self._inner = [_OptimizerState(inner, keep, seen) for inner in _inside(optimizer) if inner not in seen]
@@ -217,7 +216,7 @@ class _OptimizerState:
         groups = [id(group) for group, _, _ in self._groups]
         for name, before, packed in self._attributes:
             value = before if id(before) in groups else unpack(packed, own.get(name))
-            if type(before) is list and isinstance(value, list) and value is not before:
+            if type(before) is list:
                 before[:] = value  # others may hold it too
                 value = before
             setattr(self._optimizer, name, value)

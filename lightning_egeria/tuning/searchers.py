@@ -105,11 +105,8 @@ class CompassSearcher:
             if setting is not None:
                 break
             self._distance /= 2
-        while setting is None:
-            setting = self._spread.ask()
-            if setting is None:
-                return None
-            setting = setting if repr(setting) not in self._asked else None
+        if setting is None:
+            setting = next((one for one in iter(self._spread.ask, None) if repr(one) not in self._asked), None)
         self._asked.add(repr(setting))
         return setting
 
