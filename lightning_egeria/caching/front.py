@@ -19,6 +19,7 @@ from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, version_
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
 from lightning_egeria.lazy.units import Context, UnitCall, are_fixed, is_plain
 from lightning_egeria.network.folding import folded
+from lightning_egeria.network.forwards import own_forward
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.rehearsal import is_apart
 
@@ -281,7 +282,7 @@ class FrontUnit:
                 vars(self._module)["forward"] = self._before
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (type(self._module).forward, self._module)
+        return own_forward(self._module, self._before)
 
 
 class Front:

@@ -11,6 +11,30 @@ from torch import nn
 Forward = Callable[..., Any]
 
 
+def own_forward(module: nn.Module, before: Forward | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What a replacement is reduced to: copies and pickles of a module compute with their own weights, unseen.
+
+    Args:
+        module: the module.
+        before: ``forward`` of the instance before it was replaced; None if it had that of its class.
+    """
+    return (functools.partial, (type(module).forward, module)) if before is None else (_same, (before,))
+
+
+class _Replacement:
+    """Stands in for the ``forward`` of one module."""
+
+    def __init__(self, module: nn.Module, call: Forward, before: Forward | None) -> None:
+        functools.update_wrapper(self, module.forward, updated=())
+        self._module, self._call, self._before = module, call, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return own_forward(self._module, self._before)
+
+
 class ForwardReplacements:
     """Replaces the ``forward`` of module instances until `restore`."""
 
@@ -20,8 +44,7 @@ class ForwardReplacements:
     def replace(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
         """Replace ``module.forward`` by ``wrap(module.forward)`` until `restore`."""
         before = vars(module).get("forward")
-        original = module.forward
-        replacement = functools.wraps(original)(wrap(original))
+        replacement = _Replacement(module, wrap(module.forward), before)
         vars(module)["forward"] = replacement
         self._replaced.append((module, replacement, before))
 
@@ -35,3 +58,7 @@ class ForwardReplacements:
                 del vars(module)["forward"]
             else:
                 vars(module)["forward"] = before
+
+
+def _same(forward: Forward) -> Forward:
+    return forward

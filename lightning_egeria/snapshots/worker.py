@@ -139,8 +139,6 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # the user's modules may print; that must not end up between the answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the owner decides
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(NICENESS)
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     arrived: queue.SimpleQueue[list[PackedObject]] = queue.SimpleQueue()
@@ -151,6 +149,8 @@ def serve() -> None:
         target = make()
     except Exception as error:  # a module that cannot be imported here may raise anything
         target = functools.partial(_fail, error)
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(NICENESS)  # from now on: with every core taken, imports alone would take half a minute
     while True:
         arguments = arrived.get()
         try:

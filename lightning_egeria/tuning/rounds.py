@@ -288,7 +288,7 @@ class _Rounds:
         windows = HALVES if self._limits.halving else WINDOWS
         summary = None if result.failed is not None else summarize(result.losses, result.cost, result.start, windows)
         branch.summary = summary
-        if first and number > 0:
+        if first:
             self._searcher.tell(branch.setting, branch.speed)
 
 

@@ -24,7 +24,7 @@ class Searcher(Protocol):
         """Return a setting to try next, or None if there is nothing left to try."""
 
     def tell(self, setting: Setting, speed: float) -> None:
-        """Take the speed of a setting that `ask` returned. More is better; 0 for one that failed or diverged."""
+        """Take the speed of a setting that `ask` returned, or of the present one. More is better, 0 is none."""
 
 
 SearcherFactory: TypeAlias = Callable[[Mapping[str, Space], int], Searcher]  # of spaces and a seed
@@ -101,20 +101,30 @@ class CompassSearcher:
         self._left -= 1
         setting = None
         for _ in range(TRIES if self._left < 0 and self._fastest[0] else 0):
-            setting = next((one for one in self._around(self._fastest[1]) if repr(one) not in self._asked), None)
+            setting = next((one for one in self._around(self._fastest[1]) if self._key(one) not in self._asked), None)
             if setting is not None:
                 break
             self._distance /= 2
         if setting is None:
-            setting = next((one for one in iter(self._spread.ask, None) if repr(one) not in self._asked), None)
-        self._asked.add(repr(setting))
+            setting = next((one for one in iter(self._spread.ask, None) if self._key(one) not in self._asked), None)
+        if setting is not None:
+            self._asked.add(self._key(setting))
         return setting
 
     def tell(self, setting: Setting, speed: float) -> None:
         """Take the speed."""
-        self._asked.add(repr(setting))
+        self._asked.add(self._key(setting))
         if speed > self._fastest[0]:
             self._fastest = speed, dict(setting)
+
+    def _key(self, setting: Setting) -> str:
+        """Return the same text for settings that differ by rounding only."""
+        return repr(
+            {
+                name: round(space.share(float(setting[name])), 9) if isinstance(space, Uniform) else setting[name]
+                for name, space in self._spaces.items()
+            }
+        )
 
     def _around(self, setting: Setting) -> Iterator[Setting]:
         for name, space in self._spaces.items():
@@ -195,8 +205,8 @@ class OptunaSearcher:
     def tell(self, setting: Setting, speed: float) -> None:
         """Pass the speed on to the sampler."""
         key = repr(setting)
-        self._speeds[key] = speed
         for trial in self._asked.pop(key, []):
+            self._speeds[key] = speed
             self._study.tell(trial, speed)
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.tuner import Tuner
-from models import After, equal, fit, left_behind, slow, trainer_of
+from models import After, Classifier, equal, fit, images, left_behind, slow, trainer_of
 from setups import ByHand, Filtering, Module, Watching, freezing, loader, new
+from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_egeria import ScriptedPolicy
 
@@ -23,6 +25,31 @@ pytestmark = [
     # Lightning's own, of an experimental signature
     pytest.mark.filterwarnings("ignore:.*`dataloader_iter`"),
 ]
+
+
+class MeanTeacher(Classifier):
+    """Copies its network in the first step, of all steps, while it is observed."""
+
+    teacher = None
+
+    def training_step(self, batch, batch_idx):
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for theirs, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                theirs.lerp_(own, 0.1)
+            soft = self.teacher(batch[0])
+        return loss + nn.functional.mse_loss(self.net(batch[0]), soft)
+
+
+def test_a_copy_made_while_the_network_is_observed_computes_itself():
+    def trained(*callbacks):
+        module = MeanTeacher()
+        fit(module, *callbacks, data=DataLoader(images(), 8))
+        return module.losses, [p.tolist() for p in module.parameters()]
+
+    assert trained() == trained(freezing(ScriptedPolicy({})))
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -1,7 +1,10 @@
 """Replaced forwards are put back, whoever replaced what in between."""
 
+import copy
 import functools
+import pickle
 
+import pytest
 import torch
 from networks import assert_same_attributes, attributes
 from torch import nn
@@ -24,6 +27,31 @@ class TestForwardReplacements:
         replacements.restore()
         assert_same_attributes(before, module)
         assert torch.equal(module(x), expected)
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+    def test_a_copy_computes_with_its_own_weights_unseen(self, copied):
+        net, x, calls = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.rand(2, 4), []
+
+        def seen(original):
+            return lambda *args: [calls.append(1), original(*args)][1]
+
+        replacements = ForwardReplacements()
+        for module in net:
+            replacements.replace(module, doubled)
+            replacements.replace(module, seen)  # around the other
+        other = copied(net)
+        with torch.no_grad():
+            other[0].weight.zero_()
+            other[0].bias.fill_(1)
+        assert torch.equal(other(x), torch.ones(2, 3))
+        assert calls == []
+        assert torch.equal(copied(other)(x), torch.ones(2, 3))
+
+    def test_a_copy_keeps_the_forward_that_the_user_had_put_on_the_instance(self):
+        module, x = nn.Linear(4, 3), torch.rand(2, 4)
+        module.forward = torch.neg
+        ForwardReplacements().replace(module, doubled)
+        assert torch.equal(copy.deepcopy(module)(x), -x)
 
     def test_restored_twice(self):
         module = nn.Linear(4, 3)

@@ -55,7 +55,7 @@ def test_the_faster_half_goes_on_for_as_long_again():
     first = [(0, 0.5, 4), (1, 3.0, 4), (2, 1.0, 4), (3, 4.0, 4), (4, 2.0, 4), (5, 5.0, 4)]
     assert orders == [*first, (5, 5.0, 8), (3, 4.0, 8), (1, 3.0, 8), (5, 5.0, 16), (3, 4.0, 16)]
     assert (outcome.winner, outcome.trial_steps, outcome.reason) == (5, 16, "6 settings were compared")
-    assert [rate for rate, _ in searcher.told] == [3.0, 1.0, 4.0, 2.0, 5.0]
+    assert [rate for rate, _ in searcher.told] == [0.5, 3.0, 1.0, 4.0, 2.0, 5.0]
 
 
 def test_no_trial_is_longer_than_allowed():
@@ -162,7 +162,7 @@ def test_one_setting_has_one_trial():
 def test_the_present_setting_is_not_tried_twice():
     orders, _, searcher, _ = ran([0.0, 1.0])
     assert [rate for _, rate, _ in orders] == [0.0, 1.0]
-    assert searcher.told == [(0.0, 0.0), (1.0, pytest.approx(2 / 4))]
+    assert searcher.told == [(0.0, 0.0), (0.0, 0.0), (1.0, pytest.approx(2 / 4))]  # once unasked, once as the answer
 
 
 # A later search: each setting has one trial.

@@ -61,6 +61,27 @@ def test_a_compass_is_near_after_five(best, seed):
     assert min(found) < math.log(2.5)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_compass_asks_no_setting_twice_but_for_rounding(seed):
+    searcher = CompassSearcher({"lr": LogUniform(1e-3, 100), "momentum": Choice([0.0, 0.9])}, seed)
+    rates = []
+    for _ in range(30):
+        setting = searcher.ask()
+        rates.append((round(math.log(setting["lr"]), 6), setting["momentum"]))
+        searcher.tell(setting, 1 / (1 + abs(math.log(setting["lr"]))))
+    assert len(set(rates)) == 30
+
+
+def test_a_compass_looks_around_the_present_setting_where_that_is_fastest():
+    searcher = CompassSearcher({"lr": LogUniform(1e-6, 1)}, 0)
+    searcher.tell({"lr": 3e-3}, 1.0)
+    for _ in range(3):
+        searcher.tell(searcher.ask(), 0.1)
+    near = [searcher.ask()["lr"] for _ in range(2)]
+    assert near[0] < 3e-3 < near[1]
+    assert near[0] * near[1] == pytest.approx(9e-6)
+
+
 def test_the_grid_has_every_combination():
     settings = asked(GridSearcher({"lr": LogUniform(1e-4, 1), "momentum": Choice([0.0, 0.9])}, 0, points=5))
     assert len(settings) == len({repr(setting) for setting in settings}) == 10
