@@ -30,7 +30,9 @@ pytestmark = [
 class MeanTeacher(Classifier):
     """Copies its network in the first step, of all steps, while it is observed."""
 
-    teacher = None
+    def __init__(self):
+        super().__init__()
+        self.teacher = None
 
     def training_step(self, batch, batch_idx):
         if self.teacher is None:
