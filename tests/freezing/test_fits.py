@@ -37,12 +37,13 @@ class MeanTeacher(Classifier):
     def training_step(self, batch, batch_idx):
         if self.teacher is None:
             self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-        loss = super().training_step(batch, batch_idx)
         with torch.no_grad():
             for theirs, own in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
                 theirs.lerp_(own, 0.1)
             soft = self.teacher(batch[0])
-        return loss + nn.functional.mse_loss(self.net(batch[0]), soft)
+        loss = nn.functional.mse_loss(self.net(batch[0]), soft + 1)
+        self.losses.append(loss.item())
+        return loss
 
 
 def test_a_copy_made_while_the_network_is_observed_computes_itself():
