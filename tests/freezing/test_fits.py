@@ -46,7 +46,7 @@ class MeanTeacher(Classifier):
         return loss
 
 
-def test_a_copy_made_while_the_network_is_observed_computes_itself():
+def test_a_copy_made_in_the_first_step_computes_itself():
     def trained(*callbacks):
         module = MeanTeacher()
         fit(module, *callbacks, data=DataLoader(images(), 8))

@@ -47,7 +47,7 @@ class TestForwardReplacements:
         assert calls == []
         assert torch.equal(copied(other)(x), torch.ones(2, 3))
 
-    def test_a_copy_keeps_the_forward_that_the_user_had_put_on_the_instance(self):
+    def test_a_copy_keeps_a_forward_of_the_user(self):
         module, x = nn.Linear(4, 3), torch.rand(2, 4)
         module.forward = torch.neg
         ForwardReplacements().replace(module, doubled)

@@ -72,7 +72,7 @@ def test_a_compass_asks_no_setting_twice_but_for_rounding(seed):
     assert len(set(rates)) == 30
 
 
-def test_a_compass_looks_around_the_present_setting_where_that_is_fastest():
+def test_a_compass_looks_around_a_present_setting_that_is_fast():
     searcher = CompassSearcher({"lr": LogUniform(1e-6, 1)}, 0)
     searcher.tell({"lr": 3e-3}, 1.0)
     for _ in range(3):
