@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys, Of
-from lightning_egeria.snapshots.digests import same_bits
+from lightning_egeria.snapshots.digests import same_bits, with_gaps
 
 SNAPSHOT_BYTES = 2**20  # larger tensors are not copied when an operation on them is recorded
 UNKNOWN = -1  # key of a value that something outside the tape has made or changed
@@ -69,7 +69,7 @@ class Call:
         if self.sized and size is not None:
             flat[1] = size
         for place in self.written:
-            flat[place] = flat[place].clone()
+            flat[place] = with_gaps(flat[place], SNAPSHOT_BYTES)
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         run: object = self.run
         with contextlib.nullcontext() if isinstance(run, Unit) else torch.no_grad():
@@ -232,7 +232,7 @@ class Tape:
         if found is not None and _is_still(tensor, *found):
             return found[2]
         small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES and not isinstance(tensor, torch.nn.Parameter)
-        value = tensor.clone() if small else tensor
+        value = with_gaps(tensor, SNAPSHOT_BYTES) if small else tensor
         key = self.keys.number(("outside", next(self._outsiders)))
         node = Node(self, Meta.of(tensor), key, value=value, version=version_of(value), number=next(self._count))
         self._outside[id(tensor)] = (weakref.ref(tensor), version_of(tensor), node)

@@ -121,6 +121,18 @@ def same_bits(first: Tensor | None, second: Tensor) -> bool:
     return torch.equal(first.contiguous().view(integers), second.contiguous().view(integers))
 
 
+def with_gaps(tensor: Tensor, most_bytes: int) -> Tensor:
+    """Return a copy with the same strides, which decide what kernels round; a dense one if gaps take more bytes."""
+    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    if not plain or tensor.numel() == 0 or tensor.requires_grad:
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if span == tensor.numel() or span * tensor.element_size() > most_bytes:
+        return tensor.clone()
+    whole = torch.as_strided(tensor, (span,), (1,), tensor.storage_offset()).clone()
+    return whole.as_strided(tensor.shape, tensor.stride())
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether its memory holds its values and nothing else, as they are.
 

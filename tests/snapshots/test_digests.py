@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_egeria.snapshots.digests import Copies, bytes_of, contents, digest, same_bits, stems
+from lightning_egeria.snapshots.digests import Copies, bytes_of, contents, digest, same_bits, stems, with_gaps
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4)
 
@@ -161,3 +161,21 @@ def test_contents_of_rows_are_those_of_each(count, length, shape, seed):
             assert contents(made, padding) == [content(row, padding) for row in made]
         ends = [len(content(row)) // max(1, made[0, :1].nbytes) if made.numel() else length for row in made]
         assert stems(made).tolist() == ends
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[..., 1].unsqueeze(-1)[:, 1:],
+        lambda x: x.t(),
+        lambda x: x[:1].expand(3, 5),
+        lambda x: x[:0],
+        lambda x: x,
+    ],
+)
+def test_a_copy_has_the_strides_of_a_view(view):
+    x = torch.arange(20.0).view(4, 5)
+    found = with_gaps(view(x.clone()), 100)
+    assert torch.equal(found, view(x))
+    assert found.stride() == view(x).stride() or found.numel() == 0
+    assert with_gaps(x[:, 1], 8).is_contiguous()
