@@ -127,7 +127,7 @@ def with_gaps(tensor: Tensor, most_bytes: int) -> Tensor:
     if not plain or tensor.numel() == 0 or tensor.requires_grad:
         return tensor.clone()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if span == tensor.numel() or span * tensor.element_size() > most_bytes:
+    if is_dense(tensor) or span * tensor.element_size() > most_bytes:
         return tensor.clone()
     whole = torch.as_strided(tensor, (span,), (1,), tensor.storage_offset()).clone()
     return whole.as_strided(tensor.shape, tensor.stride())

@@ -115,8 +115,8 @@ class LogUniform(Uniform):
         return min(max(value, self.low), self.high)
 
     def share(self, value: float) -> float:
-        """Return the share that `at` has for a number."""
-        return math.log(value / self.low) / math.log(self.high / self.low)
+        """Return the share that `at` has for a number; minus infinity for one that has no logarithm."""
+        return -math.inf if value <= 0 else math.log(value / self.low) / math.log(self.high / self.low)
 
     def grid(self, points: int) -> list[Value]:
         """Return numbers in equal ratios, with both ends; the middle if it is one."""

@@ -169,6 +169,7 @@ def test_contents_of_rows_are_those_of_each(count, length, shape, seed):
         lambda x: x[..., 1].unsqueeze(-1)[:, 1:],
         lambda x: x.t(),
         lambda x: x[:1].expand(3, 5),
+        lambda x: x.as_strided((2, 2), (0, 3)),
         lambda x: x[:0],
         lambda x: x,
     ],

@@ -82,6 +82,13 @@ def test_a_compass_looks_around_a_present_setting_that_is_fast():
     assert near[0] * near[1] == pytest.approx(9e-6)
 
 
+@pytest.mark.parametrize("present", [0.0, -1.0, 1e-9, 5.0])
+def test_a_compass_takes_a_present_value_outside_of_the_space(present):
+    searcher = CompassSearcher({"weight_decay": LogUniform(1e-6, 1)}, 0)
+    searcher.tell({"weight_decay": present}, 1.0)
+    assert all(1e-6 <= searcher.ask()["weight_decay"] <= 1 for _ in range(8))
+
+
 def test_the_grid_has_every_combination():
     settings = asked(GridSearcher({"lr": LogUniform(1e-4, 1), "momentum": Choice([0.0, 0.9])}, 0, points=5))
     assert len(settings) == len({repr(setting) for setting in settings}) == 10
