@@ -17,8 +17,9 @@ from lightning_egeria.caching.outputs import Output, Read, Some, agree, computed
 from lightning_egeria.caching.plan import Loaded, Mode
 from lightning_egeria.caching.sizes import BatchSizes, Outside
 from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.meta import version_of
 from lightning_egeria.lazy.sending import receive
-from lightning_egeria.lazy.tape import Node, Tape, version_of
+from lightning_egeria.lazy.tape import Node, Tape
 from lightning_egeria.lazy.tensors import caller
 from lightning_egeria.lazy.units import precision_of
 from lightning_egeria.profiling.clock import mark

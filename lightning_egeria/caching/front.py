@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from lightning_egeria.batches.onlookers import unwatched
 from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.errors import CacheError
-from lightning_egeria.lazy.tape import UNKNOWN, Call, Meta, Node, Tape, version_of
+from lightning_egeria.lazy.meta import Meta, version_of
+from lightning_egeria.lazy.tape import UNKNOWN, Call, Node, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
 from lightning_egeria.lazy.units import Context, UnitCall, are_fixed, is_plain
 from lightning_egeria.network.folding import folded
@@ -61,7 +62,7 @@ class Batch(Protocol):
 
 def _is_of_a_batch(lazy: LazyTensor) -> bool:
     """Whether it is known how it follows from a batch; one inside an object of the user's own class never got there."""
-    return lazy.node.key != UNKNOWN and lazy.node.tape.owner is not None
+    return lazy.node.name != UNKNOWN and lazy.node.tape.owner is not None
 
 
 def _needs_grad(tensor: Tensor) -> bool:
@@ -143,7 +144,7 @@ class FrontUnit:
         """Record a call with one argument as such a call was recorded in another batch; None if none was."""
         node = lazy.node
         batch = node.tape.owner
-        if batch is None or batch.eager or batch.front is not self.front or node.key == UNKNOWN:
+        if batch is None or batch.eager or batch.front is not self.front or node.name == UNKNOWN:
             return None
         if any(self._hooks) or any(_GLOBAL_HOOKS) or _needs_grad(lazy) or self._runs_by_itself():
             return None

@@ -20,8 +20,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from lightning_egeria.caching.levels import STAMP_BYTES
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.lazy.sending import send
-from lightning_egeria.lazy.tape import Meta, Tape
+from lightning_egeria.lazy.tape import Tape
 from lightning_egeria.lazy.tensors import LazyTensor, show
 from lightning_egeria.snapshots.contents import changed, moving_of
 from lightning_egeria.snapshots.digests import has_values

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_egeria.caching.levels import Found, Level, Rows
 from lightning_egeria.caching.sizes import Outside
 from lightning_egeria.caching.weights import FrontState
-from lightning_egeria.lazy.tape import Node, version_of
+from lightning_egeria.lazy.meta import version_of
+from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.stores.rows import LARGEST_STEP, RowForm, laid_out
 

@@ -19,8 +19,9 @@ import xxhash
 from torch import Tensor
 
 from lightning_egeria.caching.squares import Square
+from lightning_egeria.lazy.meta import version_of
 from lightning_egeria.lazy.replay import replay
-from lightning_egeria.lazy.tape import Node, version_of
+from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import bytes_of, contents, same_bits, stems
 
 ROOM = 2  # times the length of the first batch: what longer batches compute is not kept

@@ -15,8 +15,9 @@ from lightning_egeria.caching.outputs import is_rounding
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.sizes import BatchSizes, Outside, has_samples
 from lightning_egeria.errors import CacheError
+from lightning_egeria.lazy.meta import version_of
 from lightning_egeria.lazy.replay import replay
-from lightning_egeria.lazy.tape import Node, version_of
+from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.stores.samples import without_inputs

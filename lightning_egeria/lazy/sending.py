@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.tree import change_leaves
-from lightning_egeria.lazy.tape import Meta, Node, Tape
+from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, plain, show
 
 MAX_STEPS = 20_000  # operations in a collate function that are sent to the training process
@@ -56,7 +57,7 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
 
     def describe(lazy: LazyTensor) -> Any:
         order = lazy.node.before(lambda _: False)
-        if lazy.node.key < 0 or len(order) > MAX_STEPS or any(len(node.siblings) > 1 for node in order):
+        if lazy.node.name == UNKNOWN or len(order) > MAX_STEPS or any(len(node.siblings) > 1 for node in order):
             return plain(lazy)
         loaded = all(node.value is not None for node in order if node.row is not None)
         value = plain(lazy) if loaded else None

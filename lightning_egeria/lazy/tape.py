@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,30 +18,13 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys, Of
+from lightning_egeria.lazy.meta import Meta, version_of
 from lightning_egeria.snapshots.digests import same_bits, with_gaps
 
 SNAPSHOT_BYTES = 2**20  # larger tensors are not copied when an operation on them is recorded
 UNKNOWN = -1  # key of a value that something outside the tape has made or changed
 # Operations whose list of sizes begins with the batch size.
 _SIZED = (["view"], ["_unsafe_view"], ["reshape"], ["expand"])
-
-
-class Meta(NamedTuple):
-    """What is known of a tensor without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Meta:
-        """Return the shape, strides, dtype and device of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-    def empty(self, device: torch.device | str | None = None) -> Tensor:
-        """Return a tensor like this one, with any values."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +71,8 @@ class Node:
     Attributes:
         tape: the tape that it belongs to.
         meta: shape, strides, dtype and device.
-        key: number of the computation; `UNKNOWN` if something outside the tape made the value.
+        name: number of the computation, or, as long as nobody has asked for it, the parts of its name with nodes for
+            arguments; `UNKNOWN` if something outside the tape made the value.
         call: operation that computes it; None for a leaf.
         siblings: nodes of all results of the operation, in order.
         row: position of the sample in the batch and number of the tensor in the sample; None for others.
@@ -102,7 +86,7 @@ class Node:
 
     tape: Tape
     meta: Meta
-    key: int
+    name: int | tuple[Any, ...]
     call: Call | None = None
     siblings: tuple[Node, ...] = ()
     row: tuple[int, int] | None = None
@@ -112,6 +96,15 @@ class Node:
     number: int = 0
     base: Node | None = None
     shown: weakref.ref[Tensor] | None = None
+
+    @property
+    def key(self) -> int:
+        """Number of the computation. Tensors from outside are numbered in the order in which this is asked for."""
+        if isinstance(self.name, int):
+            return self.name
+        for node in self.before(lambda one: isinstance(one.name, int)):
+            node.name = self.tape.number(node)
+        return self.key
 
     @property
     def is_held(self) -> bool:
@@ -233,8 +226,8 @@ class Tape:
             return found[2]
         small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES and not isinstance(tensor, torch.nn.Parameter)
         value = with_gaps(tensor, SNAPSHOT_BYTES) if small else tensor
-        key = self.keys.number(("outside", next(self._outsiders)))
-        node = Node(self, Meta.of(tensor), key, value=value, version=version_of(value), number=next(self._count))
+        meta, number = Meta.of(tensor), next(self._count)
+        node = Node(self, meta, ("outside",), value=value, version=version_of(value), number=number)
         self._outside[id(tensor)] = (weakref.ref(tensor), version_of(tensor), node)
         return node
 
@@ -260,23 +253,34 @@ class Tape:
         number = self._rows_in_order(name, flat)
         parts: list[Any] = ["rows", number] if number is not None else [name, spec]
         if number is None:
+            now = isinstance(run, Unit)  # frozen layers come in one order, whatever else the program does
             for leaf in flat:
-                parts.append(Of(leaf.key) if isinstance(leaf, Node) else (type(leaf).__name__, leaf))
+                known = (Of(leaf.key) if now else leaf) if isinstance(leaf, Node) else (type(leaf).__name__, leaf)
+                parts.append(known)
         sized = len(parts) > 3 and parts[3] == ("int", self.size) and name.split(".")[1:2] in _SIZED
         if sized:
             parts[3] = "batch"
         try:
-            key = self.keys.number(tuple(parts))
-        except TypeError:  # it cannot be hashed
+            hash(tuple(parts))
+        except TypeError:  # an argument has no name
             return None
-        names = [key, *(self.keys.number((Of(key), output)) for output in range(1, len(metas)))]
+        names = [(*parts, output) for output in range(len(metas))]
         return self.add(names, Call(run, tuple(flat), spec, written, sized), metas, number)
 
-    def add(self, keys: Iterable[int], call: Call, metas: Sequence[Meta], rows: int | None = None) -> tuple[Node, ...]:
-        """Return new nodes for the results of a call, whose keys are known."""
+    def number(self, node: Node) -> int:
+        """Return the key of a node whose arguments have theirs."""
+        parts = node.name if isinstance(node.name, tuple) else ()
+        if node.call is None:
+            parts = (*parts, next(self._outsiders))
+        return self.keys.number(tuple(Of(part.key) if isinstance(part, Node) else part for part in parts))
+
+    def add(
+        self, names: Iterable[int | tuple[Any, ...]], call: Call, metas: Sequence[Meta], rows: int | None = None
+    ) -> tuple[Node, ...]:
+        """Return new nodes for the results of a call, with their names."""
         nodes = tuple(
-            Node(self, meta, key, call, rows=rows, number=next(self._count))
-            for key, meta in zip(keys, metas, strict=True)
+            Node(self, meta, name, call, rows=rows, number=next(self._count))
+            for name, meta in zip(names, metas, strict=True)
         )
         for node in nodes:
             node.siblings = nodes
@@ -343,8 +347,3 @@ def _is_still(tensor: Tensor, reference: weakref.ref[Tensor], version: int, node
         return False
     comparable = node.value is not tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
     return not comparable or same_bits(node.value, tensor)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the counter that rises with each change in place; 0 for a tensor of inference mode, which has none."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.lazy.tape import UNKNOWN, Meta, Node, Tape
+from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 
 _HERE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 # Their kernels without values have other strides, or torch takes other ones for a subclass.
@@ -114,7 +115,7 @@ def _nodes_of(
         return None
     for leaf in flat:
         if isinstance(leaf, LazyTensor):
-            if leaf.node.tape is not tape or leaf.node.key == UNKNOWN or leaf.requires_grad:
+            if leaf.node.tape is not tape or leaf.node.name == UNKNOWN or leaf.requires_grad:
                 return None
         elif isinstance(leaf, Tensor) and (leaf.requires_grad or type(leaf) not in (Tensor, torch.nn.Parameter)):
             return None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_egeria.caching.outputs import Output, Read, agree
-from lightning_egeria.lazy.tape import Meta
+from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.stores.rows import RowForm
 
 STATE = object()

@@ -11,7 +11,8 @@ from lightning_egeria.caching import padding
 from lightning_egeria.caching.padding import judge_folding, judge_length, same_rows
 from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.tape import Meta, Tape
+from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.tape import Tape
 from lightning_egeria.stores.rows import RowForm
 from lightning_egeria.training.notices import Notices
 

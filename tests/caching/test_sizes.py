@@ -7,7 +7,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_egeria.caching.sizes import Lengths, Outside, form_length
 from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.tape import Meta, Tape
+from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.tape import Tape
 
 SAMPLES = [torch.arange(1, 1 + length) for length in (3, 5, 2)]
 

@@ -6,7 +6,7 @@ from lazies import ONE_ARGUMENT, Layers, Source
 from torch.nn import functional as F
 
 from lightning_egeria.caching.trial import is_rounding, smaller_sizes, try_boundary
-from lightning_egeria.lazy.tape import Meta
+from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.lazy.tensors import plain
 from lightning_egeria.snapshots.digests import same_bits
 

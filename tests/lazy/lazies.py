@@ -5,7 +5,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.tape import Meta, Tape, Unit
+from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.tape import Tape, Unit
 from lightning_egeria.lazy.tensors import LazyTensor, plain, show
 
 X, W = torch.randn(6, 4), torch.randn(4, 4)

@@ -7,8 +7,9 @@ import torch
 from lazies import BY_ROW, Source, X, is_lazy
 
 from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.lazy.sending import Sent, joined, operation, receive, send
-from lightning_egeria.lazy.tape import Meta, Tape
+from lightning_egeria.lazy.tape import Tape
 from lightning_egeria.lazy.tensors import plain, show
 
 

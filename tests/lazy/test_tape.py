@@ -7,15 +7,7 @@ from lazies import BY_ROW, Source, X, is_lazy
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.replay import replay
-from lightning_egeria.lazy.tape import Meta
 from lightning_egeria.lazy.tensors import plain
-
-
-def test_meta_makes_a_tensor_like_the_first():
-    tensor = torch.zeros(3, 2, dtype=torch.int16).t()
-    meta = Meta.of(tensor)
-    assert Meta.of(meta.empty()) == meta
-    assert meta.empty("meta").is_meta
 
 
 def key(function, x=X):

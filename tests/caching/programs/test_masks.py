@@ -364,7 +364,9 @@ def test_a_few_texts_that_never_agree_do_not_stop_the_cache(tmp_path, monkeypatc
     same_rows = padding.same_rows
 
     def and_one_never(first, second, *precision):
-        return same_rows(first, second, *precision) & (first[:, 0, 0] < first[:, 0, 0].max())
+        same = same_rows(first, second, *precision)
+        # Only where an entry is made: some CPUs need it for the judgement of the whole boundary too.
+        return same & (first[:, 0, 0] < first[:, 0, 0].max()) if precision else same
 
     monkeypatch.setattr(padding, "same_rows", and_one_never)
 

@@ -1,0 +1,31 @@
+"""What is known of a tensor without its values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Meta(NamedTuple):
+    """Shape, strides, dtype and device of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        """Return the shape, strides, dtype and device of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self, device: torch.device | str | None = None) -> Tensor:
+        """Return a tensor like this one, with any values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the counter that rises with each change in place; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
