@@ -109,6 +109,8 @@ class FrontUnit:
             recorded = self._recorded_before(args[0])
             if recorded is not None:
                 return self._hand_on(args[0].node.tape.owner, list(args), *recorded)
+        if self.front.batch is None and not kwargs and all(type(argument) is Tensor for argument in args):
+            return self.original(*args)  # as fast as without the cache
         one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         flat, spec = (list(args), _ONE) if one else pytree.tree_flatten((args, kwargs))
         tape, batch = self._tape_of(flat)

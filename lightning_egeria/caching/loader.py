@@ -124,6 +124,7 @@ class Line:
         self._dataset.collate_plain = self.wrap(loader.collate_fn) if self.wrap is not None else loader.collate_fn
         epoch, epochs = self._epochs(has_samples_once(loader))
         self.stream.begin_epoch(epoch, epochs)
+        self.stream.accounts.loads_ahead = loader.num_workers > 0
         # At once, as the user's does: it draws a random number and starts the workers.
         return self._batches(iter(self._planned(loader)))
 
@@ -184,7 +185,9 @@ class Line:
                     loaded = next(iterator)
                 except StopIteration:
                     return
-                batch, cached = self.stream.receive(loaded, time.perf_counter() - started)
+                waited = time.perf_counter() - started
+                self.stream.accounts.race.arrived(loaded.plan.number, waited)
+                batch, cached = self.stream.receive(loaded, waited)
                 self.last = cached if cached is not None else loaded.plan
                 del loaded
                 self._arrived(cached)

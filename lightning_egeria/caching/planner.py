@@ -111,13 +111,20 @@ class Planner:
                 )
             self._levels.forget_verified(None, self._views)
 
-    def plan(self, ids: Sequence[Any], front: Front | None, fronts: int) -> Plan:
+    def plan(
+        self,
+        ids: Sequence[Any],
+        front: Front | None,
+        fronts: int,
+        is_plain: Callable[[int], bool] = lambda number: False,
+    ) -> Plan:
         """Plan the next batch.
 
         Args:
             ids: sample ids.
             front: the frozen front; None if nothing is cached.
             fronts: number of the front.
+            is_plain: whether a batch of a number runs without the cache although its entries are there.
 
         Raises:
             CacheError: the ids cannot be numbered.
@@ -128,6 +135,8 @@ class Planner:
             return plan
         observed = self._observes(plan.number - self._received)
         if self._levels.at(front.depth) is not None:
+            if is_plain(plan.number):
+                return plan
             return self._plan_whole(plan) if observed else self._plan_reads(plan, entries, front)
         if self.trial_planned or len(plan.ids) < self._largest:
             return self._plan_reads(plan, entries, front) if len(self._levels) else plan

@@ -9,14 +9,19 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+import torch
+
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
-from lightning_egeria.profiling.clock import seconds_between, wait_for
+from lightning_egeria.profiling.clock import mark, seconds_between, wait_for
 
 COMPARED_STEPS = 12  # of each kind, before it is decided whether the cache pays
+TURNS, TURN = 3, 4  # of so many steps without the cache, between others with it
+LEAST_STEPS = 6  # of each kind, to compare whole steps
 COUNTED = 20  # lazy batches, before it is decided whether inputs are left out and where the boundary is
 OTHER = 6  # batches in a row that call the frozen layers in another way, before the cache stops
-STRANGE = 20  # batches in a row without a match, before the cache stops
+STRANGE = 20  # batches, before the cache stops because it serves too few samples
+LEAST_SERVED = 0.05  # share of the samples with entries
 
 
 @dataclasses.dataclass
@@ -53,23 +58,112 @@ class CacheStats:
     off: str | None = "nothing is frozen"
 
 
+class Race:
+    """Compares whole steps with the cache to whole steps without it, in turns.
+
+    A step lasts from the arrival of its batch to that of the next one, so whatever the cache costs, or saves, is in it.
+    Steps without the cache come a few at a time, when workers have had time to load ahead: then the wait for a batch
+    counts as that for batches that were computed to be cached, if that was longer.
+
+    Attributes:
+        is_on: whether batches without the cache are still to come.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._device = torch.device("cpu")
+        self._planned = 0
+        self._plain: set[int] = set()
+        self._steps: dict[bool, list[float]] = {True: [], False: []}
+        self._waits: dict[bool, list[float]] = {True: [], False: []}
+        self.new_pass()
+
+    def begin(self, device: torch.device) -> None:
+        """Take turns from the next plan on, and wait for the device at each step meanwhile."""
+        self.is_on, self._device = True, device
+
+    def new_pass(self) -> None:
+        """The loader begins anew: there was something else between."""
+        self._since: float | None = None
+        self._cached: bool | None = None  # whether the step that runs is one with the cache; None if it is neither
+        self._before: bool | None = None
+        self._waited = 0.0
+
+    def takes(self, number: int) -> bool:
+        """Whether the batch of a plan runs without the cache."""
+        if not self.is_on or len(self._plain) == TURNS * TURN:
+            return False
+        self._planned += 1
+        if (self._planned - 1) // TURN % 2:
+            return False
+        self._plain.add(number)
+        return True
+
+    def arrived(self, number: int, waited: float) -> None:
+        """A batch is there, after so many seconds: the step before is over."""
+        if not self.is_on:
+            return
+        wait_for(mark(self._device))
+        now, plain = time.perf_counter(), number in self._plain
+        if self._since is not None and self._cached is not None and self._cached is self._before:
+            self._steps[self._cached].append(now - self._since - waited)
+        self._since, self._before, self._cached = now, self._cached, False if plain else None
+        self._waited = waited
+        if plain:
+            self._waits[False].append(waited)
+        self.is_on = len(self._plain) < TURNS * TURN or number <= max(self._plain) + TURN
+
+    def served(self) -> None:
+        """The step that runs is one with the cache."""
+        self._cached = True
+        self._waits[True].append(self._waited)
+
+    def seconds(self, miss_wait: float) -> tuple[float, float] | None:
+        """Return the times of a step with the cache and without it; None if there were too few.
+
+        Args:
+            miss_wait: least wait for a batch without the cache.
+        """
+        if min(map(len, self._steps.values())) < LEAST_STEPS:
+            return None
+        step, wait = (
+            {kind: statistics.median(own) for kind, own in found.items()} for found in (self._steps, self._waits)
+        )
+        return step[True] + wait[True], step[False] + max(wait[False], miss_wait)
+
+
 class Accounts:
     """Counts samples, and compares the time of cached batches with the time of others.
 
-    The time of a batch is the wait for it, and the time from the call of the network to the boundary.
+    The time of a batch is the wait for it, and the time from the call of the network to the boundary. If that is less
+    from the cache, whole steps are compared.
+
+    Attributes:
+        race: of whole steps.
+        loads_ahead: whether the loader loads batches before they are asked for.
     """
 
     def __init__(self, stats: CacheStats) -> None:
+        self.loads_ahead = False
         self._stats = stats
         self._hit_seconds: deque[float] = deque(maxlen=50)
         self._miss_seconds: deque[float] = deque(maxlen=50)
-        self._judged = False
+        self._miss_waits: deque[float] = deque(maxlen=50)
+        self.restart()
 
     def restart(self) -> None:
         """Another boundary is cached."""
         self._hit_seconds.clear()
         self._miss_seconds.clear()
+        self._miss_waits.clear()
+        self._gain: float | None = None  # seconds that a sample from the cache saves in its step
+        self._samples = 1  # of the last batch from the cache
         self._judged = False
+        self.race_again()
+
+    def race_again(self) -> None:
+        """Steps with the cache have become others."""
+        self._raced, self.race = False, Race()
 
     def count(self, batch: CachedBatch) -> None:
         """Add a batch that is over."""
@@ -86,10 +180,13 @@ class Accounts:
         seconds = (batch.waited + seconds_between(batch.began, batch.ended)) / samples
         if batch.hits == samples:
             self._hit_seconds.append(seconds)
+            self._samples = samples
+            self.race.served()
         elif not batch.hits and not batch.advanced and not batch.eager:
             self._miss_seconds.append(seconds)
+            self._miss_waits.append(batch.waited)
         if batch.hits and self._hit_seconds and self._miss_seconds:
-            stats.seconds_saved += batch.hits * (self._miss() - self._hit())
+            stats.seconds_saved += batch.hits * (self._miss() - self._hit() if self._gain is None else self._gain)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -106,13 +203,26 @@ class Accounts:
         self._stats.not_loaded -= lazy
         self._stats.loaded_after_all += lazy
 
-    def judgement(self) -> tuple[bool, str] | None:
-        """Return whether it pays, and the numbers in words; once, as soon as there are enough."""
-        if self._judged or min(len(self._hit_seconds), len(self._miss_seconds)) < COMPARED_STEPS:
+    def judgement(self, device: torch.device) -> tuple[bool, str] | None:
+        """Return whether it pays, and the numbers in words; once, as soon as there are enough.
+
+        Args:
+            device: that trains.
+        """
+        if self._judged or min(len(self._hit_seconds), len(self._miss_seconds)) < COMPARED_STEPS or self.race.is_on:
+            return None
+        hit, miss = self._hit(), self._miss()
+        if hit < miss and not self._raced:
+            self._raced = True
+            self.race.begin(device)
             return None
         self._judged = True
-        hit, miss = self._hit(), self._miss()
-        return hit < miss, f"a sample takes {hit * 1e3:.3f} ms from the cache and {miss * 1e3:.3f} ms without"
+        steps = self.race.seconds(statistics.median(self._miss_waits) if self.loads_ahead else 0.0)
+        if steps is None:
+            return hit < miss, f"a sample takes {hit * 1e3:.3f} ms from the cache and {miss * 1e3:.3f} ms without"
+        cached, plain = steps
+        self._gain = (plain - cached) / self._samples
+        return cached < plain, f"a step takes {cached * 1e3:.1f} ms with it and {plain * 1e3:.1f} ms without"
 
     def _hit(self) -> float:
         return statistics.median(self._hit_seconds)
@@ -130,27 +240,29 @@ class Habits:
 
     def __init__(self) -> None:
         self.reader: str | None = None
-        self._strange = self._other = self._shaped = 0
+        self._other = 0
+        self._served: deque[float] = deque(maxlen=STRANGE)  # shares of the samples with entries
+        self._shaped: deque[bool] = deque(maxlen=STRANGE)
         self._begin()
 
     def _begin(self) -> None:
-        self._lazy = self._touches = self._reruns = 0
+        self._counted = self._touches = self._reruns = 0
         self._read = 0  # number of the layer module whose output was asked for last
         self._toucher: str | None = None
 
     def why_stop(self, batch: CachedBatch, front: Front) -> str | None:
         """Count a batch that is over; return why the cache is of no use, or None."""
-        served = batch.hits + batch.advanced > 0
         had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
-        self._strange = 0 if served else self._strange + had_rows
-        self._shaped = self._shaped + (batch.other_shape is not None) if self._strange else 0
+        if had_rows:
+            self._served.append((batch.hits + batch.advanced) / max(1, sum(len(read.places) for read in batch.reads)))
+            self._shaped.append(batch.other_shape is not None)
         self._other = 0 if batch.matches else self._other + had_rows
         if self._other >= OTHER:
             return f"the last {OTHER} batches called the frozen layers in another way than before, or not at all"
-        if self._strange >= STRANGE:
-            if 2 * self._shaped > STRANGE:
+        if len(self._served) == STRANGE and sum(self._served) < LEAST_SERVED * STRANGE:
+            if 2 * sum(self._shaped) > STRANGE:
                 return f"most of the last {STRANGE} batches had other shapes than the entries"
-            differed = f"the inputs of the last {STRANGE} batches differed from those of the entries"
+            differed = f"nearly all inputs of the last {STRANGE} batches differed from those of the entries"
             return f"{differed} (random, mixed, or sorted by the collate function?)"
         return self._count_lazy(batch, front)
 
@@ -160,14 +272,15 @@ class Habits:
 
     def _count_lazy(self, batch: CachedBatch, front: Front) -> str | None:
         ran, front.ran = front.ran, set()
-        if not any(batch.lazy) or batch.plan.checks:  # a check runs layers by itself
+        is_lazy = any(batch.lazy)
+        if batch.plan.checks or not (is_lazy or batch.hits == batch.samples):  # a check runs layers by itself
             return None
-        self._lazy += 1
-        if batch.was_touched is not None:
+        self._counted += 1
+        if is_lazy and batch.was_touched is not None:
             self.touched(batch)
         if batch.hits == batch.samples and ran:
             self._reruns, self._read = self._reruns + 1, max(ran)
-        if self._lazy < COUNTED:
+        if self._counted < COUNTED:
             return None
         reruns, touches, read, toucher = self._reruns, self._touches, self._read, self._toucher
         self._begin()

@@ -52,6 +52,7 @@ class Stream:
 
     Attributes:
         stats: what was done so far.
+        accounts: tell whether the cache pays.
         front: the frozen front; None if nothing is cached.
         levels: the cached boundaries.
         keys: numbers of the computations seen so far.
@@ -79,7 +80,7 @@ class Stream:
         self._load_elsewhere, self._notices = load_elsewhere, notices
         self._planner = Planner(dataset, self.levels, views, seed, observes, notices)
         self._trials = Trials(name, dataset, self._planner, self.levels, self.outside, views, seed)
-        self._accounts = Accounts(self.stats)
+        self.accounts = Accounts(self.stats)
         self._epoch, self._fronts, self._differences = 0, 0, 0
         self._epochs: int | None = None
         self._forget_front()
@@ -100,7 +101,7 @@ class Stream:
         self._fronts += 1
         self._forget_front()
         self._planner.begin_front(front)
-        self._accounts.restart()
+        self.accounts.restart()
         self.stats.depth = self.levels.all[-1].depth if self.levels else 0
         self.stats.off = None if front is not None else "nothing is frozen"
 
@@ -140,6 +141,7 @@ class Stream:
         """
         self._epoch, self._epochs = epoch, epochs
         self._planner.begin_epoch(epoch)
+        self.accounts.race.new_pass()
         self.levels.begin_epoch()
         if self.front is not None:
             self._planner.look_at_data()
@@ -149,7 +151,7 @@ class Stream:
         if self.front is not None and self.front.renewals != self._renewals:
             self._begin_anew(self.front)
         try:
-            return self._planner.plan(ids, self.front, self._fronts)
+            return self._planner.plan(ids, self.front, self._fronts, self.accounts.race.takes)
         except CacheError as error:
             self.stop(str(error))
             return self._planner.plan(ids, None, self._fronts)
@@ -182,11 +184,10 @@ class Stream:
         """Return the user's batch, and the batch under the cache; None for one without."""
         plan = loaded.plan
         reads = self._planner.received(loaded)
-        if self.front is None or plan.mode is Mode.PLAIN or plan.front != self._fronts:
-            if self.front is not None:
-                self.stats.misses += len(plan.ids)
-            if plan.mode is Mode.PLAIN:
-                return loaded.batch, None
+        if self.front is not None and (plan.mode is Mode.PLAIN or plan.front != self._fronts):
+            self.stats.misses += len(plan.ids)
+        if plan.mode is Mode.PLAIN:
+            return loaded.batch, None
         front = self.front if plan.front == self._fronts else None
         batch = CachedBatch(self, front, loaded, reads, waited)
         given, batch.batch = batch.batch, None  # what the program does not hold must not seem to be held
@@ -194,7 +195,7 @@ class Stream:
 
     def load(self, batch: CachedBatch, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load tensors of samples."""
-        with self._accounts.loading():
+        with self.accounts.loading():
             return (self._load_elsewhere or self._dataset.tensors)(batch.plan, places)
 
     def judge_length(self, level: Level, node: Node) -> None:
@@ -247,19 +248,19 @@ class Stream:
             except CacheError as error:
                 self.stop(str(error))
             return
-        self._accounts.count(batch)
+        self.accounts.count(batch)
         if self.level_at(front.depth) is None:
             return
         if (reason := self._habits.why_stop(batch, front)) is not None:
             self.stop(reason)
             return
-        if self._habits.reader is not None:
-            reader = self._habits.reader
+        if (reader := self._habits.reader) is not None and self._planner.leaves_out:
             self._planner.load_all(f"{reader} reads the input in most batches, so samples are loaded again")
+            self.accounts.race_again()  # so far they were loaded late
         if batch.other_shape is not None:
             text = f"an output of shape {batch.other_shape} has no place among entries of the shape of the first batch"
             self._notices.inform(f"{text}. Give all samples one size", once=f"shapes of {self._name}")
-        judgement = self._accounts.judgement()
+        judgement = self.accounts.judgement(front.device)
         if judgement is not None and not judgement[0]:
             self.stop(f"it does not pay: {judgement[1]}")
         elif judgement is not None:
@@ -271,7 +272,7 @@ class Stream:
 
     def touched_late(self, batch: CachedBatch) -> None:
         """The program reads inputs after the end of their batch."""
-        self._accounts.touched_late(batch)
+        self.accounts.touched_late(batch)
         self._habits.touched(batch)
 
     def close(self, remove: bool = False) -> None:
@@ -312,7 +313,7 @@ class Stream:
         self.levels.drop()
         self._forget_front()
         self._planner.begin_front(front)
-        self._accounts.restart()
+        self.accounts.restart()
         self.stats.depth = 0
 
     def _finish_trial(self, batch: CachedBatch, node: Node, value: Tensor, front: Front) -> None:

@@ -228,15 +228,17 @@ def _slowly(data, index):
 def test_it_says_that_it_pays(run, monkeypatch, caplog):
     monkeypatch.setattr(stats, "COMPARED_STEPS", 3)
     with caplog.at_level("INFO"):
-        run.fit(Classifier(), loader(Samples(_slowly, samples=60)), max_epochs=3)
-    assert caplog.text.count("cache: the cache of training pays: a sample takes") == 1
+        run.fit(Classifier(), loader(Samples(_slowly, samples=60)), max_epochs=8)
+    assert caplog.text.count("cache: the cache of training pays: a step takes") == 1
     assert caplog.text.count("samples came from the cache since the first freeze") == 1
     assert stats_of(run).off is None
     assert stats_of(run).seconds_saved > 0
 
 
 def test_it_stops_where_it_does_not_pay(run, monkeypatch):
-    monkeypatch.setattr(stats.Accounts, "judgement", lambda self: (False, "2 ms from the cache and 1 ms without"))
+    monkeypatch.setattr(
+        stats.Accounts, "judgement", lambda self, device: (False, "2 ms from the cache and 1 ms without")
+    )
     with pytest.warns(UserWarning, match="off: it does not pay: 2 ms from the cache and 1 ms without"):
         run.fit(Classifier(), loader(vectors(60)), max_epochs=3)
     assert stats_of(run).off.startswith("it does not pay")

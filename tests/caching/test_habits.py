@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_egeria.caching.stats import COUNTED, OTHER, STRANGE, Habits
+from lightning_egeria.caching.stats import COUNTED, LEAST_SERVED, OTHER, STRANGE, Habits
 
-READ = SimpleNamespace(future=SimpleNamespace(done=lambda: True, cancelled=lambda: False))
+READ = SimpleNamespace(future=SimpleNamespace(done=lambda: True, cancelled=lambda: False), places=range(4))
 
 
 def batch(hits=4, matches=1, touched=None, lazy=True, checks=(), reads=(READ,), shape=None):
@@ -62,11 +62,26 @@ def test_layers_that_run_for_a_check_are_read_by_nobody():
     assert run(Habits(), 3 * COUNTED, ran=[0], checks=(0, 1)) == [None] * 3 * COUNTED
 
 
-def test_one_good_batch_begins_the_count_anew():
+def test_a_few_samples_now_and_then_do_not_keep_it():
+    habits, few = Habits(), int(LEAST_SERVED * STRANGE * 4) - 1
+    run(habits, few, hits=1)
+    assert "nearly all inputs" in run(habits, STRANGE - few, hits=0)[-1]
+
+
+def test_a_good_batch_now_and_then_keeps_it():
     habits = Habits()
-    run(habits, STRANGE - 1, hits=0)
-    run(habits, 1)
-    assert run(habits, STRANGE - 1, hits=0)[-1] is None
+    for _ in range(10):
+        assert run(habits, STRANGE - 2, hits=0)[-1] is None
+        assert run(habits, 2, hits=4) == [None, None]
+
+
+def test_batches_with_few_entries_are_served_as_far_as_there_are_some():
+    one = SimpleNamespace(future=READ.future, places=range(1))
+    assert run(Habits(), 3 * STRANGE, hits=1, reads=(one,)) == [None] * 3 * STRANGE
+
+
+def test_output_that_is_read_is_seen_without_lazy_inputs():
+    assert "reads the output of 'net.a'" in run(Habits(), COUNTED, ran={0}, lazy=False)[-1]
 
 
 def test_reader_of_most_inputs_is_named():

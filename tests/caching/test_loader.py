@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_egeria.caching.loader import LOOK_AHEAD_BATCHES, Line, has_samples_once, why_not
 from lightning_egeria.caching.plan import Plan
+from lightning_egeria.caching.stats import Accounts, CacheStats
 
 
 class Own(DataLoader):
@@ -92,6 +93,7 @@ class Stream:
 
     def __init__(self):
         self.planned, self.received, self.epochs, self.closed = [], [], [], []
+        self.accounts = Accounts(CacheStats())
 
     def begin_epoch(self, *epoch):
         self.epochs.append(epoch)

@@ -3,12 +3,15 @@
 import types
 
 import pytest
+import torch
 
 from lightning_egeria.caching import stats
-from lightning_egeria.caching.stats import Accounts, CacheStats
+from lightning_egeria.caching.stats import LEAST_STEPS, TURN, TURNS, Accounts, CacheStats, Race
+
+CPU = torch.device("cpu")
 
 
-def batch(hits=0, advanced=0, samples=4, seconds=0.1, lazy=0, touched=None, eager=False):
+def batch(hits=0, advanced=0, samples=4, seconds=0.1, lazy=0, touched=None, eager=False, waited=0.0):
     lazies = tuple(at < lazy for at in range(samples))
     return types.SimpleNamespace(
         hits=hits,
@@ -19,7 +22,7 @@ def batch(hits=0, advanced=0, samples=4, seconds=0.1, lazy=0, touched=None, eage
         is_timed=True,
         began=10.0,
         ended=10.0 + seconds,
-        waited=0.0,
+        waited=waited,
         eager=eager,
     )
 
@@ -39,16 +42,118 @@ def test_samples_are_counted():
     assert (found.not_loaded, found.loaded_after_all) == (4, 2)
 
 
-@pytest.mark.parametrize(("hit", "pays"), [(0.01, True), (0.3, False)])
-def test_whether_it_pays_is_told_once(accounts, hit, pays):
+class Clock:
+    """A clock that moves when it is told."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(stats, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+
+    def race(self, race, cached, plain, wait=0.0, serves=True, batches=range(2 * TURNS * TURN + 4)):
+        """Have batches come one after the other, with and without the cache in turns; return how many had none."""
+        count = 0
+        for number in batches:
+            is_plain = race.takes(number)
+            count += is_plain
+            self.now += wait
+            race.arrived(number, wait)
+            if not is_plain and serves:
+                race.served()
+            self.now += plain if is_plain else cached
+        return count
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def judged(accounts, hit=0.01):
+    """What is judged after three batches of each kind."""
     for _ in range(3):
-        assert accounts.judgement() is None
-        accounts.count(batch(seconds=0.1))
+        assert accounts.judgement(CPU) is None
+        accounts.count(batch(seconds=0.1, waited=0.5))
         accounts.count(batch(hits=4, seconds=hit))
-    found, text = accounts.judgement()
-    assert found is pays
-    assert text == f"a sample takes {hit / 4 * 1e3:.3f} ms from the cache and 25.000 ms without"
-    assert accounts.judgement() is None
+    return accounts.judgement(CPU)
+
+
+def test_slow_entries_do_not_pay_and_it_is_told_once(accounts):
+    found = judged(accounts, hit=0.9)
+    assert found == (False, "a sample takes 225.000 ms from the cache and 150.000 ms without")
+    assert accounts.judgement(CPU) is None
+
+
+@pytest.mark.parametrize(("cached", "pays"), [(0.01, True), (0.3, False)])
+def test_whole_steps_decide_whether_it_pays(accounts, clock, cached, pays):
+    assert judged(accounts) is None
+    assert accounts.race.is_on
+    assert clock.race(accounts.race, cached, plain=0.1) == TURNS * TURN
+    assert not accounts.race.is_on
+    found, text = accounts.judgement(CPU)
+    assert (found, text) == (pays, f"a step takes {cached * 1e3:.1f} ms with it and 100.0 ms without")
+    assert accounts.judgement(CPU) is None
+
+
+def test_what_was_saved_is_what_whole_steps_say(clock, monkeypatch):
+    monkeypatch.setattr(stats, "COMPARED_STEPS", 3)
+    found = CacheStats()
+    accounts = Accounts(found)
+    judged(accounts)
+    clock.race(accounts.race, cached=0.02, plain=0.1)
+    accounts.judgement(CPU)
+    before = found.seconds_saved
+    accounts.count(batch(hits=4, seconds=0.01))
+    assert found.seconds_saved - before == pytest.approx(0.08)
+
+
+@pytest.mark.parametrize(("ahead", "plain"), [(False, 110.0), (True, 600.0)])
+def test_workers_that_loaded_ahead_do_not_shorten_the_wait(accounts, clock, ahead, plain):
+    accounts.loads_ahead = ahead
+    judged(accounts)
+    clock.race(accounts.race, cached=0.2, plain=0.1, wait=0.01)
+    _, text = accounts.judgement(CPU)
+    assert text == f"a step takes 210.0 ms with it and {plain} ms without"
+
+
+def test_too_few_whole_steps_leave_it_to_the_samples(accounts, clock):
+    judged(accounts)
+    clock.race(accounts.race, cached=0.3, plain=0.1, serves=False)
+    assert accounts.judgement(CPU) == (True, "a sample takes 2.500 ms from the cache and 150.000 ms without")
+
+
+def test_steps_that_are_compared_follow_one_of_their_kind(clock):
+    race = Race()
+    race.begin(CPU)
+    race.takes(0)
+    race.arrived(0, 0.0)
+    clock.now += 100  # the first step of a turn
+    clock.race(race, cached=0.2, plain=0.1, batches=range(1, 30))
+    assert race.seconds(0.0) == (pytest.approx(0.2), pytest.approx(0.1))
+
+
+def test_time_between_two_passes_is_no_step(clock):
+    race = Race()
+    race.begin(CPU)
+    for number in range(2 * TURNS * TURN + 4):
+        race.new_pass()
+        clock.race(race, cached=0.2, plain=0.1, batches=[number])
+    assert race.seconds(0.0) is None
+
+
+def test_race_that_has_not_begun_takes_no_batch(clock):
+    race = Race()
+    assert clock.race(race, cached=0.2, plain=0.1) == 0
+    assert race.seconds(0.0) is None
+    assert LEAST_STEPS <= TURNS * (TURN - 1)
+
+
+def test_steps_that_have_become_others_race_again(accounts, clock):
+    judged(accounts)
+    clock.race(accounts.race, cached=0.3, plain=0.1)
+    accounts.race_again()
+    assert accounts.judgement(CPU) is None
+    clock.race(accounts.race, cached=0.05, plain=0.1)
+    assert accounts.judgement(CPU) == (True, "a step takes 50.0 ms with it and 100.0 ms without")
 
 
 def test_trials_and_mixed_batches_are_not_compared(accounts):
@@ -57,7 +162,7 @@ def test_trials_and_mixed_batches_are_not_compared(accounts):
         accounts.count(batch(eager=True))
         accounts.count(batch(hits=2))
         accounts.count(batch(advanced=4))
-    assert accounts.judgement() is None
+    assert accounts.judgement(CPU) is None
 
 
 def test_seconds_saved_are_hits_by_the_difference():
@@ -69,12 +174,9 @@ def test_seconds_saved_are_hits_by_the_difference():
 
 
 def test_another_boundary_is_compared_anew(accounts):
-    for _ in range(3):
-        accounts.count(batch())
-        accounts.count(batch(hits=4))
-    assert accounts.judgement() is not None
+    assert judged(accounts, hit=0.9) is not None
     accounts.restart()
-    assert accounts.judgement() is None
+    assert judged(accounts, hit=0.9) is not None
 
 
 def test_inputs_that_are_read_late_were_loaded_after_all():

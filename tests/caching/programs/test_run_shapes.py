@@ -16,9 +16,12 @@ from programs.parts import (
     images,
     loader,
     on,
+    vectors,
 )
 from torch import nn
 from torch.nn import functional as F
+
+from lightning_egeria.caching import stats
 
 # Options of the Trainer.
 OPTIONS = {
@@ -338,3 +341,29 @@ def test_step_takes_an_optimizer_closure_twice(compare, net):
             return Twice(self.parameters(), lr=0.05)
 
     compare(lambda run: run.fit(Uses(net()), loader(images()) if net is ConvNet else None), served=None)
+
+
+@WORKERS
+def test_turns_without_the_cache_change_nothing(compare, monkeypatch, workers):
+    """Whole steps with and without it are compared in between, whatever the clock says about them."""
+    always = stats.Accounts.judgement
+    text = []
+
+    def judgement(accounts, device):
+        found = always(accounts, device)
+        text.append(found[1]) if found is not None else None
+        return None if found is None else (True, found[1])
+
+    monkeypatch.setattr(stats.Accounts, "judgement", judgement)
+
+    def program(run):
+        monkeypatch.setattr(stats, "COMPARED_STEPS", 3)
+        validation = loader(vectors(12), shuffle=False)
+        data = data_of(
+            train_dataloader=lambda: loader(vectors(60), num_workers=workers), val_dataloader=lambda: validation
+        )
+        run.fit(Validated(), data, max_epochs=8)
+
+    cached = compare(program).caches[0]
+    assert any("without" in one for one in text)
+    assert cached.stats.misses >= 60 + stats.TURNS * stats.TURN * 6  # each batch without it has six
