@@ -197,8 +197,7 @@ class CachedBatch:
             if start is not node and form.rounds:
                 continue  # it would be rounded twice
             own = start.meta.shape[1] if form.ragged else 1
-            made = self._owner.outside.stamps(start, form.ragged)
-            if made is None:
+            if (made := self._owner.outside.stamps(start, form.ragged)) is None:
                 continue
             data, read_rows, known, lengths = read.future.result()
             if self._versions.setdefault(id(read), version_of(data)) != version_of(data):

@@ -217,12 +217,11 @@ class Outside:
         value, role = leaf.value, self._roles.get(leaf.key)
         if value is None or role is None:
             return None
-        dims = role.dims or ()
-        if length <= before or not dims:
+        if not (dims := role.dims or ()) or length <= before:
             return _cut(value, dims, length)
         if not role.with_samples:
-            table = self._tables[leaf.key]
-            return _cut(table, dims, length) if min(table.shape[dim] for dim in dims) >= length else None
+            value = self._tables[leaf.key]
+            return _cut(value, dims, length) if min(value.shape[dim] for dim in dims) >= length else None
         square = self._squares.get(leaf.key)
         if square is not None and len(dims) == 2:
             return square.longer(value.movedim(dims, (1, 2)), length).movedim((1, 2), dims).contiguous()

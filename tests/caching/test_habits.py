@@ -75,7 +75,7 @@ def test_a_good_batch_now_and_then_keeps_it():
         assert run(habits, 2, hits=4) == [None, None]
 
 
-def test_batches_with_few_entries_are_served_as_far_as_there_are_some():
+def test_batches_with_few_entries_count_by_these():
     one = SimpleNamespace(future=READ.future, places=range(1))
     assert run(Habits(), 3 * STRANGE, hits=1, reads=(one,)) == [None] * 3 * STRANGE
 
