@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lazies import BY_ROW, Source, X, is_lazy
+from lazies import BY_ROW, ONE_ARGUMENT, Layers, Source, W, X, is_lazy
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
@@ -27,6 +27,34 @@ def test_different_computations_have_different_keys():
     functions = [*BY_ROW.values(), lambda x: x * 2, lambda x: x * 2.0, lambda x: x * True, lambda x: 2 * x + 1.5]
     numbers = [key(function) for function in functions]
     assert len(set(numbers)) == len(numbers)
+
+
+def test_operations_that_end_elsewhere_do_not_count():
+    def call(noise):
+        """The key of layers that are given ``x * W + 1``, behind other operations that are not theirs."""
+        source = Source(X, keys=KEYS)
+        x = source.batch()
+        kept = [x + torch.ones(4) for _ in range(noise)]
+        given = x * W[0] + torch.ones(4)
+        layers = Layers(torch.sin)
+        (node,) = source.tape.record("layers", layers, [given.node], ONE_ARGUMENT, [given.node.meta])
+        assert len(kept) == noise
+        return node.key
+
+    assert call(0) == call(3)
+
+
+def test_another_use_of_a_tensor_from_outside_has_another_key():
+    def twice(x):
+        first, second = torch.ones(4), torch.ones(4)
+        return (x + first) * second + first
+
+    def thrice(x):
+        first, second = torch.ones(4), torch.ones(4)
+        return (x + first) * second + second
+
+    assert key(twice) == key(twice)
+    assert key(twice) != key(thrice)
 
 
 def test_size_of_the_batch_is_not_part_of_the_key():

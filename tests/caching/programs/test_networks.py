@@ -174,6 +174,25 @@ def test_front_that_never_trained(compare, name):
     compare(lambda run: run.fit(Classifier(nets[name]()), schedule={2: 1}), served=None)
 
 
+def test_stem_frozen_by_the_user_with_moving_statistics(compare):
+    """What is recorded of the stem ends at its running statistics: the front begins with its output."""
+
+    def program(run):
+        net = Chain(a=block(nn.Linear(8, 8), nn.BatchNorm1d(8)), b=_deep(), c=_deep())
+        net.a.requires_grad_(False)
+        run.fit(Classifier(net), schedule={2: 1})
+        run.fit(Classifier(frozen_in_evaluation()), schedule={2: 1})
+
+    def frozen_in_evaluation():
+        net = Chain(a=block(nn.Linear(8, 8), nn.BatchNorm1d(8)), b=_deep(), c=_deep())
+        net.a.requires_grad_(False).eval()
+        return net
+
+    moving, still = compare(program, served=None).caches
+    assert still.stats.hits > 0
+    assert moving.stats.off is None or "another way" not in moving.stats.off
+
+
 # For images.
 class Pools(nn.Module):
     def __init__(self, front, back):
