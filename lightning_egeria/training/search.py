@@ -70,23 +70,26 @@ class LayerSearch:
             optimizers: all optimizers of the run.
 
         Returns:
-            The chain; None if fewer than two layer modules are trainable so far and more may become so.
+            The chain; None if fewer than two layer modules are trainable so far.
 
         Raises:
-            LayerChainError: if the model has no layer chain.
+            LayerChainError: if the model has no layer chain, or too few of the named layer modules train and none may
+                do so later.
         """
         assert self._step is not None  # `start` comes first
         try:
             chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until)
         except TooFewLayersError as error:
             fixed = without_part_in(loss, module)
-            if not fixed:
+            if not fixed and self._layer_modules is not None:
                 raise
-            self._notices.warn(
-                f"{error}. Parameters that are not training yet: {first_of(fixed)}. The callback looks for layer "
-                "modules again at the start of each epoch",
-                once="too few layer modules",
-            )
+            then = "Training goes on as without the callback"
+            if fixed:
+                then = (
+                    f"Parameters that are not training yet: {first_of(fixed)}. The callback looks for layer modules "
+                    "again at the start of each epoch"
+                )
+            self._notices.warn(f"{error}. {then}", once="few")
             return None
         finally:
             weights = self._step.weights

@@ -276,10 +276,24 @@ def test_no_training_batches(how):
     assert callback.events == []
 
 
-def test_too_few_layer_modules():
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
+def test_too_few_layer_modules_train_as_without():
+    def trained(*callbacks):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        fit(module(net=net), *callbacks)
+        return net[1].weight
+
+    with pytest.warns(UserWarning, match="expected at least 2.*Training goes on as without") as told:
+        weight = trained(freezing())
+    assert weight.equal(trained())
+    assert sum("expected at least 2" in str(one.message) for one in told) == 1
+
+
+def test_too_few_named_layer_modules():
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     with pytest.raises(LayerChainError, match="expected at least 2"):
-        fit(module(net=net), freezing())
+        fit(module(net=net), freezing(layer_modules=["some_name.1"]))
 
 
 def test_unknown_layer_module():

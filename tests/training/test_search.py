@@ -65,8 +65,17 @@ def test_too_few_that_learn_are_told_and_may_be_more_later(told):
     assert found_in(searching, net).names == ("0", "4", "7")
 
 
-def test_too_few_of_which_all_learn_are_an_error(told):
+def test_too_few_of_which_all_learn_end_nothing(told):
     searching = search(told)
+    assert found_in(searching, nn.Sequential(nn.Linear(4, 2))) is None
+    assert not searching.is_looking
+    (text,) = told.warnings
+    assert "expected at least 2" in text
+    assert text.endswith("Training goes on as without the callback")
+
+
+def test_too_few_that_the_user_named_are_an_error(told):
+    searching = search(told, ["0"])
     with pytest.raises(TooFewLayersError, match="expected at least 2"):
         found_in(searching, nn.Sequential(nn.Linear(4, 2)))
     assert not searching.is_looking
