@@ -134,8 +134,8 @@ class CachedBatch:
         return self.tape.size
 
     def takes_outside(self, unit: str) -> bool:
-        """Whether the front may begin with tensors that the program made: only at its first module."""
-        return self.front is not None and unit == self.front.units[0].path
+        """Whether the front may begin with tensors that the program made: only in its first layer module."""
+        return self.front is not None and unit in self.front.first
 
     def enter(self) -> None:
         """The front is called."""

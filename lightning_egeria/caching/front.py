@@ -45,7 +45,7 @@ class Batch(Protocol):
     eager: bool  # run layer modules at once, in the order of the program
 
     def takes_outside(self, unit: str) -> bool:
-        """Whether the layer module may begin with tensors that the program made."""
+        """Whether a unit may begin with tensors that the program made."""
 
     def enter(self) -> None:
         """The front is called."""
@@ -153,8 +153,7 @@ class FrontUnit:
         seen = self._seen.get(self._call_of(node, Context.current(self.front.devices)))
         if seen is None:
             return None
-        if not self.number:
-            batch.enter()
+        batch.enter()
         keys, run, form = seen
         return node.tape.add(keys, Call(run, (node,), _ONE), form.metas), form
 
@@ -254,8 +253,7 @@ class FrontUnit:
             return None, None
         if not lazies and not (tensors and batch.takes_outside(self.path)):
             return None, None
-        if not self.number:
-            batch.enter()
+        batch.enter()
         return batch.tape, batch
 
     def _runs_by_itself(self) -> bool:
@@ -302,6 +300,7 @@ class Front:
         renewals: how often another state was taken for the one that entries stand for.
         refused: which layer module could not be recorded first, and why; None if all could.
         ran: numbers of the units that ran, for the owner of the batch to read and clear.
+        first: paths of the units of the first layer module, and of layers in front of it that the user has frozen.
         devices: device types whose autocast modes matter.
         folds: in training or not, whether linear layers are fast: see `folded`; empty until that is known.
     """
@@ -317,6 +316,7 @@ class Front:
         ends = {layer.units[-1]: (at + 1, layer.output_leaf) for at, layer in enumerate(layers)}
         paths = list(dict.fromkeys(path for layer in layers for path in layer.units))
         self.state = FrontState([(path, modules[path]) for path in paths])
+        self.first = frozenset(layers[0].units)
         self.ran: set[int] = set()
         self.refused: str | None = None
         self.renewals = 0

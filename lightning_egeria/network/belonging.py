@@ -82,14 +82,23 @@ class Members:
 class Units:
     """The outermost calls that make up each layer module, the last of which ends at its boundary.
 
+    So do calls without a gradient, of layers that the user has frozen, if all calls that get their output make up this
+    layer module or earlier ones.
+
     Args:
-        calls: the calls of a training step, in the order of completion.
+        trace: trace of a training step.
+        graph: autograd nodes that its loss follows from.
     """
 
-    def __init__(self, calls: list[ModuleCall]) -> None:
-        self._calls = calls
+    def __init__(self, trace: StepTrace, graph: set[Node]) -> None:
+        self._calls = trace.calls
         self._taken: set[ModuleCall] = set()
         self._around: set[ModuleCall] = set()  # a boundary lies inside
+        self._readers: dict[ModuleCall, set[ModuleCall]] = {}  # of the output of calls without a gradient
+        for call in trace.calls:
+            for source in call.sources:
+                if not source.nodes_in(graph) and call.makes_output:
+                    self._readers.setdefault(source, set()).add(call)
 
     def up_to(self, boundary: ModuleCall, upstream: set[Node]) -> tuple[str, ...]:
         """Return the paths of those that belong to no earlier one, in order."""
@@ -98,13 +107,21 @@ class Units:
             for call in self._calls[: boundary.end + 1]
             if call not in self._taken and call not in self._around and call.nodes_in(upstream)
         }
-        self._taken |= between
         ancestor: ModuleCall | None = boundary
         while ancestor is not None:
             self._around.add(ancestor)
             ancestor = ancestor.parent
+        self._taken |= between
+        for source in sorted(self._readers.keys() - self._taken, key=lambda call: -call.end):  # behind its readers
+            if all(one in self._around or self._is_taken(one) for one in self._readers[source]):
+                self._taken.add(source)
+                between.add(source)
         outermost = (call for call in self._calls if call in between and call.parent not in between)
         return tuple(dict.fromkeys(call.path for call in outermost))
+
+    def _is_taken(self, call: ModuleCall | None) -> bool:
+        """Whether a call, or one around it, belongs to a layer module."""
+        return call is not None and (call in self._taken or self._is_taken(call.parent))
 
 
 def keeps_its_mode(module: nn.Module) -> bool:

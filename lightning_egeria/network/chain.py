@@ -228,7 +228,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
     names = trace.parameter_names
     trained = {names[leaf] for leaf in trainable_leaves(list(graph)) if leaf in names}
     upstream: set[Node] = set()
-    members, units = Members(trace, graph), Units(trace.calls)
+    members, units = Members(trace, graph), Units(trace, graph)
     described = []
     for (name, boundary), last_use in zip(boundaries, last_uses(graph, boundaries), strict=True):
         new = walk(boundary.nodes_in(graph), upstream)

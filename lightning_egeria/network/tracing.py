@@ -31,8 +31,9 @@ class ModuleCall:
         parent: the call that made this one; None if the training step did.
         children: the calls that this one made.
         outputs: ``grad_fn`` or None of each tensor of the output.
-        sources: calls that it was given outputs of. To follow them through functions, too, would need a mode of torch,
-            which changes kernels, and so bits.
+        sources: calls that it was given outputs of, or views of them. To follow them through functions, too, would need
+            a mode of torch, which changes kernels, and so bits.
+        makes_output: whether it returned another tensor than it was given, as a module in place does not.
         end: place in the order of completion.
     """
 
@@ -42,6 +43,7 @@ class ModuleCall:
     children: list[ModuleCall] = dataclasses.field(default_factory=list)
     outputs: tuple[Node | None, ...] = ()
     sources: set[ModuleCall] = dataclasses.field(default_factory=set)
+    makes_output: bool = False
     end: int = -1
 
     @property
@@ -113,6 +115,7 @@ class StepTrace:
             given = {id(leaf) for leaf in tensor_leaves((args, kwargs))}
             for leaf in tensor_leaves(output):
                 if id(leaf) not in given:
+                    call.makes_output = True
                     self._made[id(leaf)] = weakref.ref(leaf), call
             call.end = len(self.calls)
             self.calls.append(call)
@@ -125,9 +128,11 @@ class StepTrace:
     def _sources(self, given: Any) -> set[ModuleCall]:
         found: set[ModuleCall] = set()
         for leaf in tensor_leaves(given):
-            reference, call = self._made.get(id(leaf), (None, None))
-            if reference is not None and call is not None and reference() is leaf:
-                found.add(call)
+            for tensor in (leaf, leaf._base):
+                reference, call = self._made.get(id(tensor), (None, None))
+                if reference is not None and call is not None and reference() is tensor:
+                    found.add(call)
+                    break
         return found
 
 
