@@ -113,7 +113,8 @@ class Units:
             ancestor = ancestor.parent
         self._taken |= between
         for source in sorted(self._readers.keys() - self._taken, key=lambda call: -call.end):  # behind its readers
-            if all(one in self._around or self._is_taken(one) for one in self._readers[source]):
+            inside = self._is_taken(source.parent)
+            if not inside and all(one in self._around or self._is_taken(one) for one in self._readers[source]):
                 self._taken.add(source)
                 between.add(source)
         outermost = (call for call in self._calls if call in between and call.parent not in between)

@@ -55,6 +55,28 @@ class TestWhatFreezesTogether:
 
         assert self.members(net, step, 2)[0] == ["a.0", "a.1", "a", "b.0", "b.1"]
 
+    def test_layers_that_the_user_has_frozen_in_front(self):
+        """They make up the layer module that reads them last, through views and modules in place."""
+        net = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("stem", "body", "aside", "first", "late", "head")})
+        net["act"] = nn.ReLU(inplace=True)
+        for name in ("stem", "body", "aside"):
+            net[name].requires_grad_(False)
+
+        def step(reads_aside):
+            stem = net["act"](net["stem"](torch.randn(3, 4)))
+            x = net["late"](net["first"](net["body"](stem.view(3, 4)).flatten(1)).relu())
+            return net["head"](x + net["aside"](stem) if reads_aside else x).sum()
+
+        assert self.members(net, lambda: step(True), 1)[1] == ["body", "first"]
+        assert self.members(net, lambda: step(False), 1)[1] == ["stem", "body", "first"]
+
+    def test_parts_of_a_frozen_layer_come_with_it(self):
+        backbone = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.Conv2d(2, 2, 3), nn.Flatten()))
+        net = nn.Sequential(
+            backbone.requires_grad_(False), nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2)
+        )
+        assert self.members(net, lambda: net(torch.randn(3, 1, 6, 6)).sum(), 1)[1] == ["0", "1", "2"]
+
     def test_heads_beside_named_layers(self):
         net = nn.ModuleDict({f"{part}{at}": nn.Linear(4, 4) for at in range(4) for part in ("layer", "head")})
 

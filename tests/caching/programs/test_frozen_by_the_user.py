@@ -1,0 +1,209 @@
+"""Layers that the user has frozen in front of the first layer module: left out with it, if nothing else reads them."""
+
+import copy
+
+import pytest
+import torch
+from programs.parts import CLASSES, Classifier, Stepping, grid, images, loader, on
+from torch import nn
+from torch.nn import functional as F
+
+
+def _conv(inputs=4, inplace=False):
+    return nn.Sequential(nn.Conv2d(inputs, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=inplace))
+
+
+class Transfer(nn.Module):
+    """A backbone that does not learn, and a head of two layer modules and a classifier."""
+
+    def __init__(self, joins=torch.flatten, width=144, **backbone):
+        super().__init__()
+        self.stem, self.body = _conv(1, **backbone), _conv(**backbone)
+        self.first, self.second, self.head = nn.Linear(width, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+        self.joins = joins
+
+    @property
+    def parts(self):
+        return self.stem, self.body
+
+    def features(self, x):
+        return self.body(self.stem(x))
+
+    def forward(self, x):
+        x = self.joins(self.features(x), 1) if self.joins is torch.flatten else self.joins(self.features(x))
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+class Pieces(Transfer):
+    """The parts of the stem are called one by one."""
+
+    def features(self, x):
+        for part in self.stem:
+            x = part(x)
+        return self.body(x)
+
+
+class Between(Transfer):
+    """A function stands between the parts."""
+
+    def features(self, x):
+        return self.body(F.max_pool2d(self.stem(x), 1))
+
+
+class WithoutGradients(Transfer):
+    def features(self, x):
+        with torch.no_grad():
+            return super().features(x)
+
+
+class Packed(Transfer):
+    """The backbone returns a dictionary, of which most is not used."""
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = _conv()
+
+        def forward(self, x):
+            return {"all": self.conv(x), "mean": x.mean((1, 2, 3)), "name": "body"}
+
+    def __init__(self):
+        super().__init__()
+        self.body = self.Body()
+
+    def features(self, x):
+        return super().features(x)["all"]
+
+
+class Skipping(Transfer):
+    """A layer behind the boundary reads the stem, too."""
+
+    def __init__(self):
+        super().__init__(joins=torch.flatten)
+        self.late = nn.Linear(144, 8)
+
+    def forward(self, x):
+        stem = self.stem(x)
+        x = self.second(self.first(self.body(stem).flatten(1)).tanh()).tanh()
+        return self.head(x + self.late(stem.flatten(1)))
+
+
+class ReadByFunction(Transfer):
+    def forward(self, x):
+        features = self.features(x).flatten(1)
+        x = self.second(self.first(features).tanh()).tanh()
+        return self.head(x + features[:, :8])
+
+
+def frozen(net, evaluates=True):
+    for part in net.parts:
+        part.requires_grad_(False)
+        part.train(not evaluates)
+    return net
+
+
+NETS = {
+    "flattened": Transfer,
+    "in place": lambda: Transfer(inplace=True),
+    "one position": lambda: Transfer(lambda x: x[:, :, 0, 0], 4),
+    "mean": lambda: Transfer(lambda x: x.mean((2, 3)), 4),
+    "pieces": Pieces,
+    "between": Between,
+    "no gradients": WithoutGradients,
+    "packed": Packed,
+    "skip": Skipping,
+    "read by a function": ReadByFunction,
+}
+# Something else reads the backbone, or a function whose output nobody can follow.
+NOT_LEFT_OUT = ("between", "mean", "skip", "read by a function")
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_backbone(compare, name):
+    def program(run):
+        run.fit(Classifier(frozen(NETS[name]())), loader(images()), schedule={2: 1}, max_epochs=8)
+
+    cached = compare(program, served=True)
+    assert (cached.caches[0].stats.not_loaded > 0) == (name not in NOT_LEFT_OUT)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("how", grid(["once", "each epoch", "each step"], every=3))
+def test_modes_of_the_backbone(compare, evaluates, how):
+    """Whatever mode the user puts it into, and when."""
+
+    def program(run):
+        def put(trainer, module, *batch):
+            frozen(module.net, evaluates)
+
+        hook = {"once": "on_fit_start", "each epoch": "on_train_epoch_start", "each step": "on_train_batch_start"}[how]
+        net = frozen(Transfer(), evaluates)
+        run.fit(Classifier(net), loader(images()), on(**{hook: put}), schedule={2: 1}, max_epochs=8)
+
+    compare(program)
+
+
+def test_teacher_is_no_part_of_the_front(compare):
+    def step(module, x, y):
+        with torch.no_grad():
+            wanted = module.teacher(x)
+        logits = module.net(x)
+        return F.cross_entropy(logits, y) + F.mse_loss(logits, wanted)
+
+    def program(run):
+        module = Stepping(step, frozen(Transfer()))
+        module.teacher = copy.deepcopy(module.net).requires_grad_(False)
+        run.fit(module, loader(images()), schedule={2: 1}, max_epochs=8)
+
+    compare(program)
+
+
+def test_backbone_whose_weights_change(compare):
+    """By the user's own hand, in the middle of training: what was cached of it is not used."""
+
+    def program(run):
+        def change(trainer, module, *batch):
+            if trainer.current_epoch == 4:
+                module.net.stem[0].weight.data.mul_(1.5)
+
+        run.fit(
+            Classifier(frozen(Transfer())),
+            loader(images()),
+            on(on_train_epoch_start=change),
+            schedule={2: 1},
+            max_epochs=8,
+        )
+
+    compare(program)
+
+
+def test_backbone_that_is_released(compare):
+    """As by `BackboneFinetuning`: everything trains then, and freezes later."""
+
+    def program(run):
+        def release(trainer, module):
+            if trainer.current_epoch == 4:
+                for part in module.net.parts:
+                    part.requires_grad_(True)
+                new = [parameter for part in module.net.parts for parameter in part.parameters()]
+                trainer.optimizers[0].add_param_group({"params": new})
+
+        module = Classifier(frozen(Transfer()))
+        module.configure_optimizers = lambda: torch.optim.SGD(
+            [parameter for parameter in module.parameters() if parameter.requires_grad], lr=0.05
+        )
+        run.fit(module, loader(images()), on(on_train_epoch_start=release), schedule={2: 1}, max_epochs=8)
+
+    compare(program, freezes=False)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_backbone_with_dropout(compare, rate):
+    """Its output must be the same in each epoch: dropout in it is off, as in frozen layers."""
+
+    def program(run):
+        net = frozen(Transfer(), evaluates=False)
+        net.body.append(nn.Dropout(rate))
+        run.fit(Classifier(net), loader(images()), schedule={2: 1}, max_epochs=8)
+
+    compare(program, dropout=True)
