@@ -33,6 +33,8 @@ class PrefixCache(Observer):
         lines: the ways of the loaders' batches, by name; training is ``"training"``.
     """
 
+    uses_outputs = True
+
     def __init__(self, owner: PrefixFreezing, notices: Notices) -> None:
         self.lines: dict[str, Line] = {}
         self.owner = owner

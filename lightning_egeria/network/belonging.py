@@ -92,12 +92,13 @@ class Units:
 
     def __init__(self, trace: StepTrace, graph: set[Node]) -> None:
         self._calls = trace.calls
+        self._trained = {call for call in trace.calls if call.nodes_in(graph)}
         self._taken: set[ModuleCall] = set()
         self._around: set[ModuleCall] = set()  # a boundary lies inside
         self._readers: dict[ModuleCall, set[ModuleCall]] = {}  # of the output of calls without a gradient
         for call in trace.calls:
             for source in call.sources:
-                if not source.nodes_in(graph) and call.makes_output:
+                if source not in self._trained and call.makes_output:
                     self._readers.setdefault(source, set()).add(call)
 
     def up_to(self, boundary: ModuleCall, upstream: set[Node]) -> tuple[str, ...]:
@@ -120,6 +121,30 @@ class Units:
         outermost = (call for call in self._calls if call in between and call.parent not in between)
         return tuple(dict.fromkeys(call.path for call in outermost))
 
+    def in_front(self) -> tuple[ModuleCall, tuple[str, ...]] | None:
+        """Return the last call of frozen layers in front of all that trains, with the paths of those that make it up.
+
+        If no call gets the output of one, as with a function between, that may be it, too.
+        """
+        frozen = self._readers.keys() | {call for call in self._calls if call.makes_output and _is_frozen(call.module)}
+        still = {call for call in frozen - self._trained if not _moves(call.module)}
+        ends: list[tuple[bool, int, ModuleCall]] = []
+        for call in sorted(still, key=lambda call: -call.end):
+            readers = self._readers.get(call, set())
+            if not self._is_taken(call.parent) and all(one in self._trained or self._is_taken(one) for one in readers):
+                self._taken.add(call)
+                if not readers or not readers.isdisjoint(self._trained):
+                    ends.append((bool(readers), call.end, call))
+        if not ends:
+            return None
+        *_, last = max(ends)
+        behind, waiting = {last}, [last]
+        for call in waiting:
+            new = (call.sources & self._taken) - behind
+            behind |= new
+            waiting.extend(new)
+        return last, tuple(dict.fromkeys(call.path for call in self._calls if call in behind))
+
     def _is_taken(self, call: ModuleCall | None) -> bool:
         """Whether a call, or one around it, belongs to a layer module."""
         return call is not None and (call in self._taken or self._is_taken(call.parent))
@@ -132,6 +157,16 @@ def keeps_its_mode(module: nn.Module) -> bool:
     nested tensors to layers that still train.
     """
     return isinstance(module, nn.TransformerEncoderLayer)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def _moves(module: nn.Module) -> bool:
+    """Whether it has statistics that each call changes."""
+    return any(part.training and any(b.is_floating_point() for b in part.buffers(False)) for part in module.modules())
 
 
 def _subtree(call: ModuleCall) -> list[ModuleCall]:

@@ -34,6 +34,7 @@ class ModuleCall:
         sources: calls that it was given outputs of, or views of them. To follow them through functions, too, would need
             a mode of torch, which changes kernels, and so bits.
         makes_output: whether it returned another tensor than it was given, as a module in place does not.
+        read: numbers of the tensors of its output that other calls were given.
         end: place in the order of completion.
     """
 
@@ -44,6 +45,7 @@ class ModuleCall:
     outputs: tuple[Node | None, ...] = ()
     sources: set[ModuleCall] = dataclasses.field(default_factory=set)
     makes_output: bool = False
+    read: set[int] = dataclasses.field(default_factory=set)
     end: int = -1
 
     @property
@@ -81,7 +83,7 @@ class StepTrace:
         self.parameters = dict(module.named_parameters())
         self.parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         self._stack: list[ModuleCall] = []
-        self._made: dict[int, tuple[weakref.ref[Tensor], ModuleCall]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], ModuleCall, int]] = {}
         self._replacements = ForwardReplacements()
 
     @property
@@ -113,10 +115,10 @@ class StepTrace:
                 self._stack.pop()
             call.outputs = tuple(leaf.grad_fn for leaf in tensor_leaves(output))
             given = {id(leaf) for leaf in tensor_leaves((args, kwargs))}
-            for leaf in tensor_leaves(output):
+            for number, leaf in enumerate(tensor_leaves(output)):
                 if id(leaf) not in given:
                     call.makes_output = True
-                    self._made[id(leaf)] = weakref.ref(leaf), call
+                    self._made[id(leaf)] = weakref.ref(leaf), call, number
             call.end = len(self.calls)
             self.calls.append(call)
             if call.parent is not None:
@@ -129,9 +131,10 @@ class StepTrace:
         found: set[ModuleCall] = set()
         for leaf in tensor_leaves(given):
             for tensor in (leaf, leaf._base):
-                reference, call = self._made.get(id(tensor), (None, None))
+                reference, call, number = self._made.get(id(tensor), (None, None, 0))
                 if reference is not None and call is not None and reference() is tensor:
                     found.add(call)
+                    call.read.add(number)
                     break
         return found
 

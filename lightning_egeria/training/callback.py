@@ -112,6 +112,16 @@ class PrefixFreezing(LayerFinding):
         """Number of frozen layer modules, now or when `fit` ended."""
         return self.events[-1].depth if self.events else 0
 
+    @property
+    def layer_modules(self) -> list[str]:
+        """Names of the layer modules, front to back; empty before the first training step, and if too few train."""
+        return super().layer_modules if self.chain is not None and self.chain.learns else []
+
+    @property
+    def takes_frozen_layers(self) -> bool:
+        """Whether something uses outputs of frozen layers."""
+        return any(observer.uses_outputs for observer in self.observers)
+
     def check_trainer(self, trainer: pl.Trainer) -> None:
         """Refuse an unsupported strategy."""
         check_strategy(trainer, self.allow_untested)
@@ -169,11 +179,15 @@ class PrefixFreezing(LayerFinding):
     def chain_found(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
     ) -> None:
-        """Create the freezer and start the method."""
-        self._search.trainable.follow(chain.prefix_parameters(len(chain))[0], trainer.optimizers)
+        """Create the freezer and start the method; none for layers that the user has frozen."""
         freezer = Freezer(pl_module, chain, self.ranks, trainer.strategy, self.events, trainer.global_step)
         self.freezer = freezer
         self.observers.add(freezer, position=0)
+        if not chain.learns:
+            self._own_observers = [freezer]
+            freezer.prefix.set_depth(len(chain))
+            return
+        self._search.trainable.follow(chain.prefix_parameters(len(chain))[0], trainer.optimizers)
         self._bar_entry = BarEntry(trainer, "frozen", lambda: f"{freezer.depth}/{len(chain)}")
         with checkpoint_read():
             less = freezer.load_state_dict(state["prefix"]) if state is not None else None
@@ -188,7 +202,8 @@ class PrefixFreezing(LayerFinding):
         """Unfreeze everything and find the layer chain again, because more parameters are trainable."""
         freezer = self.freezer
         assert freezer is not None  # `chain_found` has made it
-        freezer.freeze_to(0, "more parameters started training")
+        if freezer.chain.learns:
+            freezer.freeze_to(0, "more parameters started training")
         super().start_over()
         self.freezer = None
         freezer.update_reducer()  # even if nothing was frozen: DDP does not know the new parameters
@@ -210,7 +225,7 @@ class PrefixFreezing(LayerFinding):
         freezer = self.freezer
         return {
             "prefix": freezer.prefix.state_dict() if freezer is not None else None,
-            "method": self.method_state() if freezer is not None else None,
+            "method": self.method_state() if freezer is not None and freezer.chain.learns else None,
             "events": [vars(event) for event in self.events],
         }
 

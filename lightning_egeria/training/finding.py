@@ -113,6 +113,11 @@ class LayerFinding(ObserverCallback):
         return self._followed is not None
 
     @property
+    def takes_frozen_layers(self) -> bool:
+        """Whether a chain of layers that the user has frozen will do where too few others train; False here."""
+        return False
+
+    @property
     def is_active(self) -> bool:
         """Whether this `fit` uses the method."""
         return self._stage is not Stage.IDLE
@@ -157,7 +162,7 @@ class LayerFinding(ObserverCallback):
         with checkpoint_read(self._topic):
             chain = LayerChain.from_state(state["chain"])
             self._search.check_restored(chain, state["layer_modules"])
-            limit = depth_limit(chain, self.freeze_until)
+            limit = depth_limit(chain, self.freeze_until) if chain.learns else chain.max_depth
         self._start(trainer, pl_module, dataclasses.replace(chain, max_depth=limit), state)
         self._restored = None  # not earlier: a checkpoint on an exception stores it
 
@@ -183,7 +188,7 @@ class LayerFinding(ObserverCallback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Find the layer chain after the first forward."""
         if self._search.is_looking:
-            chain = self._search.chain(pl_module, loss, trainer.optimizers)
+            chain = self._search.chain(pl_module, loss, trainer.optimizers, self.takes_frozen_layers)
             self._stage = Stage.WAITING
             if chain is not None:
                 self._start(trainer, pl_module, chain, None)
@@ -262,7 +267,7 @@ class LayerFinding(ObserverCallback):
     def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule, source: LayerFinding) -> None:
         """Start with the layer chain of another callback, or start over if that has found another one."""
         chain = source.chain if source._stage is Stage.READY else None
-        if chain is None or chain is self._followed:
+        if chain is None or chain is self._followed or not chain.learns:
             return
         self._followed = chain
         if self.chain is not None and self.chain.names == chain.names:

@@ -27,10 +27,12 @@ class FirstStep:
 
     Attributes:
         weights: the weights that FSDP2 gathered in this step; None without FSDP2, and on every rank but 0.
+        frozen: the chain of layers that the user has frozen, if too few others train; None if there are none.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.weights: GatheredWeights | None = None
+        self.frozen: LayerChain | None = None
         self._ranks = ranks
         self._trace: StepTrace | None = None
         self._context = contextlib.ExitStack()
@@ -69,17 +71,23 @@ class FirstStep:
             TooFewLayersError: if fewer than two layer modules are trainable so far; raised on all ranks.
         """
         self.stop()
-        found, error = None, None
+        found: LayerChain | None = None
+        error: LayerChainError | None = None
         if self._trace is not None:
             try:
                 found = find_chain(self._trace, loss, optimizers, layer_modules, freeze_until)
+            except TooFewLayersError as failure:
+                error, found = failure, LayerChain.of_frozen(self._trace, loss)
             except LayerChainError as failure:
                 error = failure
         few = isinstance(error, TooFewLayersError)
         told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error), "few": few})
+        chain = found if found is not None or told["chain"] is None else LayerChain.from_state(told["chain"])
+        self.frozen = chain if told["few"] else None
         if error is not None:
             raise error
         if told["error"] is not None:
             kind = TooFewLayersError if told["few"] else LayerChainError
             raise kind(f"on rank 0: {told['error']}")
-        return found or LayerChain.from_state(told["chain"])
+        assert chain is not None  # rank 0 has found it
+        return chain
