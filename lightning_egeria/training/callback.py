@@ -164,7 +164,7 @@ class PrefixFreezing(LayerFinding):
 
     def before_optimizer_step_observers(self, trainer: pl.Trainer) -> None:
         """Call `choose_depth` and apply the decision."""
-        if self.freezer is None or self._stage is not Stage.READY:
+        if self.freezer is None or self._stage is not Stage.READY or not self.freezer.chain.learns:
             return
         self.freezer.step = trainer.global_step
         decision = self.choose_depth(trainer.global_step)

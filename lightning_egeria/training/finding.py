@@ -283,10 +283,11 @@ class LayerFinding(ObserverCallback):
         new = [name for name in self._search.trainable.new_in(pl_module) if name not in known]  # a frozen one is known
         if not new:
             return
-        self.notices.warn(
-            f"parameters started training after the layer modules were found: {first_of(new)}. Everything trains now, "
-            "and the layer modules are found again"
-        )
+        if self.chain is not None and self.chain.learns:
+            self.notices.warn(
+                f"parameters started training after the layer modules were found: {first_of(new)}. Everything trains "
+                "now, and the layer modules are found again"
+            )
         self.start_over()
 
     def _close(self) -> None:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from programs.parts import CLASSES, Classifier, Stepping, grid, images, loader, on
+from programs.parts import CLASSES, Classifier, Stepping, Validated, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 
@@ -207,3 +207,118 @@ def test_backbone_with_dropout(compare, rate):
         run.fit(Classifier(net), loader(images()), schedule={2: 1}, max_epochs=8)
 
     compare(program, dropout=True)
+
+
+class Probe(nn.Module):
+    """A backbone that does not learn, and a linear layer behind it."""
+
+    def __init__(self, call=lambda net, x: net.body(net.stem(x)).flatten(1), width=144, dropout=0.0):
+        super().__init__()
+        self.stem, self.body = _conv(1), nn.Sequential(*_conv(), nn.Dropout(dropout))
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(width, CLASSES)
+        self.call = call
+
+    @property
+    def parts(self):
+        return self.stem, self.body
+
+    def forward(self, x):
+        return self.head(self.call(self, x))
+
+
+def _under_no_grad(net, x):
+    with torch.no_grad():
+        return net.body(net.stem(x)).flatten(1)
+
+
+def _twice(net, x):
+    features = [net.body(net.stem(one)).flatten(1) for one in (x, x.flip(3))]
+    return (features[0] + features[1]) / 2
+
+
+def _read_again(net, x):
+    features = net.body(net.stem(x)).flatten(1)
+    return features + net.stem(x).flatten(1)
+
+
+PROBES = {
+    "flattened": lambda: Probe(),
+    "mean": lambda: Probe(lambda net, x: net.body(net.stem(x)).mean((2, 3)), 4),
+    "pool": lambda: Probe(lambda net, x: net.pool(net.body(net.stem(x))).flatten(1), 4),
+    "no gradients": lambda: Probe(_under_no_grad),
+    "twice": lambda: Probe(_twice),
+    "between": lambda: Probe(lambda net, x: net.body(F.max_pool2d(net.stem(x), 2)).flatten(1), 36),
+    "in two places": lambda: Probe(_read_again),
+}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_linear_probe(compare, name):
+    def program(run):
+        run.fit(Classifier(frozen(PROBES[name]())), loader(images()), val=loader(images(12, seed=2), shuffle=False))
+
+    (cache,) = compare(program, freezes=False).caches
+    assert (cache.stats.not_loaded > 0) == (name not in ("between", "twice"))
+
+
+def test_probe_of_a_module_that_validates(compare):
+    def program(run):
+        module = Validated(frozen(Probe()))
+        run.fit(module, loader(images()), val=loader(images(12, seed=2), shuffle=False), max_epochs=6)
+
+    (cache,) = compare(program, freezes=False).caches
+    assert cache.validation_stats.hits > 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_probe_whose_backbone_is_in_training_mode(compare, rate):
+    """Statistics that move are no part of what is cached; dropout turns the cache off."""
+
+    def program(run):
+        run.fit(Classifier(frozen(Probe(dropout=rate), evaluates=False)), loader(images()))
+
+    compare(program, freezes=False, served=None)
+
+
+def test_probe_whose_backbone_is_released(compare):
+    def program(run):
+        def release(trainer, module):
+            if trainer.current_epoch == 3:
+                new = [parameter for part in module.net.parts for parameter in part.parameters()]
+                for parameter in new:
+                    parameter.requires_grad_(True)
+                trainer.optimizers[0].add_param_group({"params": new})
+
+        module = Classifier(frozen(Probe()))
+        module.configure_optimizers = lambda: torch.optim.SGD(module.net.head.parameters(), lr=0.05)
+        run.fit(module, loader(images()), on(on_train_epoch_start=release), schedule={}, max_epochs=6)
+
+    compare(program, freezes=False)
+
+
+def test_probe_that_goes_on_from_a_checkpoint(compare):
+    def program(run):
+        def module():
+            torch.manual_seed(0)
+            return Classifier(frozen(Probe()))
+
+        file = run.folder / "last.ckpt"
+        run.fit(module(), loader(images()), max_epochs=3).save_checkpoint(file)
+        run.fit(module(), loader(images()), ckpt_path=file, max_epochs=6)
+
+    compare(program, freezes=False)
+
+
+def test_probe_beside_a_teacher(compare):
+    def step(module, x, y):
+        with torch.no_grad():
+            wanted = module.teacher(x)
+        logits = module.net(x)
+        return F.cross_entropy(logits, y) + F.mse_loss(logits, wanted)
+
+    def program(run):
+        module = Stepping(step, frozen(Probe()))
+        module.teacher = copy.deepcopy(module.net).requires_grad_(False).eval()
+        run.fit(module, loader(images()), max_epochs=8)
+
+    compare(program, freezes=False)
