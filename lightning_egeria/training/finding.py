@@ -162,7 +162,7 @@ class LayerFinding(ObserverCallback):
         with checkpoint_read(self._topic):
             chain = LayerChain.from_state(state["chain"])
             self._search.check_restored(chain, state["layer_modules"])
-            limit = depth_limit(chain, self.freeze_until) if chain.learns else chain.max_depth
+            limit = depth_limit(chain, self.freeze_until)
         self._start(trainer, pl_module, dataclasses.replace(chain, max_depth=limit), state)
         self._restored = None  # not earlier: a checkpoint on an exception stores it
 
@@ -223,7 +223,7 @@ class LayerFinding(ObserverCallback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return layer chain and state of the method, in plain types and tensors.
+        """Return layer chain and state of the method, in plain types and tensors. One that does not learn is found anew.
 
         Before training starts, this is the loaded state; after `fit`, the state at its end.
         """
@@ -232,7 +232,7 @@ class LayerFinding(ObserverCallback):
             return kept
         return {
             "version": STATE_VERSION,
-            "chain": self.chain.to_state() if self.chain is not None else None,
+            "chain": self.chain.to_state() if self.chain is not None and self.chain.learns else None,
             "layer_modules": self._named_layer_modules,
             **self.own_state(),
         }
