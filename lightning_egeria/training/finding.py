@@ -223,9 +223,10 @@ class LayerFinding(ObserverCallback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return layer chain and state of the method, in plain types and tensors. One that does not learn is found anew.
+        """Return layer chain and state of the method, in plain types and tensors.
 
-        Before training starts, this is the loaded state; after `fit`, the state at its end.
+        Before training starts, this is the loaded state; after `fit`, the state at its end. A chain that does not learn
+        is left out, and found anew.
         """
         kept = self._restored or self._final
         if kept is not None:
