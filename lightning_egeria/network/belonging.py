@@ -128,16 +128,16 @@ class Units:
         """
         frozen = self._readers.keys() | {call for call in self._calls if call.makes_output and _is_frozen(call.module)}
         still = {call for call in frozen - self._trained if not _moves(call.module)}
-        ends: list[tuple[bool, int, ModuleCall]] = []
+        ends: dict[ModuleCall, bool] = {}  # whether their output is known to be read
         for call in sorted(still, key=lambda call: -call.end):
             readers = self._readers.get(call, set())
             if not self._is_taken(call.parent) and all(one in self._trained or self._is_taken(one) for one in readers):
                 self._taken.add(call)
                 if not readers or not readers.isdisjoint(self._trained):
-                    ends.append((bool(readers), call.end, call))
+                    ends[call] = bool(readers)
         if not ends:
             return None
-        *_, last = max(ends)
+        last = max(ends, key=lambda call: (ends[call], call.end))
         behind, waiting = {last}, [last]
         for call in waiting:
             new = (call.sources & self._taken) - behind
