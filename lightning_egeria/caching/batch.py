@@ -301,6 +301,7 @@ class CachedBatch:
 
     def finish(self) -> None:
         """The batch is over: compute what the program still holds of the front."""
+        self._is_kept = True
         self.tape.settle(computed_only=True)
         self._is_over = True
         for read in self.reads:
@@ -345,6 +346,6 @@ class CachedBatch:
     def _touched(self) -> None:
         if self.was_touched is None and any(self.lazy):
             kept = "something that keeps a batch after its step"
-            self.was_touched = kept if self._is_kept else caller(str(Path(__file__).parent))
+            self.was_touched = kept if self._is_kept else caller(str(Path(__file__).parents[1]))
             if self._is_over and self.front is not None:  # else it is counted at the end
                 self._owner.touched_late(self)

@@ -208,14 +208,22 @@ class PrefixCache(Observer):
         if self._told_of_dropout:
             return
         modules = dict(prefix.module.named_modules())
-        found = next((path for path in prefix.chain.members(prefix.depth) if _drops(modules[path])), None)
+        members = prefix.chain.members(prefix.depth)
+        found = next((path for path in members if _drops(modules[path])), None)
+        looks = next((path for path in members if _looks_at_its_mode(modules[path])), None)
         if found is not None:
             self._told_of_dropout = True
             self._notices.inform(
                 f"dropout in frozen layers, such as {found!r}, is off while they are cached, because a cached output "
                 "must be the same in each epoch"
             )
-        elif any(isinstance(modules[path], nn.MultiheadAttention) for path in prefix.chain.members(prefix.depth)):
+        elif looks is not None:
+            self._told_of_dropout = True
+            self._notices.inform(
+                f"frozen layers that look at their mode, such as {looks!r}, are in evaluation mode while they are "
+                "cached, because a cached output must be the same in each epoch"
+            )
+        elif any(isinstance(modules[path], nn.MultiheadAttention) for path in members):
             self._told_of_dropout = True
             self._notices.inform(
                 "attention in frozen layers has another kernel in evaluation mode, so last bits may differ from a run "
@@ -233,6 +241,17 @@ def _drops(module: nn.Module) -> bool:
     is_one = "drop" in kind or "stochastic" in kind
     settings = ((name, value) for name, value in vars(module).items() if isinstance(value, float) and value > 0)
     return any("drop" in name or (is_one and name == "p") for name, _ in settings)
+
+
+def _looks_at_its_mode(module: nn.Module) -> bool:
+    """Whether what a module computes may depend on its mode, as far as its code tells; not so for layers of torch.
+
+    >>> _looks_at_its_mode(nn.Linear(4, 4)), _looks_at_its_mode(nn.RReLU())
+    (False, True)
+    """
+    code = getattr(type(module).forward, "__code__", None)
+    own = isinstance(module, nn.RReLU) or not type(module).__module__.startswith("torch.nn.")
+    return own and code is not None and "training" in code.co_names
 
 
 def _is_again(front: Front, prefix: FrozenPrefix) -> bool:

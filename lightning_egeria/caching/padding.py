@@ -58,12 +58,14 @@ def judge_length(level: Level, outside: Outside, node: Node, notices: Notices) -
     if not same:
         notices.inform(
             "the output of a text depends on how far it is padded, as far as can be seen, so what was computed in a "
-            "batch serves only batches of the same length"
+            "batch serves only batches of the same length",
+            once="padding",
         )
     elif was_exact and not exact:
         notices.inform(
             "the last bits of a text's output depend on the length of its batch; they may differ from a run without "
-            "the cache"
+            "the cache",
+            once="length",
         )
 
 

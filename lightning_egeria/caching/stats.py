@@ -16,8 +16,9 @@ from lightning_egeria.caching.front import Front
 from lightning_egeria.profiling.clock import mark, seconds_between, wait_for
 
 COMPARED_STEPS = 12  # of each kind, before it is decided whether the cache pays
-TURNS, TURN = 3, 4  # of so many steps without the cache, between others with it
+TURNS, TURN = 2, 8  # of so many steps without the cache, between others with it
 LEAST_STEPS = 6  # of each kind, to compare whole steps
+RACES = 3  # that may have too few of them
 COUNTED = 20  # lazy batches, before it is decided whether inputs are left out and where the boundary is
 OTHER = 6  # batches in a row that call the frozen layers in another way, before the cache stops
 STRANGE = 20  # batches, before the cache stops because it serves too few samples
@@ -62,8 +63,9 @@ class Race:
     """Compares whole steps with the cache to whole steps without it, in turns.
 
     A step lasts from the arrival of its batch to that of the next one, so whatever the cache costs, or saves, is in it.
-    Steps without the cache come a few at a time, when workers have had time to load ahead: then the wait for a batch
-    counts as that for batches that were computed to be cached, if that was longer.
+    At the end of a turn, the batches of the next one are read already: a turn has more steps than are read ahead. And
+    workers have had time to load ahead of steps without the cache: the wait for a batch counts as that for batches that
+    were computed to be cached, if that was longer.
 
     Attributes:
         is_on: whether batches without the cache are still to come.
@@ -115,8 +117,9 @@ class Race:
 
     def served(self) -> None:
         """The step that runs is one with the cache."""
-        self._cached = True
-        self._waits[True].append(self._waited)
+        if self.is_on:
+            self._cached = True
+            self._waits[True].append(self._waited)
 
     def seconds(self, miss_wait: float) -> tuple[float, float] | None:
         """Return the times of a step with the cache and without it; None if there were too few.
@@ -157,13 +160,15 @@ class Accounts:
         self._miss_seconds.clear()
         self._miss_waits.clear()
         self._gain: float | None = None  # seconds that a sample from the cache saves in its step
+        self._hits = 0  # samples from the cache
+        self._estimate = 0.0  # seconds that they seemed to save before that was known
         self._samples = 1  # of the last batch from the cache
         self._judged = False
         self.race_again()
 
     def race_again(self) -> None:
         """Steps with the cache have become others."""
-        self._raced, self.race = False, Race()
+        self._races, self.race = 0, Race()
 
     def count(self, batch: CachedBatch) -> None:
         """Add a batch that is over."""
@@ -185,8 +190,12 @@ class Accounts:
         elif not batch.hits and not batch.advanced and not batch.eager:
             self._miss_seconds.append(seconds)
             self._miss_waits.append(batch.waited)
-        if batch.hits and self._hit_seconds and self._miss_seconds:
-            stats.seconds_saved += batch.hits * (self._miss() - self._hit() if self._gain is None else self._gain)
+        self._hits += batch.hits
+        if self._gain is not None:
+            stats.seconds_saved += batch.hits * self._gain
+        elif batch.hits and self._hit_seconds and self._miss_seconds:
+            estimate = batch.hits * (self._miss() - self._hit())
+            self._estimate, stats.seconds_saved = self._estimate + estimate, stats.seconds_saved + estimate
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -209,19 +218,24 @@ class Accounts:
         Args:
             device: that trains.
         """
-        if self._judged or min(len(self._hit_seconds), len(self._miss_seconds)) < COMPARED_STEPS or self.race.is_on:
+        if self._judged or len(self._hit_seconds) < COMPARED_STEPS or self.race.is_on:
             return None
-        hit, miss = self._hit(), self._miss()
-        if hit < miss and not self._raced:
-            self._raced = True
+        waits = self.loads_ahead and len(self._miss_waits) > 0
+        steps = self.race.seconds(statistics.median(self._miss_waits) if waits else 0.0)
+        slow = len(self._miss_seconds) >= COMPARED_STEPS and self._hit() >= self._miss()
+        if steps is None and not slow and self._races < RACES:
+            self._races, self.race = self._races + 1, Race()
             self.race.begin(device)
             return None
         self._judged = True
-        steps = self.race.seconds(statistics.median(self._miss_waits) if self.loads_ahead else 0.0)
+        if steps is None and not self._miss_seconds:
+            return None
         if steps is None:
-            return hit < miss, f"a sample takes {hit * 1e3:.3f} ms from the cache and {miss * 1e3:.3f} ms without"
+            per_sample = f"a sample takes {self._hit() * 1e3:.3f} ms from the cache"
+            return not slow, f"{per_sample} and {self._miss() * 1e3:.3f} ms without"
         cached, plain = steps
         self._gain = (plain - cached) / self._samples
+        self._stats.seconds_saved += self._gain * self._hits - self._estimate
         return cached < plain, f"a step takes {cached * 1e3:.1f} ms with it and {plain * 1e3:.1f} ms without"
 
     def _hit(self) -> float:
@@ -258,7 +272,8 @@ class Habits:
             self._shaped.append(batch.other_shape is not None)
         self._other = 0 if batch.matches else self._other + had_rows
         if self._other >= OTHER:
-            return f"the last {OTHER} batches called the frozen layers in another way than before, or not at all"
+            how = "in another way than before (mixed at random?), or not at all"
+            return f"the last {OTHER} batches called the frozen layers {how}"
         if len(self._served) == STRANGE and sum(self._served) < LEAST_SERVED * STRANGE:
             if 2 * sum(self._shaped) > STRANGE:
                 return f"most of the last {STRANGE} batches had other shapes than the entries"

@@ -22,8 +22,8 @@ from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 
 _HERE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
-# Their kernels without values have other strides, or torch takes other ones for a subclass.
-_OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool")
+# Their kernels without values have other strides or results, or torch takes other ones for a subclass.
+_OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool", "rnn", "lstm", "gru")
 # Operations that read only the shape, dtype and device of their first argument.
 _FACTORIES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_egeria.caching import stats
-from lightning_egeria.caching.stats import LEAST_STEPS, TURN, TURNS, Accounts, CacheStats, Race
+from lightning_egeria.caching.stats import LEAST_STEPS, RACES, TURN, TURNS, Accounts, CacheStats, Race
 
 CPU = torch.device("cpu")
 
@@ -101,9 +101,9 @@ def test_what_was_saved_is_what_whole_steps_say(clock, monkeypatch):
     judged(accounts)
     clock.race(accounts.race, cached=0.02, plain=0.1)
     accounts.judgement(CPU)
-    before = found.seconds_saved
+    assert found.seconds_saved == pytest.approx(3 * 0.08)
     accounts.count(batch(hits=4, seconds=0.01))
-    assert found.seconds_saved - before == pytest.approx(0.08)
+    assert found.seconds_saved == pytest.approx(4 * 0.08)
 
 
 @pytest.mark.parametrize(("ahead", "plain"), [(False, 110.0), (True, 600.0)])
@@ -115,10 +115,33 @@ def test_workers_that_loaded_ahead_do_not_shorten_the_wait(accounts, clock, ahea
     assert text == f"a step takes 210.0 ms with it and {plain} ms without"
 
 
-def test_too_few_whole_steps_leave_it_to_the_samples(accounts, clock):
-    judged(accounts)
-    clock.race(accounts.race, cached=0.3, plain=0.1, serves=False)
+def test_too_few_whole_steps_are_compared_again_and_then_left_to_the_samples(accounts, clock):
+    assert judged(accounts) is None
+    for _ in range(RACES):
+        assert accounts.judgement(CPU) is None
+        clock.race(accounts.race, cached=0.3, plain=0.1, serves=False)
     assert accounts.judgement(CPU) == (True, "a sample takes 2.500 ms from the cache and 150.000 ms without")
+
+
+def test_whole_steps_need_no_batches_that_were_computed_to_be_cached(accounts, clock):
+    """Which are few if an epoch is short."""
+    found = CacheStats()
+    accounts = Accounts(found)
+    for _ in range(3):
+        accounts.count(batch(hits=4, seconds=0.01))
+    assert accounts.judgement(CPU) is None
+    clock.race(accounts.race, cached=0.3, plain=0.1)
+    assert accounts.judgement(CPU) == (False, "a step takes 300.0 ms with it and 100.0 ms without")
+    assert found.seconds_saved == pytest.approx(3 * -0.2)
+
+
+def test_waits_of_before_the_race_do_not_count(clock):
+    race = Race()
+    for _ in range(100):
+        race.served()
+    race.begin(CPU)
+    clock.race(race, cached=0.2, plain=0.1, wait=0.5)
+    assert race.seconds(0.0) == (pytest.approx(0.7), pytest.approx(0.6))
 
 
 def test_steps_that_are_compared_follow_one_of_their_kind(clock):

@@ -197,12 +197,23 @@ class Flat(Module):
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
 
 
-def run_flat():
-    fit(Flat(), scripted({}), steps=2)
+def run_flat(**arguments):
+    module = Flat()
+    fit(module, scripted({}, **arguments), steps=2)
+    return module.net[1].weight.tolist()
 
 
-def test_a_model_without_layer_modules_is_refused_on_all_ranks():
-    first, second = in_ranks(2, run_flat)
+def run_flat_named():
+    run_flat(layer_modules=["net.1"])
+
+
+def test_a_model_without_layer_modules_trains_on_all_ranks():
+    first, second = all_well(in_ranks(2, run_flat))
+    assert first == second
+
+
+def test_layer_modules_that_are_too_few_are_refused_on_all_ranks():
+    first, second = in_ranks(2, run_flat_named)
     assert isinstance(first.error, LayerChainError)
     assert isinstance(second.error, LayerChainError)
     assert str(second.error) == f"on rank 0: {first.error}"
