@@ -114,11 +114,12 @@ class StepTrace:
             finally:
                 self._stack.pop()
             call.outputs = tuple(leaf.grad_fn for leaf in tensor_leaves(output))
-            given = {id(leaf) for leaf in tensor_leaves((args, kwargs))}
+            given = {id(tensor) for leaf in tensor_leaves((args, kwargs)) for tensor in _with_base(leaf)}
             for number, leaf in enumerate(tensor_leaves(output)):
-                if id(leaf) not in given:
-                    call.makes_output = True
-                    self._made[id(leaf)] = weakref.ref(leaf), call, number
+                call.makes_output = call.makes_output or id(leaf) not in given
+                for tensor in _with_base(leaf):
+                    if id(tensor) not in given:
+                        self._made[id(tensor)] = weakref.ref(tensor), call, number
             call.end = len(self.calls)
             self.calls.append(call)
             if call.parent is not None:
@@ -130,13 +131,18 @@ class StepTrace:
     def _sources(self, given: Any) -> set[ModuleCall]:
         found: set[ModuleCall] = set()
         for leaf in tensor_leaves(given):
-            for tensor in (leaf, leaf._base):
+            for tensor in _with_base(leaf):
                 reference, call, number = self._made.get(id(tensor), (None, None, 0))
                 if reference is not None and call is not None and reference() is tensor:
                     found.add(call)
                     call.read.add(number)
                     break
         return found
+
+
+def _with_base(tensor: Tensor) -> list[Tensor]:
+    """The tensor, and the one that it is a view of."""
+    return [tensor] if tensor._base is None else [tensor, tensor._base]
 
 
 def walk(roots: Iterable[Node], visited: set[Node]) -> list[Node]:
