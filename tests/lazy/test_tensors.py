@@ -9,6 +9,7 @@ import pytest
 import torch
 from lazies import Source, described, is_lazy, lazy
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from lightning_egeria.lazy.tensors import LazyTensor, plain
 
@@ -224,3 +225,14 @@ def test_a_tensor_of_numbers_takes_lazy_ones(make):
 
 def test_a_view_tells_where_it_begins():
     assert Source(NUMBERS).batch()[2:].storage_offset() == NUMBERS[2:].storage_offset()
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_recurrent_networks_get_their_input(kind):
+    """Their kernels return fewer tensors than they announce."""
+    net = kind(6, 6).requires_grad_(False)
+    output, state = net(Source(X).batch())
+    wanted, wanted_state = net(X)
+    assert plain(output).equal(wanted)
+    for one, other in zip(pytree.tree_leaves(state), pytree.tree_leaves(wanted_state), strict=True):
+        assert plain(one).equal(other)

@@ -322,3 +322,19 @@ def test_probe_beside_a_teacher(compare):
         run.fit(module, loader(images()), max_epochs=8)
 
     compare(program, freezes=False)
+
+
+class LooksAtItsMode(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.3, self.training)
+
+
+def test_layers_that_look_at_their_mode_are_told(compare, caplog):
+    def program(run):
+        net = frozen(Transfer(), evaluates=False)
+        net.body.append(LooksAtItsMode())
+        run.fit(Classifier(net), loader(images()), schedule={2: 1}, max_epochs=8)
+
+    with caplog.at_level("INFO"):
+        compare(program, dropout=True)
+    assert caplog.text.count("layers that look at their mode, such as 'net.body.3', are in evaluation mode") == 1
