@@ -1,6 +1,6 @@
 """A linear layer on a pre-trained backbone that the user has frozen: plain runs and runs with the cache, in turns.
 
-python -m benchmarks.frozen_backbone --data FOLDER [--workload trashnet_efficientnet] [--size small] [--epochs 20]
+python -m benchmarks.frozen_backbone --data FOLDER [--workload trashnet_efficientnet] [--epochs 6] [--seeds 3]
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder with the data sets of the proof")
     parser.add_argument("--workload", default="trashnet_efficientnet")
     parser.add_argument("--size", default="small")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     times: dict[bool, list[float]] = {False: [], True: []}

@@ -272,8 +272,8 @@ class Habits:
             self._shaped.append(batch.other_shape is not None)
         self._other = 0 if batch.matches else self._other + had_rows
         if self._other >= OTHER:
-            how = "in another way than before (mixed at random?), or not at all"
-            return f"the last {OTHER} batches called the frozen layers {how}"
+            text = "called the frozen layers in another way than before (mixed at random?), or not at all"
+            return f"the last {OTHER} batches {text}"
         if len(self._served) == STRANGE and sum(self._served) < LEAST_SERVED * STRANGE:
             if 2 * sum(self._shaped) > STRANGE:
                 return f"most of the last {STRANGE} batches had other shapes than the entries"

@@ -43,7 +43,7 @@ class Members:
         self._follow(upstream)
         found = []
         for path in [path for path in self._waiting if self._last_end[path] <= boundary.end]:
-            if path not in self._passed and self._before.isdisjoint(self._calls[path]):
+            if path not in self._passed and not self._is_frozen_before(path):
                 continue
             self._waiting.remove(path)
             for part in self._modules[path].modules():
@@ -55,6 +55,10 @@ class Members:
                     self._assigned.add(inner)
                     found.append(inner)
         return found
+
+    def _is_frozen_before(self, path: str) -> bool:
+        """Whether a module has weights that do not learn, and what follows it does; augmentation has none."""
+        return not self._before.isdisjoint(self._calls[path]) and any(True for _ in self._modules[path].parameters())
 
     def unused(self, members: Sequence[str], names: Mapping[Tensor, str], trained: set[str]) -> list[nn.Parameter]:
         """Return the trainable parameters of modules that ran without them, such as a token for masked patches.

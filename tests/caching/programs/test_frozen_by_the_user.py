@@ -338,3 +338,28 @@ def test_layers_that_look_at_their_mode_are_told(compare, caplog):
     with caplog.at_level("INFO"):
         compare(program, dropout=True)
     assert caplog.text.count("layers that look at their mode, such as 'net.body.3', are in evaluation mode") == 1
+
+
+class Augmented(nn.Module):
+    """A module that augments in training stands in front of the network."""
+
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x + 0.1 * torch.randn_like(x) if self.training else x
+
+    def __init__(self):
+        super().__init__()
+        self.noise, self.net = self.Noise(), Transfer()
+        self.parts = self.net.parts
+
+    def forward(self, x):
+        return self.net(self.noise(x))
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_augmentation_in_front_is_no_frozen_layer(compare, freezes):
+    def program(run):
+        net = frozen(Augmented()) if freezes else Augmented()
+        run.fit(Classifier(net), loader(images()), schedule={2: 1}, max_epochs=4)
+
+    compare(program, served=False)
