@@ -249,7 +249,7 @@ def _looks_at_its_mode(module: nn.Module) -> bool:
     >>> _looks_at_its_mode(nn.Linear(4, 4)), _looks_at_its_mode(nn.RReLU())
     (False, True)
     """
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
     own = isinstance(module, nn.RReLU) or not type(module).__module__.startswith("torch.nn.")
     return own and code is not None and "training" in code.co_names
 
