@@ -119,8 +119,7 @@ class CachedBatch:
         self.reads = reads
         self.tape = Tape(owner.keys, len(self.plan.ids), lambda places: owner.load(self, places), self._touched, self)
         self.batch = receive(loaded.batch, self.tape)
-        loaded.batch = None
-        self.lazy, self.fields = loaded.lazy, loaded.fields
+        loaded.batch, self.lazy, self.fields = None, loaded.lazy, loaded.fields
         order = self.tape.order
         if order is not None and order != list(range(len(self.plan.ids))):
             self.entries = self.entries[order]
@@ -345,7 +344,7 @@ class CachedBatch:
 
     def _touched(self) -> None:
         if self.was_touched is None and any(self.lazy):
-            kept = "something that keeps a batch after its step"
-            self.was_touched = kept if self._is_kept else caller(str(Path(__file__).parents[1]))
+            package = str(Path(__file__).parents[1])
+            self.was_touched = "something that keeps a batch after its step" if self._is_kept else caller(package)
             if self._is_over and self.front is not None:  # else it is counted at the end
                 self._owner.touched_late(self)

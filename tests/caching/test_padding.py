@@ -27,7 +27,7 @@ def judged(function, lengths=(3, 9, 5, 2)):
     (node,) = tape.record("layers", Layers(function), [tape.outside(tokens)], ONE_ARGUMENT, [Meta.of(value)])
     level = types.SimpleNamespace(form=RowForm.of(value).with_room(64), padded=Lengths())
     notices, texts = Notices("cache"), []
-    notices.inform = texts.append
+    notices.inform = lambda text, once=None: texts.append(text)
     outside = Outside()
     assert outside.fits(node, ragged=True)
     judge_length(level, outside, node, notices)

@@ -115,7 +115,7 @@ def test_workers_that_loaded_ahead_do_not_shorten_the_wait(accounts, clock, ahea
     assert text == f"a step takes 210.0 ms with it and {plain} ms without"
 
 
-def test_too_few_whole_steps_are_compared_again_and_then_left_to_the_samples(accounts, clock):
+def test_too_few_whole_steps_leave_it_to_samples(accounts, clock):
     assert judged(accounts) is None
     for _ in range(RACES):
         assert accounts.judgement(CPU) is None
@@ -123,7 +123,7 @@ def test_too_few_whole_steps_are_compared_again_and_then_left_to_the_samples(acc
     assert accounts.judgement(CPU) == (True, "a sample takes 2.500 ms from the cache and 150.000 ms without")
 
 
-def test_whole_steps_need_no_batches_that_were_computed_to_be_cached(accounts, clock):
+def test_whole_steps_need_no_misses(accounts, clock):
     """Which are few if an epoch is short."""
     found = CacheStats()
     accounts = Accounts(found)
