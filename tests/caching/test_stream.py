@@ -8,7 +8,15 @@ from programs.parts import Net, Samples, vectors
 from streams import recorded
 from torch import nn
 
+from lightning_egeria.caching import stats
+
 SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def _no_race(monkeypatch):
+    """Nobody is asked to run batches without the cache, to compare."""
+    monkeypatch.setattr(stats, "COMPARED_STEPS", 10**6)
 
 
 def expected(drive, order=range(24), size=6):
