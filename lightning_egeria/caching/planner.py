@@ -111,13 +111,7 @@ class Planner:
                 )
             self._levels.forget_verified(None, self._views)
 
-    def plan(
-        self,
-        ids: Sequence[Any],
-        front: Front | None,
-        fronts: int,
-        is_plain: Callable[[int], bool] = lambda number: False,
-    ) -> Plan:
+    def plan(self, ids: Sequence[Any], front: Front | None, fronts: int, is_plain: Callable[[int], bool]) -> Plan:
         """Plan the next batch.
 
         Args:

@@ -64,8 +64,8 @@ class Race:
 
     A step lasts from the arrival of its batch to that of the next one, so whatever the cache costs, or saves, is in it.
     At the end of a turn, the batches of the next one are read already: a turn has more steps than are read ahead. And
-    workers have had time to load ahead of steps without the cache: the wait for a batch counts as that for batches that
-    were computed to be cached, if that was longer.
+    workers have had time to load ahead of steps without the cache: if batches that were computed to be cached took
+    longer to arrive, their wait counts.
 
     Attributes:
         is_on: whether batches without the cache are still to come.

@@ -154,7 +154,7 @@ class Stream:
             return self._planner.plan(ids, self.front, self._fronts, self.accounts.race.takes)
         except CacheError as error:
             self.stop(str(error))
-            return self._planner.plan(ids, None, self._fronts)
+            return self._planner.plan(ids, None, self._fronts, self.accounts.race.takes)
 
     def plan_again(self, ids: Sequence[Any], reads: bool) -> Plan | None:
         """Plan a batch of samples that are there already, with or without reads of entries; None: it is not cached."""

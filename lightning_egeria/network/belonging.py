@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -117,11 +117,7 @@ class Units:
             self._around.add(ancestor)
             ancestor = ancestor.parent
         self._taken |= between
-        for source in sorted(self._readers.keys() - self._taken, key=lambda call: -call.end):  # behind its readers
-            inside = self._is_taken(source.parent)
-            if not inside and all(one in self._around or self._is_taken(one) for one in self._readers[source]):
-                self._taken.add(source)
-                between.add(source)
+        between |= self._take(self._readers.keys() - self._taken, self._around).keys()
         outermost = (call for call in self._calls if call in between and call.parent not in between)
         return tuple(dict.fromkeys(call.path for call in outermost))
 
@@ -132,22 +128,27 @@ class Units:
         """
         frozen = self._readers.keys() | {call for call in self._calls if call.makes_output and _is_frozen(call.module)}
         still = {call for call in frozen - self._trained if not _moves(call.module)}
-        ends: dict[ModuleCall, bool] = {}  # whether their output is known to be read
-        for call in sorted(still, key=lambda call: -call.end):
-            readers = self._readers.get(call, set())
-            if not self._is_taken(call.parent) and all(one in self._trained or self._is_taken(one) for one in readers):
-                self._taken.add(call)
-                if not readers or not readers.isdisjoint(self._trained):
-                    ends[call] = bool(readers)
+        readers = self._take(still, self._trained)
+        ends = [call for call, own in readers.items() if not own or own & self._trained]
         if not ends:
             return None
-        last = max(ends, key=lambda call: (ends[call], call.end))
+        last = max(ends, key=lambda call: (bool(readers[call]), call.end))
         behind, waiting = {last}, [last]
         for call in waiting:
             new = (call.sources & self._taken) - behind
             behind |= new
             waiting.extend(new)
         return last, tuple(dict.fromkeys(call.path for call in self._calls if call in behind))
+
+    def _take(self, calls: Set[ModuleCall], known: Set[ModuleCall]) -> dict[ModuleCall, set[ModuleCall]]:
+        """Take those whose output only ``known`` or taken calls get, and return them with these."""
+        found = {}
+        for call in sorted(calls, key=lambda call: -call.end):  # behind its readers
+            readers = self._readers.get(call, set())
+            if not self._is_taken(call.parent) and all(one in known or self._is_taken(one) for one in readers):
+                self._taken.add(call)
+                found[call] = readers
+        return found
 
     def _is_taken(self, call: ModuleCall | None) -> bool:
         """Whether a call, or one around it, belongs to a layer module."""

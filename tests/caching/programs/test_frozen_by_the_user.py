@@ -102,6 +102,13 @@ def frozen(net, evaluates=True):
     return net
 
 
+def _taught(module, x, y):
+    with torch.no_grad():
+        wanted = module.teacher(x)
+    logits = module.net(x)
+    return F.cross_entropy(logits, y) + F.mse_loss(logits, wanted)
+
+
 NETS = {
     "flattened": Transfer,
     "in place": lambda: Transfer(inplace=True),
@@ -144,14 +151,8 @@ def test_modes_of_the_backbone(compare, evaluates, how):
 
 
 def test_teacher_is_no_part_of_the_front(compare):
-    def step(module, x, y):
-        with torch.no_grad():
-            wanted = module.teacher(x)
-        logits = module.net(x)
-        return F.cross_entropy(logits, y) + F.mse_loss(logits, wanted)
-
     def program(run):
-        module = Stepping(step, frozen(Transfer()))
+        module = Stepping(_taught, frozen(Transfer()))
         module.teacher = copy.deepcopy(module.net).requires_grad_(False)
         run.fit(module, loader(images()), schedule={2: 1}, max_epochs=8)
 
@@ -310,14 +311,8 @@ def test_probe_that_goes_on_from_a_checkpoint(compare):
 
 
 def test_probe_beside_a_teacher(compare):
-    def step(module, x, y):
-        with torch.no_grad():
-            wanted = module.teacher(x)
-        logits = module.net(x)
-        return F.cross_entropy(logits, y) + F.mse_loss(logits, wanted)
-
     def program(run):
-        module = Stepping(step, frozen(Probe()))
+        module = Stepping(_taught, frozen(Probe()))
         module.teacher = copy.deepcopy(module.net).requires_grad_(False).eval()
         run.fit(module, loader(images()), max_epochs=8)
 
