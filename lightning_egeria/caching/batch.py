@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.levels import Flags, Level, Rows
-from lightning_egeria.caching.loading import stamp_of
 from lightning_egeria.caching.outputs import Output, Read, Some, agree, computed_at
 from lightning_egeria.caching.plan import Loaded, Mode
 from lightning_egeria.caching.sizes import BatchSizes, Outside
@@ -24,6 +23,7 @@ from lightning_egeria.lazy.tensors import caller
 from lightning_egeria.lazy.units import precision_of
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.stores.rows import laid_out
+from lightning_egeria.stores.samples import stamp_of
 
 
 class Owner(Protocol):

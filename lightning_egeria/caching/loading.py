@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable
@@ -12,26 +13,24 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, default_collate_fn_map
 
 from lightning_egeria.caching.levels import STAMP_BYTES
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.lazy.sending import send
-from lightning_egeria.lazy.tape import Tape
-from lightning_egeria.lazy.tensors import LazyTensor, show
+from lightning_egeria.lazy.tape import Node, Tape
+from lightning_egeria.lazy.tensors import LazyTensor, show, stack
 from lightning_egeria.snapshots.contents import changed, moving_of
 from lightning_egeria.snapshots.digests import has_values
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.stores.manifest import StoreError
 from lightning_egeria.stores.samples import (
     Absent,
-    Opaque,
-    decode,
+    FieldMemory,
     encode,
     leaves_of,
     with_descriptions,
@@ -40,11 +39,16 @@ from lightning_egeria.stores.samples import (
 from lightning_egeria.stores.store import ActivationStore
 
 
-def _stack(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
-    return torch.stack(batch, 0)
+def _collate(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
+    """What torch's own collate function does with tensors, for lazy ones and for their nodes."""
+    users = default_collate_fn_map[Tensor]
+    if users is not collate_tensor_fn:
+        return users([show(one) if isinstance(one, Node) else one for one in batch], collate_fn_map=collate_fn_map)
+    # Torch's takes shared memory in a worker, for values that are not there.
+    return stack(batch) if isinstance(batch[0], Node) else torch.stack(batch, 0)
 
 
-default_collate_fn_map[LazyTensor] = _stack  # else it takes shared memory for values that are not there
+default_collate_fn_map[LazyTensor] = default_collate_fn_map[Node] = _collate
 
 
 class PlannedDataset:
@@ -62,12 +66,13 @@ class PlannedDataset:
         self.dataset = dataset
         self.collate = self.collate_plain = collate
         self._stores: dict[Path, ActivationStore | None] = {}
+        self._memory = FieldMemory()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stores": {}}
+        return {**vars(self), "_stores": {}, "_memory": FieldMemory()}
 
     def __getitems__(self, plan: Plan) -> Loaded:
         """Load a batch."""
@@ -95,12 +100,14 @@ class PlannedDataset:
         size, trial = len(plan.ids), plan.mode is Mode.TRIAL
         inputs = range(len(_tensors(samples.loaded[0]))) if trial else plan.inputs
         tape = Tape(Keys(), size, lambda places: self.tensors(plan, places), lambda: None)
+        # Torch's collate function looks a type up, and does no more with a tensor: a node will do.
+        shown: Callable[[Node], Any] = as_it_is if self.collate is default_collate else show
         found, fields = dict[int, Any](), dict[int, bytes | None]()
         for position, sample in samples.loaded.items():
             fields[position] = _fields_of(sample, None if trial else inputs)  # before collate, which may change it
-            found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs)))
+            found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs, shown)))
         for position, leaves in samples.stored.items():
-            found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position)))
+            found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position, shown)))
         batch = self.collate([found[position] for position in range(size)])
         return Loaded(
             send(batch, keep_rows=bool(samples.stored)),
@@ -144,6 +151,7 @@ class PlannedDataset:
             if store is not None:
                 store.close()
         self._stores = {}
+        self._memory = FieldMemory()
 
     def _watched(self, plan: Plan, positions: list[int]) -> tuple[list[Any], str | None]:
         """Load samples; return them, and what that drew from or changed."""
@@ -158,22 +166,22 @@ class PlannedDataset:
         """Leaves of samples as their entries hold them, without the inputs, by position."""
         if set(self._stores) - set(plan.stores):
             self.close()
-        count = len(list(leaves_of(plan.structure)))
+        form = len(list(leaves_of(plan.structure))), plan.inputs
+        if self._memory.form != form:
+            self._memory = FieldMemory(*form)
         found = {}
         for position, (number, entry) in enumerate(zip(plan.stored, plan.entries, strict=False)):
-            store = self._open(plan.stores[number]) if number >= 0 else None
-            fields = store.read_fields(entry) if store is not None else None
-            if fields is None or stamp_of(fields[STAMP_BYTES:]) != plan.stamps[position]:
-                continue  # gone, or another run has written it for another sample
-            try:
-                leaves = decode(fields[STAMP_BYTES:])
-            except ValueError:  # damaged
-                continue
-            absent = [number for number, leaf in enumerate(_tensor_like(leaves)) if isinstance(leaf, Absent)]
-            opaque = any(isinstance(leaf, Opaque) for leaf in leaves)
-            if len(leaves) == count and absent == list(plan.inputs) and not opaque:
-                found[position] = leaves
+            if number >= 0:
+                read = functools.partial(self._fields, plan.stores[number], entry)
+                leaves = self._memory.get(plan.stamps[position], read)
+                if leaves is not None:
+                    found[position] = leaves
         return found
+
+    def _fields(self, folder: Path, entry: int) -> bytes:
+        store = self._open(folder)
+        fields = store.read_fields(entry) if store is not None else None
+        return fields[STAMP_BYTES:] if fields is not None else b""
 
     def _open(self, folder: Path) -> ActivationStore | None:
         if folder not in self._stores:
@@ -188,11 +196,11 @@ def _some(seeds: tuple[int, ...] | None, positions: Iterable[int]) -> tuple[int,
     return tuple(seeds[position] for position in positions) if seeds is not None else None
 
 
-def _followed(tape: Tape, sample: Any, position: int, inputs: Iterable[int]) -> list[Any]:
+def _followed(tape: Tape, sample: Any, position: int, inputs: Iterable[int], shown: Callable[[Node], Any]) -> list[Any]:
     """The leaves of a loaded sample, with lazy tensors that have values for its inputs."""
     followed, count = set(inputs), itertools.count()
     return [
-        show(tape.row(position, number, Meta.of(leaf), leaf))
+        shown(tape.row(position, number, Meta.of(leaf), leaf))
         if _is_tensor(leaf) and (number := next(count)) in followed
         else leaf
         for leaf in leaves_of(sample)
@@ -200,7 +208,7 @@ def _followed(tape: Tape, sample: Any, position: int, inputs: Iterable[int]) -> 
 
 
 def as_it_is(loaded: Any) -> Any:
-    """Collate function of a planned DataLoader: `PlannedDataset` has called the user's already."""
+    """Return what it is given, such as a batch that the user's collate function has made already."""
     return loaded
 
 
@@ -255,11 +263,6 @@ def load_in_worker(
     return list(found)
 
 
-def stamp_of(fields: bytes) -> int:
-    """Return the digest of a sample's encoded fields."""
-    return xxhash.xxh3_64_intdigest(fields)
-
-
 def whole(plan: Plan, samples: Kept, load: Callable[[list[tuple[int, int]]], list[Tensor]]) -> list[Any]:
     """Return samples as their loader would, in the order of their positions; ``load`` inputs that are absent.
 
@@ -286,10 +289,6 @@ def _is_tensor(leaf: Any) -> bool:
     return type(leaf) is Tensor and has_values(leaf)
 
 
-def _tensor_like(leaves: list[Any]) -> list[Any]:
-    return [leaf for leaf in leaves if type(leaf) in (Tensor, Absent)]
-
-
 def _fields_of(sample: Any, inputs: Iterable[int] | None) -> bytes | None:
     """The encoded leaves of a sample, with descriptions in the place of its inputs; None if one cannot be encoded.
 
@@ -308,13 +307,13 @@ def _fields_of(sample: Any, inputs: Iterable[int] | None) -> bytes | None:
         return None
 
 
-def _with_rows(tape: Tape, leaves: list[Any], position: int) -> list[Any]:
+def _with_rows(tape: Tape, leaves: list[Any], position: int, shown: Callable[[Node], Any]) -> list[Any]:
     """The leaves of a sample, with lazy tensors for those that are absent."""
     found, number = [], 0
     for leaf in leaves:
         if isinstance(leaf, Absent):
             meta = Meta(leaf.shape, leaf.stride, leaf.torch_dtype, torch.device("cpu"))
-            leaf = show(tape.row(position, number, meta))
+            leaf = shown(tape.row(position, number, meta))
             number += 1
         elif type(leaf) is Tensor:
             number += 1

@@ -268,6 +268,23 @@ def show(node: Node) -> LazyTensor:
     return lazy
 
 
+def stack(nodes: list[Node]) -> Tensor:
+    """Return what `torch.stack` makes of the lazy tensors of nodes, and make none if the nodes are alike."""
+    first = nodes[0]
+    if not first.tape.is_over and all(node.meta == first.meta for node in nodes):
+        flat, spec = pytree.tree_flatten(((nodes,), {}))
+        func = torch.ops.aten.stack.default
+        recorded = first.tape.record(str(func), func, flat, spec, [_stacked(first.meta, len(nodes))])
+        if recorded is not None:
+            return show(recorded[0])
+    return torch.stack([show(node) for node in nodes])
+
+
+@functools.lru_cache
+def _stacked(meta: Meta, count: int) -> Meta:
+    return Meta.of(torch.stack([meta.empty("meta")] * count))._replace(device=meta.device)
+
+
 def node_of(tape: Tape, leaf: Any) -> Any:
     """Return the node of a tensor, and any other argument as it is."""
     if isinstance(leaf, LazyTensor):

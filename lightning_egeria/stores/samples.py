@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,8 @@ from lightning_egeria.snapshots.digests import bytes_of
 _TENSOR, _ARRAY, _BYTES, _PLAIN, _ABSENT, _OPAQUE = "tensor", "array", "bytes", "plain", "absent", "opaque"
 _MAX_DIMENSIONS = 64  # of numpy
 _CACHED_HEAD_BYTES = 1024
+MEMORY_BYTES = 2**26  # for fields, in each process that loads samples
+_LEAF_BYTES = 300  # of a leaf in memory, beside its values
 # Of tensors: what can be filled, compared and made of bytes. Quantised ones end the process when they are printed.
 _TORCH_DTYPES = {
     name: getattr(torch, name)
@@ -160,6 +162,64 @@ def decode(data: bytes) -> list[Any]:
     if end != len(data):
         raise ValueError("not the fields of a sample: the length is wrong")
     return leaves
+
+
+def stamp_of(fields: bytes) -> int:
+    """Return the digest of a sample's encoded fields."""
+    return xxhash.xxh3_64_intdigest(fields)
+
+
+class FieldMemory:
+    """Leaves of samples without their inputs, by the digest of their encoded fields, as far as there is room.
+
+    Args:
+        count: of leaves.
+        inputs: numbers of the tensors that are absent.
+
+    >>> memory, fields = FieldMemory(2, ()), encode([7, "cat"])
+    >>> memory.get(stamp_of(fields), lambda: fields), memory.get(stamp_of(fields), lambda: b"")
+    ([7, 'cat'], [7, 'cat'])
+    """
+
+    def __init__(self, count: int = 0, inputs: tuple[int, ...] = ()) -> None:
+        self.form = count, inputs
+        self._leaves: dict[int, list[Any]] = {}
+        self._room = MEMORY_BYTES
+
+    def get(self, stamp: int, read: Callable[[], bytes]) -> list[Any] | None:
+        """Return the leaves, which the program may change; None if the fields are gone, damaged or of another sample.
+
+        Args:
+            stamp: of the fields.
+            read: returns the fields.
+        """
+        leaves = self._leaves.get(stamp)
+        if leaves is None:
+            fields = read()
+            leaves = self._decoded(fields) if stamp_of(fields) == stamp else None
+            if leaves is None:
+                return None
+            size = len(fields) + _LEAF_BYTES * len(leaves)
+            if size <= self._room:  # samples come at random: those that are there serve as well as others
+                self._leaves[stamp] = leaves
+                self._room -= size
+        return [_copied(leaf) for leaf in leaves]
+
+    def _decoded(self, fields: bytes) -> list[Any] | None:
+        try:
+            leaves = decode(fields)
+        except ValueError:
+            return None
+        tensors = [leaf for leaf in leaves if type(leaf) in (Tensor, Absent)]
+        absent = tuple(number for number, leaf in enumerate(tensors) if isinstance(leaf, Absent))
+        known = (len(leaves), absent) == self.form and not any(isinstance(leaf, Opaque) for leaf in leaves)
+        return leaves if known else None
+
+
+def _copied(leaf: Any) -> Any:
+    if type(leaf) is Tensor:
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, (list, np.ndarray)) else leaf
 
 
 def with_descriptions(leaves: list[Any]) -> list[Any]:

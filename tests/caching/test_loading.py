@@ -10,7 +10,7 @@ from lazies import is_lazy
 from programs.parts import Samples, vectors
 from torch.utils.data import default_collate
 
-from lightning_egeria.caching.loading import PlannedDataset, as_it_is, stamp_of
+from lightning_egeria.caching.loading import PlannedDataset, as_it_is
 from lightning_egeria.caching.plan import Mode, Plan
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.sending import Sent, receive
@@ -146,7 +146,3 @@ def test_sample_that_is_not_stored_is_loaded():
     assert batch[0].mean().equal(vectors()[list(IDS)][0].mean())
     assert places == []
     assert not is_lazy(batch[0])
-
-
-def test_stamp_is_a_digest():
-    assert stamp_of(b"a") == stamp_of(b"a") != stamp_of(b"b")

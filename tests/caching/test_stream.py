@@ -9,6 +9,8 @@ from streams import recorded
 from torch import nn
 
 from lightning_egeria.caching import stats
+from lightning_egeria.stores import samples
+from lightning_egeria.stores.store import ActivationStore
 
 SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -55,6 +57,23 @@ def test_batches_of_another_size_agree_before_they_are_served(drive):
     for _ in range(3):
         assert equal(one.epoch(size=4), expected(one, size=4))
     assert one.stats.hits >= 24
+
+
+@pytest.mark.parametrize("most", [samples.MEMORY_BYTES, 2_000])
+def test_fields_are_read_once(drive, monkeypatch, most):
+    """Where they have room; else the others are read each time."""
+    monkeypatch.setattr(samples, "MEMORY_BYTES", most)
+    read, fields = [], ActivationStore.read_fields
+    monkeypatch.setattr(ActivationStore, "read_fields", lambda *args: read.append(args) or fields(*args))
+    one = recorded(drive())
+    counts = []
+    for _ in range(4):
+        read.clear()
+        assert equal(one.epoch(), expected(one))
+        counts.append(len(read))
+    first, *later = counts  # two samples of each epoch are loaded, to be compared
+    assert first == 22
+    assert all(count <= 2 if most > 2_000 else count > 12 for count in later)
 
 
 def test_labels_are_those_of_now(drive):

@@ -11,7 +11,7 @@ from lazies import Source, described, is_lazy, lazy
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.lazy.tensors import LazyTensor, plain
+from lightning_egeria.lazy.tensors import LazyTensor, plain, stack
 
 X = torch.randn(4, 3, 6)
 INTO = torch.randn(6, 2)
@@ -150,6 +150,25 @@ def test_recorded_operation_loads_nothing(name):
     source = Source(X)
     OPERATIONS[name](source.batch())
     assert source.loaded == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (1, 3), (0,)])
+def test_nodes_are_stacked_as_their_tensors_are(order):
+    one, other = Source(X), Source(X)
+    found, wanted = stack([row.node for row in one.rows(order=order)]), torch.stack(other.rows(order=order))
+    assert is_lazy(found)
+    assert (found.node.rows, found.node.meta, one.tape.order) == (wanted.node.rows, wanted.node.meta, other.tape.order)
+    assert described(found) == described(X[list(order)])
+
+
+def test_nodes_of_other_shapes_are_stacked_as_tensors_are():
+    rows = [row.node for row in Source([torch.ones(2), torch.ones(3)]).rows()]
+    with pytest.raises(RuntimeError, match="equal size"):
+        stack(rows)
+    late = Source(X)
+    rows = [row.node for row in late.rows()]
+    late.tape.is_over = True
+    assert stack(rows).equal(X)
 
 
 def test_values_are_loaded_once():

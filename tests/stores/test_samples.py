@@ -12,11 +12,13 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.stores.samples import (
     Absent,
+    FieldMemory,
     Opaque,
     decode,
     encode,
     is_numbers,
     leaves_of,
+    stamp_of,
     with_descriptions,
     with_leaves,
     without_inputs,
@@ -118,3 +120,34 @@ def test_structure_and_leaves(sample):
     assert leaves == pytree.tree_leaves(sample, is_leaf=is_numbers)
     assert with_leaves(sample, iter(leaves)) == sample
     assert type(with_leaves(sample, iter(leaves))) is type(sample)
+
+
+def _leaves():
+    return [torch.arange(3), Absent.of(torch.zeros(2)), np.arange(2), [1, 2], "cat"]
+
+
+def test_memory_gives_leaves_that_may_be_changed():
+    fields, memory = encode(_leaves()), FieldMemory(5, (1,))
+    for read in (fields, b""):
+        tensor, _, array, numbers, _ = found = memory.get(stamp_of(fields), lambda read=read: read)
+        assert bits(found) == bits(_leaves())
+        tensor.add_(1)
+        array += 1
+        numbers.clear()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"",
+        b"torn",
+        encode(_leaves()[:4]),
+        encode([torch.arange(3), torch.zeros(2), *_leaves()[2:]]),
+        encode([*_leaves()[:4], object()]),
+    ],
+    ids=["gone", "torn", "other length", "other inputs", "opaque"],
+)
+def test_memory_knows_no_other_fields(fields):
+    memory = FieldMemory(5, (1,))
+    assert memory.get(stamp_of(fields), lambda: fields) is None
+    assert memory.get(stamp_of(encode(_leaves())), lambda: fields) is None

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -174,6 +176,28 @@ def test_collate_function(compare, name, workers):
     served = None if name in NOT_OF_ONE_SAMPLE or "now and then" in name else True
     data = {"collate_fn": COLLATES[name], "num_workers": workers}
     compare(lambda run: run.fit(Unpacking(_unpacked, run), loader(**data)), served=served)
+
+
+def test_collate_function_changes_fields_in_place(compare):
+    def collate(samples):
+        return torch.stack([x for x, _, _ in samples]), [(y.add_(1), numbers.pop()) for _, y, numbers in samples]
+
+    def unpack(batch):
+        return batch[0], torch.stack([y for y, _ in batch[1]]) % 3, batch[1]
+
+    def program(run):
+        data = loader(Samples(lambda d, i: (d.x[i], d.y[i].clone(), [i, i + 1])), collate_fn=collate)
+        run.fit(Unpacking(unpack, run), data, max_epochs=5)
+
+    compare(program, served=True)
+
+
+def test_users_own_way_to_collate_tensors(compare):
+    def scaled(batch, *, collate_fn_map=None):
+        return torch.stack(batch) * 2
+
+    with mock.patch.dict(default_collate_fn_map, {torch.Tensor: scaled}):
+        compare(lambda run: run.fit(Unpacking(lambda b: (b[0], b[1] // 2), run), loader()), served=True)
 
 
 def test_images_of_the_python_library(compare):
