@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _KEYWORDS_FOR_CHECKPOINTS = ("best", "last", "hpc", "registry")  # that Lightning knows
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_SLOW = 3.0  # times as slow as float32
 _TRACEBACKS = os.environ.get(_FULL_ERROR) == "1"  # the user asks for them
 
 
@@ -70,6 +71,8 @@ def train(config: DictConfig) -> dict[str, Any]:
 
     if trainer.is_global_zero:
         print(f"training on {trainer.strategy.root_device}; run directory {config.run_dir}", flush=True)
+        if trainer.strategy.root_device.type == "cpu" and str(trainer.precision).startswith("bf16"):
+            _tell_of_bfloat16(str(trainer.precision))
     started = time.perf_counter()
     trainer.fit(model, datamodule=datamodule, ckpt_path=config.ckpt_path)
     fit_time_s = time.perf_counter() - started
@@ -97,6 +100,21 @@ def data_of(config: DictConfig) -> Any:
         if config.get(group):
             datamodule = hydra.utils.instantiate(config[group], datamodule=datamodule)
     return datamodule
+
+
+def _tell_of_bfloat16(precision: str) -> None:
+    """Say so where a CPU has no fast kernels for it, as those without AVX-512."""
+    import torch
+
+    from lightning_egeria.profiling.clock import seconds_of_product
+
+    ratio = seconds_of_product(torch.bfloat16) / seconds_of_product(torch.float32)
+    if ratio > _SLOW:
+        print(
+            f"egeria-train: precision {precision} is slow here: this CPU multiplies matrices in bfloat16 {ratio:.0f} "
+            "times slower than in float32. Use trainer.precision=32-true",
+            file=sys.stderr,
+        )
 
 
 def _counts(selecting: Any) -> dict[str, float] | None:

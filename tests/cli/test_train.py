@@ -12,6 +12,7 @@ from cli_runs import SCRIPTED, SMALL, results
 from ranks import LOCAL, free_port
 
 from lightning_egeria.cli.train import main
+from lightning_egeria.profiling import clock
 from lightning_egeria.report.command import main as draw
 
 COMMAND = (sys.executable, "-m", "lightning_egeria.cli.train")
@@ -28,6 +29,16 @@ def test_trains_and_leaves_its_figures(egeria_train, capsys):
     assert found["fit_time_s"] > 0
     assert str(run_dir / "savings.json") in capsys.readouterr().out
     assert (run_dir / "log" / "metrics.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("precision", "seconds", "said"), [("bf16-mixed", 0.2, True), ("bf16-true", 0.01, False), ("32-true", 0.2, False)]
+)
+def test_a_precision_without_fast_kernels_is_told(egeria_train, capsys, monkeypatch, precision, seconds, said):
+    monkeypatch.setattr(clock, "seconds_of_product", {torch.bfloat16: seconds, torch.float32: 0.01}.get)
+    egeria_train(f"+trainer.precision={precision}")
+    found = "precision bf16-mixed is slow here: this CPU multiplies matrices in bfloat16 20 times slower"
+    assert (found in capsys.readouterr().err) is said
 
 
 def test_trains_from_the_cache(egeria_train, tmp_path):
