@@ -164,6 +164,62 @@ class UsedTwice(nn.Module):
         return self.head(F.relu(self.d(F.relu(self.b(F.relu(self.c(x)))))))
 
 
+class Siamese(nn.Module):
+    """Calls most of the network for each of two inputs, with a head for the first between."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.predictor = Wrapped(deep_mlp(), "net"), nn.Linear(2, 2)
+
+    def forward(self, x, y):
+        predicted = self.predictor(self.backbone(x))
+        return (predicted - self.backbone(y)) ** 2
+
+
+class InEachPosition(nn.Module):
+    """Calls an encoder and a cell for each position, and a head at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6))
+        self.cell, self.middle, self.head = nn.GRUCell(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        state = None
+        for position in x.unbind(1):
+            state = self.cell(self.encoder(position), state)
+        return self.head(self.middle(state))
+
+
+class SharedEmbedding(nn.Module):
+    """An encoder, and a decoder that calls the same embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(16, 8)
+        self.out, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, ids):
+        encoded = self.encoder(self.embedding(ids)).relu()
+        return self.head(self.out(self.decoder(torch.cat([encoded, self.embedding(ids.flip(1))], -1))))
+
+
+class Alternating(nn.Module):
+    """Two layers that take turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = self.b(self.a(x).relu()).relu()
+        return self.head(self.c(x))
+
+
 class TiedHead(nn.Module):
     def __init__(self, tied=True):
         super().__init__()
@@ -266,6 +322,10 @@ HAND_WRITTEN = {
     "recurrent": lambda: (Recurrent(), (ids(3, 6),)),
     "large head": lambda: (LargeHead(), (images(16),)),
     "used twice": lambda: (UsedTwice(), (torch.rand(5, 4),)),
+    "siamese": lambda: (Siamese(), (torch.rand(5, 4), torch.rand(5, 4))),
+    "in each position": lambda: (InEachPosition(), (torch.rand(5, 3, 4),)),
+    "shared embedding": lambda: (SharedEmbedding(), (ids(3, 6),)),
+    "alternating": lambda: (Alternating(), (torch.rand(5, 4),)),
     "user-frozen front": lambda: (frozen_front(), (torch.rand(5, 4),)),
     "parametrized": lambda: (parametrized(), (torch.rand(5, 4),)),
     "wrapped": lambda: (Wrapped(Wrapped(deep_mlp(), "backbone"), "anything"), (torch.rand(5, 4),)),
@@ -307,7 +367,11 @@ LENGTHS = {
     "checkpointed": 4,
     "recurrent": 3,
     "large head": 3,
-    "used twice": 2,
+    "used twice": 3,
+    "siamese": 4,
+    "in each position": 4,
+    "shared embedding": 4,
+    "alternating": 3,
     "user-frozen front": 3,
     "parametrized": 3,
     "wrapped": 3,
@@ -414,9 +478,9 @@ def prefixes_by_autograd(net, inputs, chain, depths):
 
     sums = []
     for layer_module in chain.layer_modules:
-        outputs = seen[layer_module.boundary][-1]
-        assert outputs[layer_module.output_leaf].requires_grad
-        sums.append(sum(leaf.sum() for leaf in outputs if leaf.requires_grad))
+        calls = seen[layer_module.boundary]
+        assert all(outputs[layer_module.output_leaf].requires_grad for outputs in calls)
+        sums.append(sum(leaf.sum() for outputs in calls for leaf in outputs if leaf.requires_grad))
     return {depth: reached(sum(sums[:depth])) for depth in depths}, reached(loss)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from lightning_egeria.network.boundaries import Boundary
 from lightning_egeria.network.tracing import ModuleCall, StepTrace
 
 
@@ -33,11 +34,11 @@ class Members:
         self._passed: set[str] = set()  # paths whose boundary they are upstream of was found
         self._before: set[ModuleCall] = set()  # calls whose output, without a gradient, went into those
 
-    def up_to(self, boundary: ModuleCall, upstream: set[Node]) -> list[str]:
+    def up_to(self, boundary: Boundary, upstream: set[Node]) -> list[str]:
         """Return the paths of those that belong to no earlier one, in the order in which their calls ended.
 
         Args:
-            boundary: call that the layer module ends with.
+            boundary: where the layer module ends.
             upstream: autograd nodes that its output follows from.
         """
         self._follow(upstream)
@@ -105,17 +106,18 @@ class Units:
                 if source not in self._trained and call.makes_output:
                     self._readers.setdefault(source, set()).add(call)
 
-    def up_to(self, boundary: ModuleCall, upstream: set[Node]) -> tuple[str, ...]:
+    def up_to(self, boundary: Boundary, upstream: set[Node]) -> tuple[str, ...]:
         """Return the paths of those that belong to no earlier one, in order."""
         between = {
             call
             for call in self._calls[: boundary.end + 1]
             if call not in self._taken and call not in self._around and call.nodes_in(upstream)
         }
-        ancestor: ModuleCall | None = boundary
-        while ancestor is not None:
-            self._around.add(ancestor)
-            ancestor = ancestor.parent
+        for call in boundary.calls:
+            ancestor: ModuleCall | None = call
+            while ancestor is not None:
+                self._around.add(ancestor)
+                ancestor = ancestor.parent
         self._taken |= between
         between |= self._take(self._readers.keys() - self._taken, self._around).keys()
         outermost = (call for call in self._calls if call in between and call.parent not in between)

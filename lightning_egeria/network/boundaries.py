@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -12,7 +13,31 @@ from torch.autograd.graph import Node
 from lightning_egeria.errors import LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.tracing import ModuleCall, StepTrace, leaf_of, walk
 
-Boundary = tuple[str, ModuleCall]  # name of the layer module, the call whose output ends it
+
+class Boundary(NamedTuple):
+    """Where a layer module ends: at the output of each call of one module, such as both of a siamese network.
+
+    Attributes:
+        name: of the layer module.
+        calls: in the order of completion; at least one.
+    """
+
+    name: str
+    calls: tuple[ModuleCall, ...]
+
+    @property
+    def path(self) -> str:
+        """Path of the module that is called."""
+        return self.calls[0].path
+
+    @property
+    def end(self) -> int:
+        """Place of the last call in the order of completion."""
+        return self.calls[-1].end
+
+    def nodes_in(self, graph: set[Node]) -> list[Node]:
+        """Return the autograd nodes of all outputs that are part of ``graph``."""
+        return [node for call in self.calls for node in call.nodes_in(graph)]
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -63,7 +88,7 @@ def _expand(call: ModuleCall, always: bool = False) -> list[ModuleCall]:
 
 def find_boundaries(trace: StepTrace, graph: set[Node]) -> list[Boundary]:
     """Return the boundaries found in the trace. The last module with weights is the head, not a layer module."""
-    items = [part for root in trace.roots if root.nodes_in(graph) for part in _expand(root)]
+    items = _once(graph, (part for root in trace.roots if root.nodes_in(graph) for part in _expand(root)))
     sizes = {call: sum(p.numel() for p in call.module.parameters()) for call in items}
     while sizes:
         largest = max(sizes, key=lambda call: sizes[call])
@@ -72,7 +97,7 @@ def find_boundaries(trace: StepTrace, graph: set[Node]) -> list[Boundary]:
         # One module that holds most of the network is a wrapper around it: look inside. A large module without children
         # (a head, an embedding) leaves the comparison, or it would hide such a wrapper.
         del sizes[largest]
-        parts = _expand(largest, always=True)
+        parts = _once(graph, _expand(largest, always=True))
         if parts != [largest]:
             position = items.index(largest)
             items[position : position + 1] = parts
@@ -80,24 +105,42 @@ def find_boundaries(trace: StepTrace, graph: set[Node]) -> list[Boundary]:
     return _group(trace, graph, items)[:-1]
 
 
+def _once(graph: set[Node], calls: Iterable[ModuleCall]) -> list[ModuleCall]:
+    """The first call of each module that the loss follows from."""
+    found: dict[str, ModuleCall] = {}
+    for call in calls:
+        if call.nodes_in(graph):
+            found.setdefault(call.path, call)
+    return list(found.values())
+
+
+def _calls_of(trace: StepTrace, graph: set[Node]) -> dict[str, tuple[ModuleCall, ...]]:
+    """The calls of each module that the loss follows from: not those of a model that is its own teacher."""
+    found: dict[str, list[ModuleCall]] = {}
+    for call in trace.calls:
+        if call.nodes_in(graph):
+            found.setdefault(call.path, []).append(call)
+    return {path: tuple(calls) for path, calls in found.items()}
+
+
 def _group(trace: StepTrace, graph: set[Node], items: list[ModuleCall]) -> list[Boundary]:
     """Add normalisation and modules without parameters to the layer module before them."""
-    calls_of = Counter(call.path for call in trace.calls if call.nodes_in(graph))
+    calls_of = _calls_of(trace, graph)
     visited: set[Node] = set()
     used: set[nn.Parameter] = set()
     groups: list[Boundary] = []
     for call in items:
-        nodes = call.nodes_in(graph)
-        if not nodes:
-            continue
-        joins = bool(groups) and calls_of[call.path] == 1 and _feeds(groups[-1][1], call, visited)
+        calls = calls_of[call.path]
+        # A module that is called more often, such as one activation for all layers, belongs to none of them.
+        joins = bool(groups) and len(groups[-1].calls) == len(calls)
+        joins = joins and all(_feeds(*pair, visited) for pair in zip(groups[-1].calls, calls, strict=True))
         # Autocast without its cache casts a weight again for each use, and each cast counts as the weight.
-        leaves = set(trainable_leaves(walk(nodes, visited))) - used
+        leaves = set(trainable_leaves(walk(call.nodes_in(graph), visited))) - used
         used |= leaves
         if _has_weights(call.module) and leaves:
-            groups.append((call.path, call))
+            groups.append(Boundary(call.path, calls))
         elif joins:
-            groups[-1] = (groups[-1][0], call)
+            groups[-1] = Boundary(groups[-1].name, calls)
     return groups
 
 
@@ -110,34 +153,33 @@ def named_boundaries(trace: StepTrace, graph: set[Node], names: list[str]) -> li
     """
     paths = {part: path for path, part in trace.module.named_modules()}
     known = {path: paths[part] for path, part in trace.module.named_modules(remove_duplicate=False) if path}
-    # The loss does not depend on a later call under no_grad (a model that is its own teacher).
-    last_call = {call.path: call for call in trace.calls if call.nodes_in(graph)}
+    calls_of = _calls_of(trace, graph)
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
             ending = [path for path in known if path.endswith(f".{name}")]
             hint = ", ".join(repr(path) for path in dict.fromkeys([*ending, *near])) or repr(list(known)[:5])
             raise LayerChainError(f"layer_modules: the model has no module {name!r}. Did you mean {hint}?")
-        if known[name] not in last_call:
+        if known[name] not in calls_of:
             raise TooFewLayersError(
                 f"layer_modules: the loss of the first training step does not depend on {name!r}, or no trainable "
                 "parameter lies before its output. Name modules that the step calls"
             )
     names = [known[name] for name in names]  # a module may have several names; the trace knows the first
-    in_order = sorted(set(names), key=lambda name: last_call[name].end)
+    in_order = sorted(set(names), key=lambda name: calls_of[name][0].end)
     if names != in_order:
         raise LayerChainError(
             f"layer_modules must be in execution order without repetition, expected {in_order}, got {names}"
         )
-    return [(name, last_call[name]) for name in names]
+    return [Boundary(name, calls_of[name]) for name in names]
 
 
 def _places(graph: set[Node], boundaries: list[Boundary]) -> dict[Node, int]:
     """Index of the first layer module whose boundary depends on each node; ``len(boundaries)`` if none does."""
     place = dict.fromkeys(graph, len(boundaries))
     visited: set[Node] = set()
-    for index, (_, call) in enumerate(boundaries):
-        for node in walk(call.nodes_in(graph), visited):
+    for index, boundary in enumerate(boundaries):
+        for node in walk(boundary.nodes_in(graph), visited):
             place[node] = index
     return place
 
@@ -148,7 +190,7 @@ def last_uses(graph: set[Node], boundaries: list[Boundary]) -> list[int]:
     A node between two boundaries belongs to every layer module whose boundary or weights it depends on.
     """
     place = _places(graph, boundaries)
-    ends = {node: index for index, (_, call) in enumerate(boundaries) for node in call.nodes_in(graph)}
+    ends = {node: index for index, boundary in enumerate(boundaries) for node in boundary.nodes_in(graph)}
     last = [index + 1 for index in range(len(boundaries))]
     origins: dict[Node, frozenset[int]] = {}
     for node in _upstream_first(graph):
@@ -187,11 +229,14 @@ def _upstream_first(graph: set[Node]) -> list[Node]:
 def separate_shared_weights(
     trace: StepTrace, graph: set[Node], boundaries: list[Boundary]
 ) -> tuple[list[Boundary], int, list[str]]:
-    """Drop boundaries between two uses of one weight; return the other boundaries, the largest depth, and notes.
+    """Drop boundaries between two uses of one weight, and between two calls of an earlier boundary's module.
 
     A weight with uses on both sides of a boundary would have to be frozen and trained at once. If its last use is in a
     later layer module, all layer modules up to there freeze together. If its last use is in or behind the head, the
     layer module with its first use never freezes.
+
+    Returns:
+        The other boundaries, the largest depth, and notes.
     """
     beyond = len(boundaries)
     place = _places(graph, boundaries)
@@ -211,16 +256,19 @@ def separate_shared_weights(
     notes: list[str] = []
     for (first, last), leaves in sorted(shared.items(), key=lambda item: item[0]):
         names = [name for parameter, name in trace.parameter_names.items() if parameter in leaves]
-        label = first_of(names) if names else "a weight"
+        label, start = first_of(names) if names else "a weight", boundaries[first].name
         if last < beyond:
-            notes.append(f"{boundaries[first][0]!r} to {boundaries[last][0]!r} share {label} and freeze together")
+            notes.append(f"{start!r} to {boundaries[last].name!r} share {label} and freeze together")
             cut[first:last] = [True] * (last - first)
         elif first < limit:
             notes.append(
-                f"{label} is used in {boundaries[first][0]!r} and again behind the last layer module (tied weights, a "
-                f"module called twice, or a penalty on weights). Nothing from {boundaries[first][0]!r} on can freeze, "
-                "unless you freeze or untie it"
+                f"{label} is used in {start!r} and again behind the last layer module (tied weights, a module called "
+                f"twice, or a penalty on weights). Nothing from {start!r} on can freeze, unless you freeze or untie it"
             )
             limit = first
+    for index in set(range(beyond)) - set(place.values()):
+        cut[index] = True
+        around = boundaries[place[boundaries[index].nodes_in(graph)[0]]].name
+        notes.append(f"{boundaries[index].name!r} runs between two calls of {around!r} and freezes with it")
     kept = [boundary for index, boundary in enumerate(boundaries) if not cut[index]]
     return kept, sum(not cut[index] for index in range(limit)), notes

@@ -134,12 +134,12 @@ class LayerChain:
             boundaries = named_boundaries(trace, graph, list(layer_modules))
         boundaries, max_depth, notes = separate_shared_weights(trace, graph, boundaries)
         if len(boundaries) < 2:
-            found = f"1 layer module ({boundaries[0][0]!r})" if boundaries else "no layer modules"
+            found = f"1 layer module ({boundaries[0].name!r})" if boundaries else "no layer modules"
             raise TooFewLayersError(
                 f"{type(trace.module).__name__} has {found}, expected at least 2. Name them with layer_modules=[...]"
                 + "".join(f". {note}" for note in notes)
             )
-        entries = dict.fromkeys(_entry(call).path for _, call in boundaries)
+        entries = dict.fromkeys(_entry(call).path for boundary in boundaries for call in boundary.calls)
         described = _describe(trace, graph, boundaries)
         return cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes))
 
@@ -255,7 +255,7 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
     upstream: set[Node] = set()
     members, units = Members(trace, graph), Units(trace, graph)
     described = []
-    for (name, boundary), last_use in zip(boundaries, last_uses(graph, boundaries), strict=True):
+    for boundary, last_use in zip(boundaries, last_uses(graph, boundaries), strict=True):
         new = walk(boundary.nodes_in(graph), upstream)
         own = members.up_to(boundary, upstream)
         leaves = [*trainable_leaves(new), *members.unused(own, names, trained)]
@@ -263,9 +263,9 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
         trained.update(parameters)
         described.append(
             LayerModule(
-                name=name,
+                name=boundary.name,
                 boundary=boundary.path,
-                output_leaf=next(i for i, node in enumerate(boundary.outputs) if node in graph),
+                output_leaf=next(i for i, node in enumerate(boundary.calls[0].outputs) if node in graph),
                 members=tuple(own),
                 parameters=tuple(parameters),
                 units=units.up_to(boundary, upstream),

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from networks import (
+    Alternating,
     Checkpointed,
     LargeHead,
     OutOfOrder,
+    SharedEmbedding,
     TiedHead,
     Tokens,
     UsedTwice,
@@ -92,18 +94,29 @@ class TestWhatIsFound:
         assert chain.max_depth == 0
         assert "'embedding.weight'" in chain.notes[0]
 
-    def test_a_module_used_twice_freezes_up_to_its_last_use(self):
+    def test_a_module_used_twice_freezes_with_all_between(self):
         chain = self.chain(UsedTwice(), torch.rand(5, 4))
-        assert chain.names == ("a", "d")
-        assert {"b.weight", "c.weight", "d.weight"} <= set(chain.layer_modules[1].parameters)
-        assert chain.notes == ("'b' to 'd' share 'b.weight' and 1 more and freeze together",)
+        assert chain.names == ("a", "b", "d")
+        assert {"b.weight", "c.weight"} <= set(chain.layer_modules[1].parameters)
+        assert chain.notes == ("'c' runs between two calls of 'b' and freezes with it",)
 
-    def test_siamese_use_freezes_nothing_and_says_so(self):
+    def test_siamese_use_has_the_layer_modules_of_one_call(self):
         net = deep_mlp()
-        chain = LayerChain.trace(net, lambda: (net(torch.rand(5, 4)) - net(torch.rand(5, 4))).square().sum())
-        assert chain.max_depth == 0
-        assert "called twice" in chain.notes[0]
-        assert len(chain.notes) == 1
+        x, y = torch.rand(5, 4), torch.rand(5, 4)
+        once = LayerChain.trace(net, lambda: net(torch.cat([x, y])).square().sum())
+        twice = LayerChain.trace(net, lambda: (net(x) - net(y)).square().sum())
+        assert twice == once
+
+    def test_layers_that_take_turns_freeze_together(self):
+        chain = self.chain(Alternating(), torch.rand(5, 4))
+        assert chain.names == ("first", "b", "c")
+        assert [layer_module.members for layer_module in chain.layer_modules] == [("first",), ("a", "b"), ("c",)]
+
+    def test_an_embedding_of_two_stacks_freezes_first(self):
+        chain = self.chain(SharedEmbedding(), ids(3, 6))
+        assert chain.names == ("embedding", "encoder", "decoder", "out")
+        assert chain.layer_modules[0].last_use == 2
+        assert chain.notes == ()
 
     @pytest.mark.parametrize("teacher_first", [True, False])
     @pytest.mark.parametrize("own", [True, False])
