@@ -1,5 +1,7 @@
 """Networks that a layer chain could stumble over, and what is asked of all of them."""
 
+import random
+
 import timm
 import torch
 import torchvision
@@ -218,6 +220,32 @@ class Alternating(nn.Module):
         for _ in range(3):
             x = self.b(self.a(x).relu()).relu()
         return self.head(self.c(x))
+
+
+class RandomCalls(nn.Module):
+    """Calls its modules in a random order, some of them several times, each on any result so far."""
+
+    def __init__(self, seed):
+        super().__init__()
+        draw = random.Random(seed)
+        modules = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) if draw.random() < 0.3 else nn.Linear(4, 4)]
+        modules += [nn.Linear(4, 4) for _ in range(draw.randint(2, 6))]
+        self.parts, self.head = nn.ModuleList(modules), nn.Linear(4, 2)
+        self.parts.extend([nn.LayerNorm(4), nn.ReLU(), nn.Dropout(0.1)])
+        self.calls = []
+        for made in range(2, draw.randint(6, 16)):
+            part = made - 2 if made - 2 < len(modules) and draw.random() < 0.5 else draw.randrange(len(self.parts))
+            given = made - 1 if draw.random() < 0.7 else draw.randrange(made)
+            self.calls.append((part, given, draw.random()))
+
+    def forward(self, x, y):
+        made = [x, y]
+        for part, given, kind in self.calls:
+            with torch.set_grad_enabled(kind > 0.1):
+                made.append(self.parts[part](made[given]))
+            if kind > 0.9:
+                made[-1] = made[-1] + made[0]
+        return self.head(made[-1] + made[-2])
 
 
 class TiedHead(nn.Module):

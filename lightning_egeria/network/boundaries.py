@@ -266,9 +266,13 @@ def separate_shared_weights(
                 f"twice, or a penalty on weights). Nothing from {start!r} on can freeze, unless you freeze or untie it"
             )
             limit = first
-    for index in set(range(beyond)) - set(place.values()):
+    ends, placed = {last for _, last in uses.values()}, set(place.values())
+    for index, boundary in enumerate(boundaries):
+        if index in ends or (index in placed and boundary.path == boundary.name):  # a named one may have no weights
+            continue
+        inner = next(call for call in trace.calls if call.path == boundary.name and call.nodes_in(graph))
+        around = boundaries[place[inner.nodes_in(graph)[0]]].name
+        notes.append(f"{boundary.name!r} runs between two calls of {around!r} and freezes with it")
         cut[index] = True
-        around = boundaries[place[boundaries[index].nodes_in(graph)[0]]].name
-        notes.append(f"{boundaries[index].name!r} runs between two calls of {around!r} and freezes with it")
     kept = [boundary for index, boundary in enumerate(boundaries) if not cut[index]]
     return kept, sum(not cut[index] for index in range(limit)), notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import time
 from collections import deque
@@ -32,37 +33,35 @@ class BoundaryTimer(BoundaryObserver):
 
     def __init__(self, modules: Mapping[str, nn.Module], chain: LayerChain, first: int) -> None:
         super().__init__(modules, chain, first)
-        self.forward_marks: dict[int, float | torch.cuda.Event] = {}
-        self.backward_marks: dict[int, float | torch.cuda.Event] = {}
+        self.forward_marks: list[tuple[int, float | torch.cuda.Event]] = []
+        self.backward_marks: list[tuple[int, float | torch.cuda.Event]] = []
         self.began: float | torch.cuda.Event | None = None
         self.backward_ended: float | torch.cuda.Event | None = None
 
     def boundary_reached(self, index: int, activation: Tensor) -> None:
         """Mark the moment."""
-        self.forward_marks[index] = mark(activation.device)
+        self.forward_marks.append((index, mark(activation.device)))
         if activation.requires_grad:
-            activation.register_hook(lambda grad: self.backward_marks.__setitem__(index, mark(grad.device)))
+            activation.register_hook(lambda grad: self.backward_marks.append((index, mark(grad.device))))
 
     @property
     def timed(self) -> bool:
         """Whether the device has reached all marks; a GPU does so some time after the step."""
-        marks = [self.began, self.backward_ended, *self.forward_marks.values(), *self.backward_marks.values()]
+        marks = [self.began, self.backward_ended, *(moment for _, moment in self.forward_marks + self.backward_marks)]
         return all(reached(moment) for moment in marks if moment is not None)
 
     def layer_seconds(self) -> list[float] | None:
         """Return forward plus backward seconds of each layer module in this step; None if a boundary was not passed."""
-        count = len(self.chain)
-        if self.began is None or self.backward_ended is None:
+        seconds = [0.0] * len(self.chain)
+        passed = [{index for index, _ in marks} for marks in (self.forward_marks, self.backward_marks)]
+        if self.began is None or self.backward_ended is None or any(len(one) < len(seconds) for one in passed):
             return None
-        if len(self.forward_marks) < count or len(self.backward_marks) < count:
-            return None
-        # A forward starts where that of the previous layer module ends; a backward ends where that one's starts.
-        entered = [self.began, *(self.forward_marks[i] for i in range(count - 1))]
-        finished = [self.backward_ended, *(self.backward_marks[i] for i in range(count - 1))]
-        return [
-            seconds_between(entered[i], self.forward_marks[i]) + seconds_between(self.backward_marks[i], finished[i])
-            for i in range(count)
-        ]
+        # A forward ends at its boundary, and a backward begins there.
+        for (_, before), (index, moment) in itertools.pairwise([(0, self.began), *self.forward_marks]):
+            seconds[index] += seconds_between(before, moment)
+        for (index, moment), (_, after) in itertools.pairwise([*self.backward_marks, (0, self.backward_ended)]):
+            seconds[index] += seconds_between(moment, after)
+        return seconds
 
 
 @dataclasses.dataclass

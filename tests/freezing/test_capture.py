@@ -51,7 +51,7 @@ def test_it_begins_behind_the_frozen_prefix(net, prefix):
     capture = captured(net, prefix, torch.rand(5, 4))
     assert capture.evaluation().first == 1
     assert capture.version == prefix.version
-    assert sorted(capture.timer.forward_marks) == [1, 2]
+    assert [index for index, _ in capture.timer.forward_marks] == [1, 2]
 
 
 def test_the_boundaries_are_timed(net, prefix):

@@ -1,5 +1,7 @@
 """Every ordinary way to train: idle nothing changes, and frozen by the callback is frozen by hand."""
 
+import warnings
+
 import lightning as L
 import pytest
 import torch
@@ -117,7 +119,7 @@ def test_shared_weights_freeze_together_or_not_at_all():
     with pytest.warns(UserWarning, match="freezing: ") as told:
         fit(new(Twice), callback)
     told = sorted(text for warning in told if (text := str(warning.message)).startswith("freezing: "))
-    assert ["freeze together" in text for text in told] == [False, True]
+    assert ["runs between two calls of 'net.1' and freezes with it" in text for text in told] == [False, True]
     assert "Nothing from 'net.0' on can freeze" in told[0]
     assert callback.freezer.chain.max_depth == 0
 
@@ -135,9 +137,30 @@ def test_a_module_called_twice_freezes_with_all_between(precision):
 
     seen, callback = [], freezing(ScriptedPolicy({4: 2}))
     look = After(lambda _, m: seen.append([n for n, p in m.net.named_parameters() if p.requires_grad]), 5)
-    with pytest.warns(UserWarning, match=r"'net\.1' to 'net\.4' share 'net\.1\.weight' and 1 more and freeze together"):
+    with pytest.warns(UserWarning, match=r"'net\.2' runs between two calls of 'net\.1' and freezes with it"):
         fit(new(Twice), callback, look, precision=precision)
-    assert seen == [["5.weight", "5.bias", "6.weight", "6.bias"]]
+    assert seen == [[f"{number}.{kind}" for number in (4, 5, 6) for kind in ("weight", "bias")]]
+
+
+def test_a_siamese_network_freezes():
+    """Called for each of two views; its running statistics follow both."""
+
+    class Siamese(Module):
+        def training_step(self, batch, batch_idx):
+            first, second = self.net(batch[0]), self.net(batch[0].flip(-1))
+            return nn.functional.cross_entropy(first, batch[1]) + nn.functional.mse_loss(first, second)
+
+    seen, callback = [], freezing(ScriptedPolicy({4: 2}))
+    states = After(lambda _, m: seen.append({k: v.clone() for k, v in m.net.state_dict().items()}), 5)
+    module = new(Siamese)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="freezing: ")
+        fit(module, callback, states)
+    assert callback.frozen_depth == 2
+    frozen = callback.freezer.chain.members(2)
+    after = {f"net.{name}": value for name, value in module.net.state_dict().items()}
+    same = {name for name, value in seen[0].items() if value.equal(after[f"net.{name}"])}
+    assert same == {name for name in seen[0] if f"net.{name}".rpartition(".")[0] in frozen}
 
 
 class ChangesItsInput(Module):

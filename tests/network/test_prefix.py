@@ -12,6 +12,7 @@ from networks import (
     MODELS,
     Encoder,
     OutOfOrder,
+    RandomCalls,
     assert_same_gradients,
     deep_mlp,
     depths_of,
@@ -27,6 +28,7 @@ from networks import (
 )
 from torch import nn
 
+from lightning_egeria.errors import LayerChainError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.prefix import SETTLING_STEPS, FrozenPrefix
 
@@ -51,6 +53,39 @@ def test_no_backward_work_is_left_for_a_frozen_prefix(name):
         assert active == leaves - frozen, f"depth {depth}"
         assert smaller < size, f"depth {depth}"
         size = smaller
+
+
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 600))])
+def test_modules_that_are_called_several_times(seed):
+    torch.manual_seed(seed)
+    net, inputs = RandomCalls(seed), (torch.rand(6, 4), torch.rand(6, 4))
+    try:
+        chain = LayerChain.trace(net, lambda: step(net, inputs))
+    except LayerChainError:  # too few layer modules
+        return
+    assert all(layer_module.parameters for layer_module in chain.layer_modules)
+    named, prefix = dict(net.named_parameters()), FrozenPrefix(net, chain)
+    leaves, size = leaves_of(step(net, inputs))
+    before = copy.deepcopy(net.state_dict())
+    for depth in range(1, chain.max_depth + 1):
+        net.load_state_dict(before)
+        net.zero_grad()
+        prefix.set_depth(depth)
+        frozen = set(chain.prefix_parameters(depth))
+        by_hand = copy.deepcopy(net)
+        for name, parameter in by_hand.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        loss = step(net, inputs)
+        active, smaller = leaves_of(loss)
+        assert active == leaves - {named[name] for name in frozen}
+        assert smaller < size, "some backward work is left for the prefix"
+        size = smaller
+        loss.backward()
+        step(by_hand, inputs).backward()
+        assert_same_gradients(gradients(net), gradients(by_hand))
+        for path in chain.members(depth):
+            own = net.get_submodule(path).named_parameters(recurse=False)
+            assert not any(parameter.grad is not None for _, parameter in own), path
 
 
 @pytest.mark.parametrize("name", EVERY_GRADIENT)

@@ -187,6 +187,15 @@ class TestBoundaryTimer:
         assert second >= 0.02
         assert 0 < third < 5
 
+    def test_all_calls_of_a_siamese_network_count(self, net, chain):
+        once = self.timed_step(net, chain).layer_seconds()
+        step = net.forward
+        net.forward = lambda x: step(x) + step(x + 1)
+        seconds = self.timed_step(net, chain).layer_seconds()
+        assert seconds[1] >= 2 * 0.02
+        assert 2 * 0.005 <= seconds[0] < seconds[1]
+        assert once[1] < seconds[1]
+
     def test_a_step_without_a_backward_has_no_times(self, net, chain):
         timer = BoundaryTimer(dict(net.named_modules()), chain, 0)
         timer.start()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from programs.parts import BATCH, Classifier, ConvNet, Net, Stepping, Validated, grid, images, loader, on
+from programs.parts import BATCH, Classifier, ConvNet, Net, Samples, Stepping, Validated, grid, images, loader, on
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -156,6 +156,39 @@ def test_further_forward(compare, extra, place, period):
         run.fit(Stepping(step))
 
     compare(program, served=None if period == 1 else True)
+
+
+def _views(data, index):
+    return data.x[index], data.x[index] + 0.1 * data.x[index - 1], data.y[index]
+
+
+# Networks that are called for each of two inputs, ``a`` and ``b`` of a sample, from the first step on.
+SIAMESE = {
+    "two views": lambda net, a, b: (net(a), net(b)),
+    "the second first": lambda net, a, b: (net(b), net(a))[::-1],
+    "one behind the other": lambda net, a, b: net(torch.cat([a, b])).chunk(2),
+    "noise": lambda net, a, b: (net(a), net(a + 0.1 * torch.randn_like(a))),
+    "one input twice": lambda net, a, b: (net(a), net(a)),
+    "layer by layer": lambda net, a, b: tuple(net.head(net.c(z)) for z in [net.b(y) for y in [net.a(a), net.a(b)]]),
+    "a target without gradient": lambda net, a, b: (net(a), torch.no_grad()(net)(b)),
+}
+
+
+@pytest.mark.parametrize(("call", "workers"), grid(list(SIAMESE), [0, 2], every=3))
+def test_siamese_networks(compare, call, workers):
+    class Siamese(Classifier):
+        def training_step(self, batch, batch_idx):
+            a, b, y = batch
+            if call == "one behind the other" or batch_idx % 3 < 2:
+                first, second = SIAMESE[call](self.net, a, b)
+            else:  # now and then in the other order
+                second, first = SIAMESE[call](self.net, b, a)
+            return F.cross_entropy(first, y) + F.mse_loss(first, second)
+
+    def program(run):
+        run.fit(Siamese(), loader(Samples(_views), num_workers=workers), schedule={2: 1, 6: 2}, max_epochs=4)
+
+    compare(program, served=None if call in ("one behind the other", "the second first") else True)
 
 
 @pytest.mark.parametrize("period", [1, 3])
