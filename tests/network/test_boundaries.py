@@ -3,14 +3,11 @@
 import pytest
 import torch
 from networks import (
-    Alternating,
     Checkpointed,
     LargeHead,
     OutOfOrder,
-    SharedEmbedding,
     TiedHead,
     Tokens,
-    UsedTwice,
     Wrapped,
     deep_mlp,
     frozen_front,
@@ -21,6 +18,7 @@ from networks import (
     traced,
     vision,
 )
+from repeated_calls import Alternating, SharedEmbedding, UsedTwice
 from torch import nn
 from torch.nn import functional as F
 

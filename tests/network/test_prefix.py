@@ -12,7 +12,6 @@ from networks import (
     MODELS,
     Encoder,
     OutOfOrder,
-    RandomCalls,
     assert_same_gradients,
     deep_mlp,
     depths_of,
@@ -26,6 +25,7 @@ from networks import (
     traced,
     trainable,
 )
+from repeated_calls import RandomCalls
 from torch import nn
 
 from lightning_egeria.errors import LayerChainError
