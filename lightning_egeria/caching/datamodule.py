@@ -240,7 +240,7 @@ class FrozenPrefixCache(WrappingDataModule):
         if total:
             self._notices.inform(
                 f"{stats.hits + stats.advanced} of {total} samples came from the cache since the first freeze, "
-                f"{stats.not_loaded} were not even loaded; about {stats.seconds_saved:.1f} s saved; "
+                f"{stats.not_loaded} were not even loaded; about {stats.seconds_saved:z.1f} s saved; "
                 f"{stats.bytes_on_disk / 1e9:.2f} GB in {self.cache_dir}"
             )
 
