@@ -120,8 +120,8 @@ class CompassSearcher:
     def _key(self, setting: Setting) -> str:
         """Return the same text for settings that differ by rounding only."""
         return repr(
-            {
-                name: round(space.share(float(setting[name])), 9) if isinstance(space, Uniform) else setting[name]
+            {  # plus zero, which has a sign otherwise
+                name: round(space.share(float(setting[name])), 9) + 0.0 if isinstance(space, Uniform) else setting[name]
                 for name, space in self._spaces.items()
             }
         )

@@ -72,6 +72,18 @@ def test_a_compass_asks_no_setting_twice_but_for_rounding(seed):
     assert len(set(rates)) == 30
 
 
+def test_a_compass_does_not_ask_for_the_present_end_of_the_space():
+    """The end, as it was computed, is beyond the present value by rounding."""
+    low = 0.1 * 0.1 / 10
+    assert low > 0.001
+    searcher = CompassSearcher({"lr": LogUniform(low, 3)})
+    searcher.tell({"lr": 0.001}, 8.0)
+    for _ in range(9):
+        setting = searcher.ask()
+        assert setting["lr"] > 0.0011
+        searcher.tell(setting, 10.0 if setting["lr"] < 0.004 else 5.0)
+
+
 def test_a_compass_looks_around_a_present_setting_that_is_fast():
     searcher = CompassSearcher({"lr": LogUniform(1e-6, 1)}, 0)
     searcher.tell({"lr": 3e-3}, 1.0)
