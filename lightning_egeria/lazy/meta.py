@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,12 @@ class Meta(NamedTuple):
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Return a tensor like this one, with any values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device or self.device)
+
+
+@functools.lru_cache
+def stacked(meta: Meta, count: int) -> Meta:
+    """Return what `torch.stack` makes of so many such tensors."""
+    return Meta.of(torch.stack([meta.empty("meta")] * count))._replace(device=meta.device)
 
 
 def version_of(tensor: Tensor) -> int:

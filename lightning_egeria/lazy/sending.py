@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.tree import change_leaves
-from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.meta import stacked
 from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, plain, show
 
@@ -111,9 +111,7 @@ def joined(parts: Sequence[tuple[LazyTensor, Sequence[int]]]) -> Sent | None:
     if any(meta != rows[0][1] for _, meta, _ in rows):
         return None
     flat, spec = pytree.tree_flatten((([_Step(at) for at in range(len(rows))],), {}))
-    shape, stride, dtype, device = rows[0][1]
-    meta = Meta.of(torch.stack([torch.empty_strided(shape, stride, dtype=dtype, device="meta")] * len(rows)))
-    stack = str(torch.ops.aten.stack.default), tuple(flat), spec, meta._replace(device=device), None
+    stack = str(torch.ops.aten.stack.default), tuple(flat), spec, stacked(rows[0][1], len(rows)), None
     return Sent((*rows, stack), None)
 
 

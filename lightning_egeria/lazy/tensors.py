@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.meta import Meta, stacked
 from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 
 _HERE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
@@ -274,15 +274,10 @@ def stack(nodes: list[Node]) -> Tensor:
     if not first.tape.is_over and all(node.meta == first.meta for node in nodes):
         flat, spec = pytree.tree_flatten(((nodes,), {}))
         func = torch.ops.aten.stack.default
-        recorded = first.tape.record(str(func), func, flat, spec, [_stacked(first.meta, len(nodes))])
+        recorded = first.tape.record(str(func), func, flat, spec, [stacked(first.meta, len(nodes))])
         if recorded is not None:
             return show(recorded[0])
     return torch.stack([show(node) for node in nodes])
-
-
-@functools.lru_cache
-def _stacked(meta: Meta, count: int) -> Meta:
-    return Meta.of(torch.stack([meta.empty("meta")] * count))._replace(device=meta.device)
 
 
 def node_of(tape: Tape, leaf: Any) -> Any:

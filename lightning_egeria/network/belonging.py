@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -108,7 +108,7 @@ class Units:
 
     def up_to(self, boundary: Boundary, upstream: set[Node]) -> tuple[str, ...]:
         """Return the paths of those that belong to no earlier one, in order."""
-        self._around.update(above for call in boundary.calls for above in _above(call))
+        self._around.update(around for call in boundary.calls for around in call.around)
         between = {
             call
             for call in self._calls[: boundary.end + 1]
@@ -171,13 +171,6 @@ def _is_frozen(module: nn.Module) -> bool:
 def _moves(module: nn.Module) -> bool:
     """Whether it has statistics that each call changes."""
     return any(part.training and any(b.is_floating_point() for b in part.buffers(False)) for part in module.modules())
-
-
-def _above(call: ModuleCall) -> Iterator[ModuleCall]:
-    """The calls that a call is part of."""
-    while call.parent is not None:
-        call = call.parent
-        yield call
 
 
 def _subtree(call: ModuleCall) -> list[ModuleCall]:

@@ -19,7 +19,7 @@ from lightning_egeria.network.boundaries import (
     separate_shared_weights,
     trainable_leaves,
 )
-from lightning_egeria.network.tracing import ModuleCall, StepTrace, walk
+from lightning_egeria.network.tracing import StepTrace, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class LayerChain:
                 f"{type(trace.module).__name__} has {found}, expected at least 2. Name them with layer_modules=[...]"
                 + "".join(f". {note}" for note in notes)
             )
-        entries = dict.fromkeys(_entry(call).path for boundary in boundaries for call in boundary.calls)
+        entries = dict.fromkeys(call.root.path for boundary in boundaries for call in boundary.calls)
         described = _describe(trace, graph, boundaries)
         return cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes))
 
@@ -161,7 +161,7 @@ class LayerChain:
             return None
         call, units = found
         layer = LayerModule(call.path, call.path, min(call.read, default=0), (), (), units, last_use=1)
-        return cls((layer,), (_entry(call).path,), max_depth=1)
+        return cls((layer,), (call.root.path,), max_depth=1)
 
     @property
     def learns(self) -> bool:
@@ -273,9 +273,3 @@ def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) ->
             )
         )
     return tuple(described)
-
-
-def _entry(call: ModuleCall) -> ModuleCall:
-    while call.parent is not None:
-        call = call.parent
-    return call

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,6 +47,19 @@ class ModuleCall:
     makes_output: bool = False
     read: set[int] = dataclasses.field(default_factory=set)
     end: int = -1
+
+    @property
+    def around(self) -> Iterator[ModuleCall]:
+        """The calls that this one is part of, from the inside out."""
+        call = self.parent
+        while call is not None:
+            yield call
+            call = call.parent
+
+    @property
+    def root(self) -> ModuleCall:
+        """The call by the training step that this one is part of, or is."""
+        return [self, *self.around][-1]
 
     @property
     def nodes(self) -> list[Node]:

@@ -1,8 +1,9 @@
 """What is known of a tensor without its values."""
 
+import pytest
 import torch
 
-from lightning_egeria.lazy.meta import Meta, version_of
+from lightning_egeria.lazy.meta import Meta, stacked, version_of
 
 
 def test_meta_makes_a_tensor_like_the_first():
@@ -10,6 +11,11 @@ def test_meta_makes_a_tensor_like_the_first():
     meta = Meta.of(tensor)
     assert Meta.of(meta.empty()) == meta
     assert meta.empty("meta").is_meta
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(())])
+def test_meta_of_a_stack(tensor):
+    assert stacked(Meta.of(tensor), 4) == Meta.of(torch.stack([tensor] * 4))
 
 
 def test_version_rises_with_each_change_in_place():
