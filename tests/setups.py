@@ -255,7 +255,7 @@ class Metrics(Module):
 class TakesTheIterator(Module):
     def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
+        return super().training_step([one.to(self.device) for one in batch], batch_idx)
 
 
 class EndsEarly(Module):

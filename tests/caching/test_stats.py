@@ -123,6 +123,17 @@ def test_too_few_whole_steps_leave_it_to_samples(accounts, clock):
     assert accounts.judgement(CPU) == (True, "a sample takes 2.500 ms from the cache and 150.000 ms without")
 
 
+def test_samples_without_the_cache_that_are_few_tell_nothing(accounts, clock):
+    """It does not pay, nor does it not."""
+    for _ in range(3):
+        accounts.count(batch(hits=4, seconds=0.9))
+    accounts.count(batch(seconds=0.1))
+    for _ in range(RACES):
+        assert accounts.judgement(CPU) is None
+        clock.race(accounts.race, cached=0.3, plain=0.1, serves=False)
+    assert accounts.judgement(CPU) is None
+
+
 def test_whole_steps_need_no_misses(accounts, clock):
     """Which are few if an epoch is short."""
     found = CacheStats()

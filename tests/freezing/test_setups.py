@@ -151,7 +151,7 @@ def test_a_siamese_network_freezes():
             return nn.functional.cross_entropy(first, batch[1]) + nn.functional.mse_loss(first, second)
 
     seen, callback = [], freezing(ScriptedPolicy({4: 2}))
-    states = After(lambda _, m: seen.append({k: v.clone() for k, v in m.net.state_dict().items()}), 5)
+    states = After(lambda _, m: seen.append({k: v.cpu().clone() for k, v in m.net.state_dict().items()}), 5)
     module = new(Siamese)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="freezing: ")

@@ -37,7 +37,7 @@ class PlacedBlock(Block):
     """Its last bits depend on the place in the batch, as those of kernels on a GPU may."""
 
     def forward(self, x, attn_mask=None):
-        return super().forward(x, attn_mask) * (1 + 1e-7 * torch.arange(len(x))[:, None, None])
+        return super().forward(x, attn_mask) * (1 + 1e-7 * torch.arange(len(x), device=x.device)[:, None, None])
 
 
 class TupleBlock(Block):
@@ -79,7 +79,7 @@ class Net(nn.Module):
         """Which positions each position may look at."""
         keys = real[:, None, None, :]
         if self.style == "causal":
-            return keys & torch.ones(2 * keys.shape[-1:], dtype=torch.bool).tril()
+            return keys & torch.ones(2 * keys.shape[-1:], dtype=torch.bool, device=keys.device).tril()
         return keys.expand(-1, -1, keys.shape[-1], -1).clone() if self.style == "square" else keys
 
     def forward(self, tokens):
@@ -179,7 +179,7 @@ class Embedding(nn.Module):
         self.tokens, self.places = whole(nn.Embedding(20, WIDTH)), whole(nn.Embedding(32, WIDTH))
 
     def forward(self, tokens, places=None):
-        places = torch.arange(tokens.shape[1]) if places is None else places
+        places = torch.arange(tokens.shape[1], device=tokens.device) if places is None else places
         return self.tokens(tokens) + self.places(places)
 
 
@@ -196,7 +196,8 @@ class Positions(nn.Module):
         self.layers = nn.ModuleList(Mixing() for _ in range(3))
 
     def forward(self, tokens):
-        x = self.embedding(tokens, *([torch.arange(tokens.shape[1])] if self.style == "outside" else []))
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens, *([places] if self.style == "outside" else []))
         for layer in self.layers:
             x = layer(x, tokens == 0)
         real = (tokens != 0)[..., None]
@@ -335,13 +336,12 @@ def test_positions_are_no_samples_where_there_are_as_many(compare, pooled):
         if pooled:
             net.layers[1] = Pooling()
             net.layers[2] = nn.Linear(WIDTH, WIDTH)
-            net.forward = lambda tokens: net.head(
-                net.layers[2](
-                    net.layers[1](
-                        net.layers[0](net.embedding(tokens, torch.arange(tokens.shape[1])), tokens == 0), tokens == 0
-                    )
-                ).squeeze(1)
-            )
+
+            def forward(tokens):
+                x = net.embedding(tokens, torch.arange(tokens.shape[1], device=tokens.device))
+                return net.head(net.layers[2](net.layers[1](net.layers[0](x, tokens == 0), tokens == 0)).squeeze(1))
+
+            net.forward = forward
         samples = [tokens_of(index) for index in range(SAMPLES)]
         samples = [(one[: 8 if index % 6 == 0 else 6], label) for index, (one, label) in enumerate(samples)]
         run.fit(Classifier(net), loader(samples, collate_fn=padded_to_the_longest), schedule={2: 3}, max_epochs=8)
