@@ -8,7 +8,7 @@ train as many samples as the tuner, and its network is that of the trial with th
 the one with the best accuracy on the test set, which no other method sees.
 
 python -m benchmarks.branch_tuning            # three seeds, some minutes on one core
-python -m benchmarks.branch_tuning --epochs 1 --seeds 1
+python -m benchmarks.branch_tuning --epochs 1 --seeds 0
 python -m benchmarks.branch_tuning --workload cifar10_resnet20 --data FOLDER --override trainer.max_epochs=4
 """
 
@@ -132,9 +132,10 @@ def trained(runs, lr, seed, *callbacks):
     before = Samples.trained
     module, data, arguments = runs.parts(lr)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
+    quiet |= {"enable_model_summary": False, "num_sanity_val_steps": 0}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(**arguments | quiet | {"default_root_dir": folder}, callbacks=list(callbacks))
+        arguments = {"accelerator": "cpu"} | arguments | quiet | {"default_root_dir": folder}
+        trainer = L.Trainer(**arguments, callbacks=list(callbacks))
         trainer.fit(Samples.counted(module), **data)
     return float(trainer.callback_metrics["val/acc"]), Samples.trained - before
 
@@ -163,7 +164,7 @@ def pruned_search(runs, seed, low, high, budget):
 def main():
     """Print a line for each run, and the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--workload", help="of the proof, instead of digits; with the grid only")
     parser.add_argument("--size", default="small")
@@ -179,7 +180,7 @@ def main():
         runs = ProofRuns(arguments.workload, arguments.size, arguments.data, arguments.override)
     low, high = runs.grid[0] / 10, runs.grid[-1] * 3
     rows = {}
-    for seed in range(arguments.seeds):
+    for seed in arguments.seeds:
 
         def note(method, result, seed=seed):
             rows.setdefault(method, []).append(result)

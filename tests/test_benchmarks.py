@@ -16,7 +16,7 @@ from conftest import REPOSITORY
         ["cached_step.py", "--pairs", "1", "--depths", "1"],
         ["communication.py", "--rate", "0", "--runs", "1", "--steps", "6", "--depths", "2"],
         ["snapshot.py", "--width", "16", "--depth", "1", "--repeats", "1"],
-        ["branch_tuning.py", "--seeds", "1", "--epochs", "1"],
+        ["branch_tuning.py", "--seeds", "0", "--epochs", "1"],
         ["goodput.py", "--batch", "4", "--pairs", "2", "--block", "2"],
         ["graph_pipeline.py", "--milliseconds", "2", "--steps", "1", "--micro-batches", "4"],
         ["graph_pipeline.py", "--chain", "--milliseconds", "2", "--steps", "1"],

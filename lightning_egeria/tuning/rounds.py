@@ -7,7 +7,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from lightning_egeria.tuning.searchers import Searcher
+from lightning_egeria.tuning.searchers import RefiningSearcher, Searcher
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS, Label, Summary, summarize
 
@@ -132,6 +132,11 @@ class Branch:
         return self.label not in (Label.DIVERGED, Label.FAILED)
 
     @property
+    def told(self) -> float:
+        """What a searcher is told of it: its speed, or -1 if it failed or has diverged."""
+        return self.speed if self.alive else -1.0
+
+    @property
     def label(self) -> Label:
         """What its losses show."""
         return self.summary.label if self.summary is not None else Label.FAILED
@@ -171,8 +176,9 @@ def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Or
 
     With ``halving``, all branches train for the same few steps; the faster half of them trains on until it has twice as
     many, and so on until one is left or a trial is as long as it may be (successive halving, Jamieson and Talwalkar,
-    arXiv:1502.07943). It begins with as many settings as the limits allow. A trial has two windows, its halves: in ten,
-    short trials show the noise of single batches.
+    arXiv:1502.07943). It begins with as many settings as the limits allow. A searcher that refines is asked for more in
+    each round, as long as the later ones keep an equal share of the steps that are left. A trial has two windows, its
+    halves: in ten, short trials show the noise of single batches.
 
     Without, as in MLtuner, each setting has one trial, and the search ends when the speeds of the five best branches
     differ by less than 10 %, when there is nothing left to try, or at a limit.
@@ -200,6 +206,7 @@ class _Rounds:
         self.reason: str | None = None  # why there are no further settings
         self.spent_all = False
         self._searcher = searcher
+        self._refines = searcher if limits.halving and isinstance(searcher, RefiningSearcher) else None
         self._present = present
         self._limits = limits
         self._spent = 0
@@ -226,18 +233,38 @@ class _Rounds:
 
     def halve(self) -> Generator[Order, Result, None]:
         first, *lengths = self._limits.lengths
-        most = self._limits.affordable
-        while (number := self._next_branch(most)) is not None:
-            yield from self._train(number, first, self._faster_half(range(number), most))
-        racing: Sequence[int] = range(len(self.branches))
-        for steps in lengths:
-            racing = self._faster_half(racing, len(racing))
-            if len(racing) == 1 or self.spent_all:
+        racing: list[int] = []
+        yield from self._try_others(racing, first, self._limits.affordable)
+        for left, steps in zip(range(len(lengths), 0, -1), lengths, strict=True):
+            kept = self._faster_half(racing, len(racing))
+            if self.spent_all or (len(kept) == 1 and self._refines is None):
                 break
-            for at, number in enumerate(racing):
-                yield from self._train(number, steps, [*self._faster_half(racing[:at], len(racing)), *racing[at + 1 :]])
+            most = self._spent + (self._limits.most_total - self._spent) / left
+            racing = []
+            if self._refines is not None:
+                self._refines.longer()
+            for at, number in enumerate(kept):
+                yield from self._train(number, steps, [*self._may_go_on(racing, len(kept)), *kept[at + 1 :]])
+                racing.append(number)
+            if self._refines is not None and not self.spent_all:
+                yield from self._try_others(racing, steps, self._limits.most_trials, most)
         if not self.spent_all and len(self.branches) > 1:
             self.reason = f"{len(self.branches)} settings were compared"
+
+    def _try_others(
+        self, racing: list[int], steps: int, most: int, most_spent: float = math.inf
+    ) -> Generator[Order, Result, None]:
+        """Train further branches for so many steps, and add them to those of the round."""
+        self.reason = None
+        while self._spent + steps <= most_spent and (number := self._next_branch(most)) is not None:
+            yield from self._train(number, steps, self._may_go_on(racing, most))
+            if self.spent_all:
+                return
+            racing.append(number)
+
+    def _may_go_on(self, racing: Sequence[int], count: int) -> list[int]:
+        """Those of a round of ``count`` branches, or more if it refines, that the next one may need."""
+        return self._faster_half(racing, count if self._refines is None else 2 * len(racing))
 
     def _ranked(self, numbers: Sequence[int]) -> list[int]:
         """Those that make progress: longer trials tell more, and of as long ones the fastest is first."""
@@ -265,8 +292,8 @@ class _Rounds:
         setting: Setting | None = self._present
         if self.branches:
             setting = self._searcher.ask()
-            if setting == self._present:  # it was tried; the searcher learns its speed
-                self._searcher.tell(setting, self.branches[0].speed)
+            if setting == self._present and self._refines is None:  # it was tried; the searcher learns its speed
+                self._searcher.tell(setting, self.branches[0].told)
                 setting = self._searcher.ask()
         if setting is None:
             self.reason = "every setting was tried" if len(self.branches) > 1 else "there is one setting"
@@ -288,8 +315,8 @@ class _Rounds:
         windows = HALVES if self._limits.halving else WINDOWS
         summary = None if result.failed is not None else summarize(result.losses, result.cost, result.start, windows)
         branch.summary = summary
-        if first:
-            self._searcher.tell(branch.setting, branch.speed)
+        if first or self._refines is not None:
+            self._searcher.tell(branch.setting, branch.told)
 
 
 def play(

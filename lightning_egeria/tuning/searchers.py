@@ -6,14 +6,16 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch.quasirandom import SobolEngine
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, Uniform
 
-SPREAD = 3  # settings for each tunable that are spread before the search narrows
+SPREAD = 3  # settings for each tunable that a compass search begins with
+DISTANCE = 1 / 8  # share of a space between neighbours in it
+NEAR = 1.3  # so many distances away is a neighbour, too
 TRIES = 20  # of a random searcher, to draw a setting that was not tried yet
 
 
@@ -24,7 +26,18 @@ class Searcher(Protocol):
         """Return a setting to try next, or None if there is nothing left to try."""
 
     def tell(self, setting: Setting, speed: float) -> None:
-        """Take the speed of a setting that `ask` returned, or of the present one. More is better, 0 is none."""
+        """Take the speed of a setting that `ask` returned, or of the present one.
+
+        More is better, 0 is none, and below 0 the setting diverged or failed.
+        """
+
+
+@runtime_checkable
+class RefiningSearcher(Searcher, Protocol):
+    """A searcher that is asked again in each round of longer trials, after it was told the speeds in these."""
+
+    def longer(self) -> None:
+        """Speeds that are told from now on are of longer trials."""
 
 
 SearcherFactory: TypeAlias = Callable[[Mapping[str, Space], int], Searcher]  # of spaces and a seed
@@ -69,71 +82,64 @@ class RandomSearcher:
 
 
 class CompassSearcher:
-    """Spreads a few settings, and then looks around the fastest, one tunable at a time, nearer and nearer.
+    """Spreads a few settings, and then tries the neighbours of the fastest, one tunable at a time.
 
-    This is compass search (Kolda, Lewis and Torczon, "Optimization by direct search", SIAM Review 45, 2003).
+    This is compass search (Kolda, Lewis and Torczon, "Optimization by direct search", SIAM Review 45, 2003) with steps
+    of one length. In each round of longer trials it looks around the fastest again: what is fast at first need not be
+    so later.
 
     Args:
         spaces: the values of each tunable.
         seed: the same settings come for the same seed and speeds.
 
     >>> searcher = CompassSearcher({"lr": LogUniform(1e-6, 1)})
-    >>> best = 1.0
-    >>> for _ in range(12):
-    ...     rate = searcher.ask()["lr"]
-    ...     distance = abs(math.log10(rate / 3e-3))
-    ...     searcher.tell({"lr": rate}, 1 / (1 + distance))
-    ...     best = min(best, distance)
-    >>> best < 0.1
-    True
+    >>> rates = []
+    >>> while (setting := searcher.ask()) is not None:
+    ...     rates.append(setting["lr"])
+    ...     searcher.tell(setting, 1 / (1 + abs(math.log10(setting["lr"] / 3e-3))))
+    >>> len(rates), min(abs(math.log10(rate / 3e-3)) for rate in rates) < 0.5
+    (4, True)
     """
 
     def __init__(self, spaces: Mapping[str, Space], seed: int = 0) -> None:
         self._spaces = dict(spaces)
         self._spread = RandomSearcher(spaces, seed)
         self._left = SPREAD * len(self._spaces)
-        self._asked: set[str] = set()
-        self._fastest: tuple[float, Setting] = (0.0, {})
-        self._distance = 0.5 / SPREAD  # share of each space
+        self._told: list[tuple[float, Setting]] = []  # of trials of this length
 
     def ask(self) -> Setting | None:
-        """Return a setting that was not asked before."""
+        """Return a setting that this round has not tried, or None.
+
+        None is left if the fastest has neighbours on all sides, or none makes progress: longer trials tell more. While
+        all diverge, further ones are spread.
+        """
         self._left -= 1
-        setting = None
-        for _ in range(TRIES if self._left < 0 and self._fastest[0] else 0):
-            setting = next((one for one in self._around(self._fastest[1]) if self._key(one) not in self._asked), None)
-            if setting is not None:
-                break
-            self._distance /= 2
-        if setting is None:
-            setting = next((one for one in iter(self._spread.ask, None) if self._key(one) not in self._asked), None)
-        if setting is not None:
-            self._asked.add(self._key(setting))
-        return setting
+        speed, fastest = max(self._told, key=lambda told: told[0], default=(-1.0, {}))
+        if self._left < 0 and speed >= 0:
+            return next(self._around(fastest), None) if speed > 0 else None
+        tried = [setting for _, setting in self._told]
+        return next((setting for setting in iter(self._spread.ask, None) if setting not in tried), None)
 
     def tell(self, setting: Setting, speed: float) -> None:
         """Take the speed."""
-        self._asked.add(self._key(setting))
-        if speed > self._fastest[0]:
-            self._fastest = speed, dict(setting)
+        self._told.append((speed, dict(setting)))
 
-    def _key(self, setting: Setting) -> str:
-        """Return the same text for settings that differ by rounding only."""
-        return repr(
-            {  # plus zero, which has a sign otherwise
-                name: round(space.share(float(setting[name])), 9) + 0.0 if isinstance(space, Uniform) else setting[name]
-                for name, space in self._spaces.items()
-            }
-        )
+    def longer(self) -> None:
+        """Forget the speeds of the trials so far, which were shorter."""
+        self._told.clear()
 
     def _around(self, setting: Setting) -> Iterator[Setting]:
         for name, space in self._spaces.items():
+            others = {**setting, name: None}
+            tried = [one[name] for _, one in self._told if {**one, name: None} == others]
             if isinstance(space, Choice):
-                yield from ({**setting, name: value} for value in space.values)
+                yield from ({**setting, name: value} for value in space.values if value not in tried)
             elif isinstance(space, Uniform):  # of others nobody knows what is near
-                share = space.share(float(setting[name]))
-                near = (share - self._distance, share + self._distance)
-                yield from ({**setting, name: space.at(one)} for one in near if 0 <= one <= 1)
+                here, *shares = (min(max(space.share(float(one)), 0.0), 1.0) for one in (setting[name], *tried))
+                for step in (DISTANCE, -DISTANCE):
+                    there = min(max(here + step, 0.0), 1.0)
+                    if abs(there - here) > DISTANCE / 2 and not any(0 < (at - here) / step <= NEAR for at in shares):
+                        yield {**setting, name: space.at(there)}
 
 
 class GridSearcher:

@@ -115,6 +115,46 @@ def test_as_many_settings_as_the_steps_allow():
     assert outcome.reason == "8 settings were compared"
 
 
+def warming_up(rate, steps):
+    """A rate that is too large falls fast, and then no more."""
+    return [100 - (100 * rate) * min(i, 6 / (100 * rate) ** 2) for i in range(steps)]
+
+
+def refined(**limits):
+    searcher = CompassSearcher({"lr": LogUniform(1e-4, 1)})
+    chosen = Limits(**{"first_steps": 4, "most_steps": 32, "most_trials": 50} | limits)
+    orders, outcome = play(search(searcher, {"lr": 1e-4}, chosen), Traces(warming_up))
+    return [(order.setting["lr"], order.steps, order) for order in orders], outcome
+
+
+def test_a_compass_looks_around_the_fastest_of_each_round():
+    """In four steps 0.02 is fastest, in 32 a tenth of it. The first round does not try that."""
+    orders, outcome = refined()
+    first, last = ([rate for rate, length, _ in orders if length == steps] for steps in (4, 32))
+    early = min(first, key=lambda rate: warming_up(rate, 4)[-1])
+    late = min(last, key=lambda rate: warming_up(rate, 32)[-1])
+    assert early > 5 * late
+    assert outcome.branches[outcome.winner].setting == {"lr": late}
+    assert late not in first
+
+
+def test_a_round_leaves_the_later_ones_their_share():
+    orders, outcome = refined(most_total=120)
+    last = {order.branch: steps for _, steps, order in orders}
+    assert sum(last.values()) <= 120
+    assert max(last.values()) == 32
+    assert outcome.branches[outcome.winner].steps == 32
+
+
+def test_states_of_a_round_that_refines_are_needed():
+    """Any branch that goes on has been needed at all times since its last steps."""
+    orders, _ = refined()
+    for number, (_, _, order) in enumerate(orders):
+        before = [at for at, (*_, other) in enumerate(orders[:number]) if other.branch == order.branch]
+        if before:
+            assert all(order.branch in other.needed for *_, other in orders[before[-1] + 1 : number])
+
+
 def test_too_few_steps_for_two_trials():
     orders, outcome, *_ = ran([0.001], most_total=1)
     assert orders == [(0, 0.0, 4)]  # the first trial is never too long
@@ -133,7 +173,7 @@ def test_diverged_and_failed_branches_get_no_more_steps():
     assert [branch for branch, *_ in orders].count(1) == 1
     assert [branch for branch, *_ in orders].count(2) == 1
     assert [outcome.branches[number].label for number in (1, 2)] == [Label.DIVERGED, Label.FAILED]
-    assert dict(searcher.told)[9] == dict(searcher.told)[7] == 0.0
+    assert dict(searcher.told)[9] == dict(searcher.told)[7] == -1.0
     assert outcome.winner not in (1, 2)
 
 
