@@ -34,6 +34,7 @@ from lightning_egeria.caching import stats
 
 TINY = ["data.batch_size=16", "data.train_size=64", "data.val_size=40", "model.net.depth=8"]
 TINY += ["trainer.max_epochs=3", "trainer.check_val_every_n_epoch=1"]
+TINY += ["trainer.precision=32-true"]  # not every CPU has fast kernels for bf16
 WORKLOAD = "cifar10_resnet20"
 
 

@@ -1,23 +1,43 @@
-"""Frozen layer modules are recorded, and left out where their output is known."""
+"""Sequences of frozen layers are recorded as one call, and as calls of their layers where somebody looks inside."""
 
 import copy
-import functools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fronts import new_front
-from lazies import Source, is_lazy
-from programs.parts import Net
+from lazies import Source
 from torch import nn
 
 from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.tensors import plain
-from lightning_egeria.lazy.units import precision_of
 
 X = torch.randn(6, 8)
 OUTPUT = torch.randn(6, 8)
-KEYS = Keys()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Stages(nn.Module):
+    """Four blocks in two sequences, which are one in the other if ``nested``, and two that learn."""
+
+    def __init__(self, nested=False):
+        super().__init__()
+        torch.manual_seed(0)
+        inner = [nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())]
+        self.first = nn.Sequential(*inner) if nested else nn.Sequential(*inner[0], *inner[1])
+        self.last = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.last(self.first(x)))
 
 
 class Batch:
@@ -25,204 +45,132 @@ class Batch:
 
     eager = False
 
-    def __init__(self, front, output=None, outside=False):
-        self.front, self.output, self.outside = front, output, outside
-        self.source = Source(X, keys=KEYS, owner=self)
+    def __init__(self, front, keys, output=None, reads=()):
+        self.front, self.output, self.reads = front, output, reads
+        self.source = Source(X, keys=keys, owner=self)
         self.tape = self.source.tape
-        self.boundaries, self.computed, self.entered = [], [], False
+        self.boundaries, self.keys = [], []
         front.batch = self
 
     def takes_outside(self, unit):
-        return self.outside
+        return False
 
     def enter(self):
-        self.entered = True
+        pass
 
     def boundary(self, depth, node):
         self.boundaries.append(depth)
+        self.keys.append(node.key)
         return self.output if depth == self.front.depth else None
 
     def reached(self, node, value):
-        self.computed.append(value)
         return value
 
     def finish(self):
         pass
 
 
-@pytest.fixture
-def front():
-    made = new_front()
+class Run:
+    """A network with a front, and batches of the same kind."""
+
+    def __init__(self, nested=False, depth=4):
+        self.net, self.keys = Stages(nested).eval(), Keys()
+        self.front = new_front(depth, self.net)
+
+    def step(self, output=None, **options):
+        batch = Batch(self.front, self.keys, output, **options)
+        batch.result = self.net(batch.source.batch())
+        return batch
+
+
+@pytest.fixture(params=[False, True], ids=["flat", "nested"])
+def run(request):
+    made = Run(request.param)
+    for _ in range(2):  # the first call shows what the output looks like, the second one is recorded
+        assert made.step().boundaries == [1, 2, 3, 4]
     yield made
-    made.close()
+    made.front.close()
 
 
-def net_of(front):
-    return front.prefix.module
+def test_a_sequence_is_recorded_as_one_call(run):
+    apart, whole = run.step(reads=[SimpleNamespace(level=SimpleNamespace(depth=3))]), run.step()
+    assert 3 in apart.boundaries
+    assert whole.boundaries == [4]
+    assert apart.keys[-1] == whole.keys[-1]  # it stands for the same computation
+    assert whole.result.equal(apart.result)
+    assert whole.result.equal(Stages.forward(copy.deepcopy(run.net), X))
 
 
-def behind(net, hidden):
-    return net.head(net.c[2](net.c[0](hidden)))
+def test_a_known_output_takes_its_place(run):
+    run.front.ran.clear()
+    batch = run.step(OUTPUT)
+    assert batch.result.equal(run.net.head(run.net.last(OUTPUT)))
+    assert (batch.source.loaded, run.front.ran) == ([], set())
 
 
-def test_known_output_takes_the_place_of_the_front(front):
-    batch = Batch(front, OUTPUT)
-    net = net_of(front).eval()
-    net(batch.source.batch())  # the first call of each module shows what its output looks like
-    front.ran.clear()
-    batch = Batch(front, OUTPUT)
-    assert net(batch.source.batch()).equal(behind(net, OUTPUT))
-    assert front.ran == set()
-    assert batch.source.loaded == []
-    assert (batch.boundaries, batch.entered) == ([1, 2], True)
+def test_an_unknown_output_is_computed_by_all_layers(run):
+    run.front.ran.clear()
+    run.step()
+    assert run.front.ran == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_unknown_output_is_computed(front, times):
-    net = net_of(front).eval()
-    for _ in range(times):
-        batch = Batch(front)
-        found = net(batch.source.batch())
-    front.close()
-    assert found.equal(net(X))
-    assert batch.computed[0].equal(net.b(net.a(X)))
+def test_a_sequence_in_front_of_the_boundary_is_one_too():
+    run = Run(depth=5)  # and one layer of the next
+    for _ in range(3):
+        batch = run.step()
+    assert batch.boundaries == [4, 5]
+    run.front.close()
 
 
-@pytest.mark.parametrize("read", [lambda x: x.mean(), lambda x: x.numpy().copy(), torch.Tensor.tolist])
-def test_inner_activation_that_is_read_is_computed(front, read):
-    net = net_of(front)
-    expected = net.a(X)
-    for _ in range(2):
-        batch = Batch(front, OUTPUT)
-        inner = net.a(batch.source.batch())
-        net.b(inner)
-    assert is_lazy(inner)
-    assert torch.as_tensor(read(inner)).equal(torch.as_tensor(read(expected)))
-    assert 0 in front.ran
+def inner(run):
+    return next(module for module in reversed(list(run.net.first.modules())) if isinstance(module, Block))
 
 
-def test_plain_tensor_is_not_recorded(front):
-    net = net_of(front).eval()
-    batch = Batch(front, OUTPUT)
-    assert net(X).equal(net(X))
-    assert batch.boundaries == []
+def test_hooks_inside_see_what_they_saw(run):
+    seen = []
+    handle = inner(run).register_forward_hook(lambda module, args, out: seen.append((args[0].clone(), out.clone())))
+    assert 3 in run.step().boundaries
+    run.front.close()
+    run.net(X)
+    assert all(one.equal(other) for one, other in zip(*seen, strict=True))
+    handle.remove()
 
 
-def test_tensor_that_the_program_made_is_recorded_if_allowed(front):
-    batch = Batch(front, OUTPUT, outside=True)
-    net = net_of(front).eval()
-    assert net(X).equal(behind(net, OUTPUT))
-    assert batch.boundaries == [1, 2]
+def test_a_layer_in_another_mode_is_another_call(run):
+    inner(run).training = True
+    assert 3 in run.step().boundaries
+    inner(run).training = False
+    assert run.step().boundaries == [4]
 
 
-def test_without_a_batch_modules_run(front):
-    net = net_of(front).eval()
-    front.batch = None
-    found = net(X)
-    front.close()
-    assert found.equal(net(X))
+def test_a_layer_that_trains_after_all_runs(run):
+    inner(run).linear.weight.requires_grad_()
+    run.step().result.sum().backward()
+    assert inner(run).linear.weight.grad is not None
 
 
-HOOKS = {
-    "forward": lambda part, seen: part.register_forward_hook(lambda module, args, out: seen.append(out.clone())),
-    "before": lambda part, seen: part.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone())),
-    "all": lambda part, seen: nn.modules.module.register_module_forward_hook(
-        lambda module, args, out: seen.append(out.clone()) if module is part else None
-    ),
-}
+def test_replaced_layers_are_called(run):
+    block = inner(run)
+    own = vars(block)["forward"]
+    vars(block)["forward"] = lambda x: own(x) * 0
+    assert 3 in run.step().boundaries
+    expected = run.net.head(run.net.last(torch.zeros(6, 8)))
+    assert run.step().result.equal(expected)
 
 
-@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
-@pytest.mark.parametrize("part", [lambda net: net.a, lambda net: net.b, lambda net: net.b[0]])
-def test_hooks_are_called_with_true_values(front, hook, part):
-    net, found = net_of(front).eval(), []
-    for make in (lambda: X, lambda: Batch(front).source.batch(), lambda: Batch(front).source.batch()):
-        seen = []
-        handle = hook(part(net), seen)
-        net(make())
-        handle.remove()
-        found.append([plain(one).tolist() for one in seen])
-    assert found[0]
-    assert found[0] == found[1] == found[2]
-
-
-def test_gradient_of_the_input_is_computed(front):
-    net, gradients = net_of(front).eval(), []
-    for make in (X.clone, lambda: Batch(front, OUTPUT).source.batch()):
-        x = make().requires_grad_()
-        gradients.append(torch.autograd.grad(net(x).sum(), x)[0])
-    assert gradients[0].equal(gradients[1])
-
-
-def test_keys_tell_inputs_and_modes_apart(front):
-    net = net_of(front)
-
-    def key_of(change=lambda x: x, context=torch.enable_grad):
-        batch, nodes = Batch(front), []
-        batch.boundary = lambda depth, node: nodes.append(node.key) or OUTPUT
-        with context():
-            net(change(batch.source.batch()))
-        return nodes[-1]
-
-    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    kinds = [{}, {"context": torch.no_grad}, {"context": autocast}]
-    kinds += [{"change": lambda x: x * 2}, {"change": lambda x: x.flip(1)}]
-    keys = [key_of(**kind) for kind in kinds]
-    assert len(set(keys)) == len(keys)
-    assert [key_of(**kind) for kind in kinds] == keys
-
-
-def test_recorded_modules_run_in_the_modes_of_their_call(front):
-    net = net_of(front)
-    found = []
-    for _ in range(2):
-        batch = Batch(front, OUTPUT)
-        with torch.autocast("cpu", torch.bfloat16):
-            inner = net.a[0](X), net.a(batch.source.batch())
-        found.append(plain(inner[1]))
-    front.close()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert found[1].equal(net.a(X))
-
-
-def test_the_precision_of_an_output_is_that_of_autocast(front):
-    def nodes(enabled):
-        batch, found = Batch(front), []
-        batch.boundary = lambda depth, node: found.append(node)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            net_of(front)(batch.source.batch())
-        return found
-
-    assert {precision_of(node) for node in nodes(True)} == {torch.bfloat16}
-    assert {precision_of(node) for node in nodes(False)} == {torch.float32}
+def test_layers_that_are_appended_are_called(run):
+    run.net.first.append(nn.Threshold(1e9, 0.5))
+    assert run.step().result.equal(run.net.head(run.net.last(torch.full((6, 8), 0.5))))
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
-def test_copy_of_the_model_has_its_own_forward(front, make):
-    net = net_of(front).eval()
-    other = make(net)
-    Batch(front, OUTPUT)
-    with torch.no_grad():
-        other.a[0].weight.zero_()
-    front.close()
-    expected = copy.deepcopy(net)
-    with torch.no_grad():
-        expected.a[0].weight.zero_()
-    assert other(X).equal(expected(X))
+def test_a_copy_has_its_own_layers(run, make):
+    other = make(run.net)
+    block = next(module for module in other.first.modules() if isinstance(module, Block))
+    nn.init.zeros_(block.linear.weight)
+    assert not other(X).equal(run.net(X))
 
 
-def test_close_leaves_the_model_as_it_was():
-    net = Net()
-    front = new_front(net=net)
-    assert any("forward" in vars(part) for part in net.modules())
-    front.close()
-    front.close()
-    assert not any("forward" in vars(part) for part in net.modules())
-
-
-def test_own_forward_of_a_module_is_kept():
-    net = Net()
-    own = net.a.forward
-    net.a.forward = own
-    new_front(net=net).close()
-    assert vars(net.a)["forward"] is own
+def test_close_leaves_the_sequences_as_they_were(run):
+    run.front.close()
+    assert not any("forward" in vars(module) for module in run.net.modules())

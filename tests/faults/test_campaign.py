@@ -19,6 +19,8 @@ ALIKE = {
     "clock_jumps",
     "other_order",
     "length_changes",
+    "items_change",
+    "files_wrong",
 }
 SEEDS = {"raised": 3, "torn": 2}  # with 0, the one has a worker, the other is killed more often than it has to be
 

@@ -8,7 +8,7 @@ from programs.parts import BATCH, CLASSES, SAMPLES, Classifier, Validated, grid,
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_egeria.caching import front, padding
+from lightning_egeria.caching import padding, units
 from lightning_egeria.network.folding import folded
 
 WIDTH, HEADS, LENGTH = 16, 2, 16
@@ -261,7 +261,7 @@ def test_attention_is_as_fast_as_while_it_learned(tmp_path, monkeypatch, precisi
         calls.append(run)
         return folded(run, *args, **kwargs)
 
-    monkeypatch.setattr(front, "folded", noted)
+    monkeypatch.setattr(units, "folded", noted)
 
     def program(run):
         data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=padded_to_the_longest)
