@@ -102,7 +102,9 @@ class FrontUnit:
         output_leaf: number of the boundary tensor among those of its output.
     """
 
-    def __init__(self, front: UnitsOwner, number: int, path: str, module: nn.Module, depth: int, output_leaf: int) -> None:
+    def __init__(
+        self, front: UnitsOwner, number: int, path: str, module: nn.Module, depth: int, output_leaf: int
+    ) -> None:
         self.front, self.number, self.path = front, number, path
         self.depth, self.output_leaf = depth, output_leaf
         self._hooks = [

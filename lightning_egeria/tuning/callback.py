@@ -290,9 +290,9 @@ class BranchTuner(pl.Callback):
         limits = self._limits(trainer, most)
         if most < 1:
             self.notices.warn(TOO_SHORT)
-        elif self.searches and limits.most_total < 2 * limits.first_steps:
+        elif limits.most_total < 2 * limits.lengths[0]:
             self.notices.inform(
-                f"step {trainer.global_step}: no search, because two trials of {limits.first_steps} steps are more "
+                f"step {trainer.global_step}: no search, because two trials of {limits.lengths[0]} steps are more "
                 f"than what is left of max_share={self.max_share}"
             )
         else:

@@ -18,7 +18,7 @@ def closing_lines(searches: Sequence[SearchRecord], seconds: float) -> Iterator[
         seconds: time that the run took.
     """
     if not searches:
-        yield "no search ran: no epoch of at_epochs began, and monitor, if there is one, stayed good"
+        yield "no search ran: none began (at_epochs, monitor), or there was no room for one, as was told"
         return
     steps, spent = sum(one.steps for one in searches), sum(one.seconds for one in searches)
     share = f" ({spent / seconds:.0%} of the run)" if seconds > 0 else ""

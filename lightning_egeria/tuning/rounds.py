@@ -7,6 +7,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from lightning_egeria.errors import ArgumentError
 from lightning_egeria.tuning.searchers import RefiningSearcher, Searcher
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS, Label, Summary, summarize
@@ -212,6 +213,11 @@ class _Rounds:
         self._spent = 0
 
     @property
+    def _settings(self) -> int:
+        """Number of settings; one that was given up may be tried again from the beginning, in longer trials."""
+        return len({repr(branch.setting) for branch in self.branches})
+
+    @property
     def best(self) -> int | None:
         """The fastest of the branches with the longest trials; None if none makes progress."""
         return next(iter(self._ranked(range(len(self.branches)))), None)
@@ -237,19 +243,18 @@ class _Rounds:
         yield from self._try_others(racing, first, self._limits.affordable)
         for left, steps in zip(range(len(lengths), 0, -1), lengths, strict=True):
             kept = self._faster_half(racing, len(racing))
-            if self.spent_all or (len(kept) == 1 and self._refines is None):
+            more = self._refines is not None and self._refines.longer()
+            if self.spent_all or (len(kept) == 1 and not more):
                 break
             most = self._spent + (self._limits.most_total - self._spent) / left
             racing = []
-            if self._refines is not None:
-                self._refines.longer()
             for at, number in enumerate(kept):
                 yield from self._train(number, steps, [*self._may_go_on(racing, len(kept)), *kept[at + 1 :]])
                 racing.append(number)
-            if self._refines is not None and not self.spent_all:
+            if more and not self.spent_all:
                 yield from self._try_others(racing, steps, self._limits.most_trials, most)
         if not self.spent_all and len(self.branches) > 1:
-            self.reason = f"{len(self.branches)} settings were compared"
+            self.reason = f"{self._settings} settings were compared"
 
     def _try_others(
         self, racing: list[int], steps: int, most: int, most_spent: float = math.inf
@@ -286,7 +291,7 @@ class _Rounds:
     def _next_branch(self, most: int) -> int | None:
         if self.reason is not None:
             return None
-        if len(self.branches) >= most:
+        if self._settings >= most:
             self.reason = f"{most} settings were tried"
             return None
         setting: Setting | None = self._present
@@ -296,15 +301,17 @@ class _Rounds:
                 self._searcher.tell(setting, self.branches[0].told)
                 setting = self._searcher.ask()
         if setting is None:
-            self.reason = "every setting was tried" if len(self.branches) > 1 else "there is one setting"
+            self.reason = "nothing was left to try" if len(self.branches) > 1 else "there is one setting"
             return None
-        self.branches.append(Branch(setting))
+        if setting.keys() != self._present.keys():  # of a searcher of the user's own
+            raise ArgumentError(f"the searcher returned {setting!r}, expected values of {', '.join(self._present)}")
+        self.branches.append(Branch(dict(setting)))
         return len(self.branches) - 1
 
     def _train(self, number: int, steps: int, needed: Sequence[int]) -> Generator[Order, Result, None]:
         branch = self.branches[number]
         cost = steps - branch.steps
-        if self._spent + cost > self._limits.most_total and number > 0:
+        if self._spent + cost > self._limits.most_total and self._spent > 0:
             self.spent_all, self.reason = True, f"{self._spent} steps of trials were used up"
             if branch.steps == 0:  # it is the last one
                 self.branches.pop()
@@ -330,7 +337,7 @@ def play(
     >>> known = {("{'lr': 1}", 2): Result([3.0, 2.0], 2), ("{'lr': 2}", 2): Result([3.0, 1.0], 2)}
     >>> orders, outcome = play(run, known)
     >>> [order.setting["lr"] for order in orders], outcome.winner, outcome.reason
-    ([1, 2], 1, 'every setting was tried')
+    ([1, 2], 1, 'nothing was left to try')
     """
     orders: list[Order] = []
     try:

@@ -14,7 +14,7 @@ from lightning_egeria.errors import ArgumentError
 from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, Uniform
 
 SPREAD = 3  # settings for each tunable that a compass search begins with
-DISTANCE = 1 / 8  # share of a space between neighbours in it
+DISTANCE = 1 / 6  # share of a space between neighbours in it
 NEAR = 1.3  # so many distances away is a neighbour, too
 TRIES = 20  # of a random searcher, to draw a setting that was not tried yet
 
@@ -36,8 +36,8 @@ class Searcher(Protocol):
 class RefiningSearcher(Searcher, Protocol):
     """A searcher that is asked again in each round of longer trials, after it was told the speeds in these."""
 
-    def longer(self) -> None:
-        """Speeds that are told from now on are of longer trials."""
+    def longer(self) -> bool:
+        """Speeds that are told from now on are of longer trials. Return whether it may ask for more."""
 
 
 SearcherFactory: TypeAlias = Callable[[Mapping[str, Space], int], Searcher]  # of spaces and a seed
@@ -98,14 +98,15 @@ class CompassSearcher:
     ...     rates.append(setting["lr"])
     ...     searcher.tell(setting, 1 / (1 + abs(math.log10(setting["lr"] / 3e-3))))
     >>> len(rates), min(abs(math.log10(rate / 3e-3)) for rate in rates) < 0.5
-    (4, True)
+    (5, True)
     """
 
     def __init__(self, spaces: Mapping[str, Space], seed: int = 0) -> None:
         self._spaces = dict(spaces)
-        self._spread = RandomSearcher(spaces, seed)
+        self._spread = self._hypercubes(random.Random(seed))
         self._left = SPREAD * len(self._spaces)
-        self._told: list[tuple[float, Setting]] = []  # of trials of this length
+        self._told: list[tuple[float, Setting]] = []  # of trials of this length, and what diverged in any
+        self._chosen: list[Setting] = []  # of shorter trials
 
     def ask(self) -> Setting | None:
         """Return a setting that this round has not tried, or None.
@@ -117,23 +118,38 @@ class CompassSearcher:
         speed, fastest = max(self._told, key=lambda told: told[0], default=(-1.0, {}))
         if self._left < 0 and speed >= 0:
             return next(self._around(fastest), None) if speed > 0 else None
-        tried = [setting for _, setting in self._told]
-        return next((setting for setting in iter(self._spread.ask, None) if setting not in tried), None)
+        tried = [setting for _, setting in self._told] + self._chosen
+        return next((setting for setting in itertools.islice(self._spread, TRIES) if setting not in tried), None)
 
     def tell(self, setting: Setting, speed: float) -> None:
         """Take the speed."""
         self._told.append((speed, dict(setting)))
 
-    def longer(self) -> None:
-        """Forget the speeds of the trials so far, which were shorter."""
-        self._told.clear()
+    def longer(self) -> bool:
+        """Forget the speeds of the trials so far, which were shorter; what diverged diverges again."""
+        self._chosen += [setting for _, setting in self._told]
+        self._told = [told for told in self._told if told[0] < 0]
+        return any(not isinstance(space, Choice) for space in self._spaces.values())
+
+    def _hypercubes(self, generator: random.Random) -> Iterator[Setting]:
+        """Yield settings that are spread over each space: Latin hypercubes, one after another."""
+        count = SPREAD * len(self._spaces)
+        while True:
+            for places in zip(*(generator.sample(range(count), count) for _ in self._spaces), strict=True):
+                yield {
+                    name: space.at((place + generator.random()) / count)
+                    if isinstance(space, Choice | Uniform)
+                    else space.draw(generator)
+                    for place, (name, space) in zip(places, self._spaces.items(), strict=True)
+                }
 
     def _around(self, setting: Setting) -> Iterator[Setting]:
         for name, space in self._spaces.items():
             others = {**setting, name: None}
             tried = [one[name] for _, one in self._told if {**one, name: None} == others]
-            if isinstance(space, Choice):
-                yield from ({**setting, name: value} for value in space.values if value not in tried)
+            if isinstance(space, Choice):  # each value once: no trial of one tells of another
+                beside = ({**setting, name: value} for value in space.values if value not in tried)
+                yield from (one for one in beside if one not in self._chosen)
             elif isinstance(space, Uniform):  # of others nobody knows what is near
                 here, *shares = (min(max(space.share(float(one)), 0.0), 1.0) for one in (setting[name], *tried))
                 for step in (DISTANCE, -DISTANCE):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from lightning_egeria.errors import ArgumentError
 from lightning_egeria.tuning.rounds import Limits, Result, play, search
 from lightning_egeria.tuning.searchers import CompassSearcher, GridSearcher, RandomSearcher
 from lightning_egeria.tuning.spaces import Choice, LogUniform
@@ -117,7 +118,7 @@ def test_as_many_settings_as_the_steps_allow():
 
 def warming_up(rate, steps):
     """A rate that is too large falls fast, and then no more."""
-    return [100 - (100 * rate) * min(i, 6 / (100 * rate) ** 2) for i in range(steps)]
+    return [100 - (100 * rate) * min(i, 6 / (100 * rate) ** 1.2) for i in range(steps)]
 
 
 def refined(**limits):
@@ -128,7 +129,7 @@ def refined(**limits):
 
 
 def test_a_compass_looks_around_the_fastest_of_each_round():
-    """In four steps 0.02 is fastest, in 32 a tenth of it. The first round does not try that."""
+    """In 32 steps a smaller rate is fastest than in four. The first round does not try it."""
     orders, outcome = refined()
     first, last = ([rate for rate, length, _ in orders if length == steps] for steps in (4, 32))
     early = min(first, key=lambda rate: warming_up(rate, 4)[-1])
@@ -153,6 +154,38 @@ def test_states_of_a_round_that_refines_are_needed():
         before = [at for at, (*_, other) in enumerate(orders[:number]) if other.branch == order.branch]
         if before:
             assert all(order.branch in other.needed for *_, other in orders[before[-1] + 1 : number])
+
+
+def test_no_trial_is_beyond_what_the_search_may_spend():
+    """Not even of the present setting, where none makes progress."""
+
+    def losses(rate, steps):
+        return [1.0] * steps
+
+    orders, outcome, *_ = ran([1.0, 2.0], losses, most_total=18)
+    assert orders == [(0, 0.0, 4), (1, 1.0, 4), (0, 0.0, 8), (1, 1.0, 8)]
+    assert outcome.reason == "16 steps of trials were used up"
+
+
+def test_a_setting_of_other_tunables_is_refused():
+    class Confused(Listed):
+        def ask(self):
+            return {"lr": 1.0, "wd": 2.0}
+
+    with pytest.raises(ArgumentError, match=r"the searcher returned .*'wd': 2.0.*, expected values of lr"):
+        play(search(Confused(), {"lr": 0.5}, Limits(4, 64, 50)), Traces(falling))
+
+
+def test_settings_are_copied():
+    one = {}
+
+    class Reuses(Listed):
+        def ask(self):
+            one.update(super().ask() or {})
+            return one if len(self.told) < 3 else None
+
+    _, outcome = play(search(Reuses(1.0, 2.0), {"lr": 0.5}, Limits(4, 64, 50)), Traces(falling))
+    assert [branch.setting["lr"] for branch in outcome.branches] == [0.5, 1.0, 2.0]
 
 
 def test_too_few_steps_for_two_trials():
@@ -211,7 +244,7 @@ def test_the_present_setting_is_not_tried_twice():
 def test_later_each_setting_has_one_trial():
     orders, outcome, *_ = ran([3.0, 2.0, 1.0], halving=False)
     assert orders == [(0, 0.0, 4), (1, 3.0, 4), (2, 2.0, 4), (3, 1.0, 4)]
-    assert (outcome.winner, outcome.trial_steps, outcome.reason) == (1, 4, "every setting was tried")
+    assert (outcome.winner, outcome.trial_steps, outcome.reason) == (1, 4, "nothing was left to try")
 
 
 def test_later_the_state_of_the_best_is_needed():

@@ -76,7 +76,7 @@ def test_in_longer_trials_a_compass_looks_around_another():
     searcher.tell({"lr": 0.9}, 0.5)
     searcher.tell({"lr": 0.4}, 0.7)
     near = [setting["lr"] for setting in told_all(searcher, lambda setting: 0.6)]
-    assert near == pytest.approx([0.525, 0.275])
+    assert near == pytest.approx([0.4 + 1 / 6, 0.4 - 1 / 6])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -144,11 +144,33 @@ def test_an_unknown_sampler_and_space_are_refused():
 
 
 def test_a_compass_whose_settings_diverge_goes_on_spreading():
-    compass, spread = CompassSearcher({"lr": LogUniform(1e-6, 1)}), RandomSearcher({"lr": LogUniform(1e-6, 1)})
-    for _ in range(8):
-        setting = compass.ask()
-        assert setting == spread.ask()
-        compass.tell(setting, -1.0)
+    """A third of the space each, again and again; none comes back in longer trials."""
+    searcher, rates = CompassSearcher({"lr": LogUniform(1e-6, 1)}), []
+    for number in range(9):
+        rates.append(searcher.ask()["lr"])
+        searcher.tell({"lr": rates[-1]}, -1.0)
+        if number == 5:
+            searcher.longer()
+    thirds = [sorted(int(math.log10(rate) / 2 + 3) for rate in rates[at : at + 3]) for at in (0, 3, 6)]
+    assert thirds == [[0, 1, 2]] * 3
+    assert len(set(rates)) == 9
+
+
+def test_a_compass_asks_for_each_choice_once():
+    searcher = CompassSearcher({"batch_size": Choice([8, 16, 32, 64])})
+    sizes = {setting["batch_size"] for setting in told_all(searcher, lambda setting: setting["batch_size"])}
+    assert sizes == {8, 16, 32, 64}
+    assert searcher.longer() is False
+    searcher.tell({"batch_size": 64}, 1.0)
+    assert searcher.ask() is None
+
+
+def test_a_compass_leaves_out_what_diverged_before():
+    searcher = CompassSearcher({"lr": Uniform(0, 1)})
+    told_all(searcher, lambda setting: 1.0 if setting["lr"] < 0.5 else -1.0)
+    assert searcher.longer() is True
+    searcher.tell({"lr": 0.45}, 1.0)
+    assert all(setting["lr"] < 0.45 for setting in told_all(searcher, lambda setting: 0.5))
 
 
 def test_a_compass_without_progress_waits_for_longer_trials():
