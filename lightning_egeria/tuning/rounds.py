@@ -269,7 +269,7 @@ class _Rounds:
 
     def _may_go_on(self, racing: Sequence[int], count: int) -> list[int]:
         """Those of a round of ``count`` branches, or more if it refines, that the next one may need."""
-        return self._faster_half(racing, count if self._refines is None else 2 * len(racing))
+        return self._faster_half(racing, count if self._refines is None else 2 * len(racing))  # then all of them
 
     def _ranked(self, numbers: Sequence[int]) -> list[int]:
         """Those that make progress: longer trials tell more, and of as long ones the fastest is first."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from torch.quasirandom import SobolEngine
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, Uniform
+from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, Uniform, Value
 
 SPREAD = 3  # settings for each tunable that a compass search begins with
 DISTANCE = 1 / 6  # share of a space between neighbours in it
@@ -69,7 +69,7 @@ class RandomSearcher:
         for _ in range(TRIES * (len(self._drawn) + 1)):
             shares = self._points.draw()[0].tolist()
             setting = {
-                name: space.at(share) if isinstance(space, Choice | Uniform) else space.draw(self._generator)
+                name: _at(space, share, self._generator)
                 for share, (name, space) in zip(shares, self._spaces.items(), strict=False)
             }
             if repr(setting) not in self._drawn:
@@ -106,7 +106,7 @@ class CompassSearcher:
         self._spread = self._hypercubes(random.Random(seed))
         self._left = SPREAD * len(self._spaces)
         self._told: list[tuple[float, Setting]] = []  # of trials of this length, and what diverged in any
-        self._chosen: list[Setting] = []  # of shorter trials
+        self._tried: list[Setting] = []  # in trials of any length
 
     def ask(self) -> Setting | None:
         """Return a setting that this round has not tried, or None.
@@ -118,16 +118,15 @@ class CompassSearcher:
         speed, fastest = max(self._told, key=lambda told: told[0], default=(-1.0, {}))
         if self._left < 0 and speed >= 0:
             return next(self._around(fastest), None) if speed > 0 else None
-        tried = [setting for _, setting in self._told] + self._chosen
-        return next((setting for setting in itertools.islice(self._spread, TRIES) if setting not in tried), None)
+        return next((setting for setting in itertools.islice(self._spread, TRIES) if setting not in self._tried), None)
 
     def tell(self, setting: Setting, speed: float) -> None:
         """Take the speed."""
         self._told.append((speed, dict(setting)))
+        self._tried.append(dict(setting))
 
     def longer(self) -> bool:
         """Forget the speeds of the trials so far, which were shorter; what diverged diverges again."""
-        self._chosen += [setting for _, setting in self._told]
         self._told = [told for told in self._told if told[0] < 0]
         return any(not isinstance(space, Choice) for space in self._spaces.values())
 
@@ -137,20 +136,18 @@ class CompassSearcher:
         while True:
             for places in zip(*(generator.sample(range(count), count) for _ in self._spaces), strict=True):
                 yield {
-                    name: space.at((place + generator.random()) / count)
-                    if isinstance(space, Choice | Uniform)
-                    else space.draw(generator)
+                    name: _at(space, (place + generator.random()) / count, generator)
                     for place, (name, space) in zip(places, self._spaces.items(), strict=True)
                 }
 
     def _around(self, setting: Setting) -> Iterator[Setting]:
         for name, space in self._spaces.items():
-            others = {**setting, name: None}
-            tried = [one[name] for _, one in self._told if {**one, name: None} == others]
             if isinstance(space, Choice):  # each value once: no trial of one tells of another
-                beside = ({**setting, name: value} for value in space.values if value not in tried)
-                yield from (one for one in beside if one not in self._chosen)
+                beside = ({**setting, name: value} for value in space.values)
+                yield from (one for one in beside if one not in self._tried)
             elif isinstance(space, Uniform):  # of others nobody knows what is near
+                others = {**setting, name: None}
+                tried = [one[name] for _, one in self._told if {**one, name: None} == others]
                 here, *shares = (min(max(space.share(float(one)), 0.0), 1.0) for one in (setting[name], *tried))
                 for step in (DISTANCE, -DISTANCE):
                     there = min(max(here + step, 0.0), 1.0)
@@ -239,6 +236,11 @@ SEARCHERS: dict[str, SearcherFactory] = {
     "tpe": OptunaSearcher,
     "cmaes": lambda spaces, seed: OptunaSearcher(spaces, seed, "cmaes"),
 }
+
+
+def _at(space: Space, share: float, generator: random.Random) -> Value:
+    """Return the value at a share of a space; of a space that has no order, any."""
+    return space.at(share) if isinstance(space, Choice | Uniform) else space.draw(generator)
 
 
 def _optuna() -> Any:

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fronts import new_front
-from lazies import Source
+from fronts import Batch, new_front
 from torch import nn
 
 from lightning_egeria.lazy.keys import Keys
@@ -40,36 +39,6 @@ class Stages(nn.Module):
         return self.head(self.last(self.first(x)))
 
 
-class Batch:
-    """Serves ``output`` at the deepest boundary; None: has it computed."""
-
-    eager = False
-
-    def __init__(self, front, keys, output=None, reads=()):
-        self.front, self.output, self.reads = front, output, reads
-        self.source = Source(X, keys=keys, owner=self)
-        self.tape = self.source.tape
-        self.boundaries, self.keys = [], []
-        front.batch = self
-
-    def takes_outside(self, unit):
-        return False
-
-    def enter(self):
-        pass
-
-    def boundary(self, depth, node):
-        self.boundaries.append(depth)
-        self.keys.append(node.key)
-        return self.output if depth == self.front.depth else None
-
-    def reached(self, node, value):
-        return value
-
-    def finish(self):
-        pass
-
-
 class Run:
     """A network with a front, and batches of the same kind."""
 
@@ -78,7 +47,7 @@ class Run:
         self.front = new_front(depth, self.net)
 
     def step(self, output=None, **options):
-        batch = Batch(self.front, self.keys, output, **options)
+        batch = Batch(self.front, output, inputs=X, keys=self.keys, **options)
         batch.result = self.net(batch.source.batch())
         return batch
 

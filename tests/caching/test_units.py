@@ -6,8 +6,9 @@ import pickle
 
 import pytest
 import torch
+from fronts import Batch as BatchOf
 from fronts import new_front
-from lazies import Source, is_lazy
+from lazies import is_lazy
 from programs.parts import Net
 from torch import nn
 
@@ -17,37 +18,7 @@ from lightning_egeria.lazy.units import precision_of
 
 X = torch.randn(6, 8)
 OUTPUT = torch.randn(6, 8)
-KEYS = Keys()
-
-
-class Batch:
-    """Serves ``output`` at the deepest boundary; None: has it computed."""
-
-    eager, reads = False, ()
-
-    def __init__(self, front, output=None, outside=False):
-        self.front, self.output, self.outside = front, output, outside
-        self.source = Source(X, keys=KEYS, owner=self)
-        self.tape = self.source.tape
-        self.boundaries, self.computed, self.entered = [], [], False
-        front.batch = self
-
-    def takes_outside(self, unit):
-        return self.outside
-
-    def enter(self):
-        self.entered = True
-
-    def boundary(self, depth, node):
-        self.boundaries.append(depth)
-        return self.output if depth == self.front.depth else None
-
-    def reached(self, node, value):
-        self.computed.append(value)
-        return value
-
-    def finish(self):
-        pass
+Batch = functools.partial(BatchOf, inputs=X, keys=Keys())
 
 
 @pytest.fixture
