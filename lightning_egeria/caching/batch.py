@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.levels import Flags, Level, Rows
-from lightning_egeria.caching.outputs import Output, Read, Some, agree, computed_at
+from lightning_egeria.caching.levels import Level
+from lightning_egeria.caching.outputs import BatchSizes, Output, Read, Some, agree, computed_at
 from lightning_egeria.caching.plan import Loaded, Mode
-from lightning_egeria.caching.sizes import BatchSizes, Outside
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import version_of
+from lightning_egeria.lazy.outside import Outside
 from lightning_egeria.lazy.sending import receive
 from lightning_egeria.lazy.tape import Node, Tape
 from lightning_egeria.lazy.tensors import caller
 from lightning_egeria.lazy.units import precision_of
 from lightning_egeria.profiling.clock import mark
-from lightning_egeria.stores.rows import laid_out
+from lightning_egeria.stores.rows import Flags, Rows, laid_out
 from lightning_egeria.stores.samples import stamp_of
 
 

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.recording import Budget, Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.errors import ArgumentError, CacheError, check_integers
 from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.stores.limits import Budget, Limits
 from lightning_egeria.stores.rows import Precision
 from lightning_egeria.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.training.combinations import check_combination, methods_of

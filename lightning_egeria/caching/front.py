@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from lightning_egeria.caching.units import Batch, FrontUnit, Seen
-from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.lazy.tensors import LazyTensor
 from lightning_egeria.lazy.units import Context
 from lightning_egeria.network.prefix import FrozenPrefix
+from lightning_egeria.snapshots.frozen_state import FrozenState
 
 
 class FrontSequence(FrontUnit):
@@ -120,7 +120,7 @@ class Front:
         layers = prefix.chain.layer_modules[:depth]
         ends = {layer.units[-1]: (at + 1, layer.output_leaf) for at, layer in enumerate(layers)}
         paths = list(dict.fromkeys(path for layer in layers for path in layer.units))
-        self.state = FrontState([(path, modules[path]) for path in paths])
+        self.state = FrozenState([(path, modules[path]) for path in paths])
         self.first = frozenset(layers[0].units)
         self.ran: set[int] = set()
         self.refused: str | None = None
@@ -139,7 +139,7 @@ class Front:
         """Take the weights as they are now for those of the front."""
         modules = dict(self.prefix.module.named_modules())
         with contextlib.suppress(CacheError):  # it cannot be read; then it goes on changing
-            self.state = FrontState([(path, modules[path]) for path in self._paths if path in modules])
+            self.state = FrozenState([(path, modules[path]) for path in self._paths if path in modules])
         self.renewals += 1
 
     def close(self) -> None:

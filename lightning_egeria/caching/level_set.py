@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.levels import Level, MemoryTier, Rows
-from lightning_egeria.caching.recording import Limits, Recording, bytes_on_disk
-from lightning_egeria.caching.sizes import form_length
+from lightning_egeria.caching.levels import Level, Recording, bytes_on_disk
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.errors import CacheError
 from lightning_egeria.stores.background import ReadAhead
 from lightning_egeria.stores.directory import CacheDirectory
+from lightning_egeria.stores.limits import Limits
 from lightning_egeria.stores.manifest import FORMAT, Manifest, StoreError
-from lightning_egeria.stores.rows import RowForm
+from lightning_egeria.stores.memory import MemoryTier
+from lightning_egeria.stores.rows import RowForm, Rows
 from lightning_egeria.training.notices import Notices
 
 COUNT_EVERY_S = 1.0
+ROOM = 2  # times the length of the first batch: what longer batches compute is not kept
+LEAST_ROOM = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,3 +265,8 @@ class LevelSet:
     def _remove_dropped(self) -> None:
         """Remove stores that are of no use; those that a worker process still has open later."""
         self._dropped = [folder for folder in self._dropped if not self._directory.remove(folder) and folder.exists()]
+
+
+def form_length(length: int) -> int:
+    """Return the length of a ragged form, from that of the first batch: a power of two, so that later runs agree."""
+    return max(LEAST_ROOM, 1 << (ROOM * length - 1).bit_length())

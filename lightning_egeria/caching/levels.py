@@ -1,95 +1,69 @@
-"""One cached boundary of a network: batches of its activations in and out of a store, and in memory while they fit."""
+"""One cached boundary of a network: its entries on disk and in memory, and new ones as long as there is room."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
-import mmap
-import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import shutil
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 from torch import Tensor
 
-from lightning_egeria.caching.sizes import Lengths
-from lightning_egeria.stores.rows import RowForm
+from lightning_egeria.stores.background import WriteBehind
+from lightning_egeria.stores.limits import Limits
+from lightning_egeria.stores.memory import MemoryTier, as_bytes, chosen, room_for
+from lightning_egeria.stores.rows import Flags, RowForm, Rows
+from lightning_egeria.stores.samples import STAMP_BYTES, stamps_of
 from lightning_egeria.stores.store import ActivationStore
 
-Rows = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-STAMP_BYTES = 8
-MAPPED_BYTES = 2**18
+JUDGED_LENGTHS = 4  # of texts; each text is compared at two lengths besides, before it becomes an entry
 
 
-class MemoryTier:
-    """The first entries that were put in, on one device, while they fit.
+class Lengths:
+    """Whether a text's output is the same however far it is padded, as far as batches of some lengths have told.
 
     Args:
-        capacity_bytes: of all rows together.
-        form: of the rows.
-        entries: how many entries the store has.
-        device: where to keep them.
+        version: `Outside.version` of these batches.
 
     Attributes:
-        capacity: how many rows fit.
+        agree: whether it is, to rounding; None if nobody knows yet.
+        exact: whether all bits were the same so far.
+        version: as given.
+
+    >>> lengths = Lengths()
+    >>> lengths.serves(np.array([50, 40, 30]), 40).tolist()
+    [False, True, False]
+    >>> lengths.judged(50, same=True, exact=True)
+    >>> lengths.serves(np.array([50, 40, 30]), 40).tolist()
+    [True, True, False]
     """
 
-    def __init__(self, capacity_bytes: int, form: RowForm, entries: int, device: torch.device) -> None:
-        self.capacity = min(capacity_bytes // max(1, form.row_bytes), entries)
-        self._ragged = form.ragged
-        self._place = np.full(entries if self.capacity else 0, -1, np.int32)
-        # Memory of the host is taken page by page as it is written.
-        self._rows = torch.empty((self.capacity, *form.stored_shape), dtype=form.stored_dtype, device=device)
-        self._used = 0
-        self._putting = threading.Lock()  # entries come from the reading and from the writing thread
+    def __init__(self, version: int = 0) -> None:
+        self.agree: bool | None = None
+        self.exact = True
+        self.version = version
+        self._judged: set[int] = set()
 
-    def holds(self, entries: Rows) -> Flags:
-        """Which entries are here."""
-        return self._place[entries] >= 0 if self.capacity else np.zeros(len(entries), bool)
+    def is_new(self, length: int) -> bool:
+        """Whether a batch of a length may tell more. Of those that are not the longest, the first ones are enough."""
+        if self.agree is False or length in self._judged:
+            return False
+        return len(self._judged) < JUDGED_LENGTHS or length > max(self._judged)
 
-    def take(self, entries: Rows, length: int) -> Tensor:
-        """Rows that are here, in memory order, and of a length if the form is ragged."""
-        places = self._place[entries].astype(np.int64)
-        return chosen(self._rows, places, length if self._ragged else None)
+    def judged(self, length: int, same: bool, exact: bool) -> None:
+        """A batch of a length has told whether shorter or longer ones have the same output, and the same bits."""
+        self._judged.add(length)
+        self.exact = self.exact and exact
+        self.agree = same and self.agree is not False
 
-    def put(self, entries: Rows, rows: Tensor) -> None:
-        """Keep as many rows as still fit; longer ones in the place of those that are here."""
-        if not self.capacity or (self._used == self.capacity and not self._ragged):
-            return
-        with self._putting:
-            if self._ragged:  # a reader finds the values of before in what it reads of a row
-                self._copy(self._place[entries[self.holds(entries)]], rows, np.flatnonzero(self.holds(entries)))
-            new = np.flatnonzero(~self.holds(entries))[: self.capacity - self._used]
-            places = np.arange(self._used, self._used + len(new))
-            self._copy(places, rows, new)
-            # Last: whoever finds a place finds its row.
-            self._place[entries[new]] = places
-            self._used += len(new)
-
-    def _copy(self, places: npt.NDArray[Any], rows: Tensor, numbers: Rows) -> None:
-        if not len(places):
-            return
-        kept = rows if len(numbers) == len(rows) else chosen(rows, numbers)
-        if self._rows.device.type != "cpu":
-            into = self._rows[:, : rows.shape[1]] if self._ragged else self._rows
-            into[torch.from_numpy(places.astype(np.int64)).to(into.device)] = kept.to(into.device)
-        else:
-            raw = _as_bytes(kept)
-            _as_bytes(self._rows)[places, : raw.shape[1]] = raw
-
-    def drop(self, number: int) -> None:
-        """Keep an entry no longer; its memory is not used again."""
-        if self.capacity:
-            self._place[number] = -1
-
-    @property
-    def index_bytes(self) -> int:
-        """Memory for knowing where the rows are."""
-        return self._place.nbytes
+    def serves(self, own: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.bool_]:
+        """Return which entries, of these lengths, may be used in a batch of another length."""
+        found: npt.NDArray[np.bool_] = own >= length if self.agree else own == length
+        return found
 
 
 class Found(NamedTuple):
@@ -178,10 +152,10 @@ class Level:
         longest = int(lengths.max(initial=1)) if held.all() and lengths.all() else form.length
         if held.all() and not pin:
             return Found(host.take(entries, longest), sound, self.stamps[entries], lengths)
-        data = _room((len(entries), *form.of_length(longest)), form.stored_dtype, pin)
-        raw = _as_bytes(data)
+        data = room_for((len(entries), *form.of_length(longest)), form.stored_dtype, pin)
+        raw = as_bytes(data)
         if held.any():
-            raw[held] = _as_bytes(host.take(entries[held], longest))
+            raw[held] = as_bytes(host.take(entries[held], longest))
         for place in np.flatnonzero(~held):
             number = int(entries[place])
             shape = self._read_one(number, raw[place])
@@ -215,7 +189,7 @@ class Level:
             OSError: the disk is full, say.
         """
         done = []
-        for place, raw in enumerate(_as_bytes(rows)):
+        for place, raw in enumerate(as_bytes(rows)):
             if not self.wants(entries[place : place + 1], rows.shape[1] if self.form.ragged else 1).all():
                 continue
             self.stamps[entries[place]] = stamps_of(fields[place])
@@ -228,46 +202,145 @@ class Level:
         return len(done)
 
 
-def stamps_of(fields: bytes) -> tuple[int, int]:
-    """Return the stamps of an entry: digests of the sample's fields, and of what the program made of its own.
+class Written(Protocol):
+    """What is counted; see `CacheStats`."""
+
+    to_write: int
+    written: int
+
+
+class Recording:
+    """Writes entries in the background; ends where there is no room, or no disk, for more.
 
     Args:
-        fields: as in the store: 8 bytes of the second stamp, then the fields of the sample.
+        limits: limits of room.
+        stats: counts written entries.
+        warn: called with a text for the user and the name of its cause.
+
+    Attributes:
+        active: whether entries are still written.
     """
-    return xxhash.xxh3_64_intdigest(fields[STAMP_BYTES:]), int.from_bytes(fields[:STAMP_BYTES], "little")
+
+    def __init__(self, limits: Limits, stats: Written, warn: Callable[[str, str], None]) -> None:
+        self.active = True
+        self._limits = limits
+        self._stats = stats
+        self._warn = warn
+        self._writer = WriteBehind()
+        self._error: str | None = None
+        self._others = 0
+
+    def restart(self, others: int) -> None:
+        """A new level is there, and stores of other runs take ``others`` bytes."""
+        self.active, self._error, self._others = True, None, others
+
+    def write(
+        self,
+        levels: Sequence[Level],
+        entries: Rows,
+        activation: Tensor,
+        fields: Sequence[bytes | None],
+        lazy: Sequence[bool],
+        made: npt.NDArray[np.uint64],
+    ) -> None:
+        """Write the rows of a batch that have no entry in the newest level, or a shorter one.
+
+        Args:
+            levels: the levels, the newest last.
+            entries: numbers of the entries, ``[samples]``.
+            activation: at the newest level's boundary, ``[samples, ...]``.
+            fields: encoded fields of each sample; None for one that was not loaded, or cannot be encoded.
+            lazy: whether each sample was not loaded; its fields are those of its entry in an older level.
+            made: digest of what the program made of each sample, ``[samples]``.
+        """
+        level = levels[-1]
+        if self._error is not None:
+            self._end("the disk", self._error, level)
+        if not self.active or not level.form.fits(activation):
+            return
+        new = level.wants(entries, activation.shape[1] if level.form.ragged else 1)
+        new &= np.array([one is not None or late for one, late in zip(fields, lazy, strict=True)], bool)
+        if not new.any():
+            return
+        places = np.flatnonzero(new).tolist()
+        rows = level.form.to_memory(activation[torch.from_numpy(new).to(activation.device)])
+        if level.device.capacity:
+            level.device.put(entries[new], rows)
+        encoded = [fields[place] for place in places]
+        size = rows.nbytes + sum(len(one) for one in encoded if one is not None)
+        if self._has_room(levels, size):
+            self._stats.to_write += len(places)
+            host, older = rows.cpu(), tuple(reversed(levels[:-1]))
+            self._writer.submit(lambda: self._write(level, older, entries[new], host, encoded, made[new]), size)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self._writer.finish()
+
+    def close(self) -> None:
+        """Write what is waiting, and nothing after it. Safe to call twice."""
+        self.active = False
+        self._writer.close()
+
+    def _write(
+        self,
+        level: Level,
+        older: Sequence[Level],
+        entries: Rows,
+        rows: Tensor,
+        fields: list[bytes | None],
+        made: npt.NDArray[np.uint64],
+    ) -> None:
+        for at, one in enumerate(fields):
+            fields[at] = one if one is not None else _fields_in(older, int(entries[at]))
+        kept = np.flatnonzero([one is not None for one in fields])
+        if len(kept) < len(entries):
+            entries, rows, made = entries[kept], chosen(rows, kept), made[kept]
+        heads = [int(one).to_bytes(STAMP_BYTES, "little") for one in made]
+        try:
+            found = [one for one in fields if one is not None]
+            whole = tuple(head + one for head, one in zip(heads, found, strict=True))
+            self._stats.written += level.write(entries, rows, whole)
+        except OSError as error:
+            self._error = f"writing to {level.store.folder} failed: {error.strerror or error}"
+
+    def _has_room(self, levels: Sequence[Level], size: int) -> bool:
+        level, limits = levels[-1], self._limits
+        try:
+            free = shutil.disk_usage(level.store.folder).free
+        except OSError:
+            free = 0
+        if not level.store.exists:
+            self._end("the folder", f"{level.store.folder} is gone", level)
+        elif self._others + bytes_on_disk(levels) + size > limits.max_bytes:
+            self._end("max_bytes", f"max_bytes={limits.max_bytes} is reached", level)
+        elif free - size < limits.min_free_bytes:
+            reason = f"less than min_free_bytes={limits.min_free_bytes} would be left on the disk"
+            self._end("min_free_bytes", reason, level)
+        return self.active
+
+    def _end(self, cause: str, reason: str, level: Level) -> None:
+        if self.active:
+            self.active = False
+            count = int(np.count_nonzero(level.store.index))
+            self._warn(
+                f"no more outputs of frozen layers are written: {reason}. {count} of {len(level.store.index)} entries "
+                "stay in use; all other samples run the frozen layers",
+                cause,
+            )
 
 
-def chosen(rows: Tensor, places: Rows, length: int | None = None) -> Tensor:
-    """Some rows of a contiguous tensor, cut to a length; in the memory of the host, copied by the calling thread alone.
-
-    torch would start further threads for every thread that asks it, which take the cores from those of the training.
-    """
-    if rows.device.type != "cpu":
-        some = rows[torch.from_numpy(places).to(rows.device)]
-        return some if length is None else some[:, :length].contiguous()
-    shape = rows.shape[1:] if length is None else (length, *rows.shape[2:])
-    found = _room((len(places), *shape), rows.dtype)
-    if found.numel():
-        into = _as_bytes(found)
-        # With "raise", numpy would copy twice.
-        np.take(_as_bytes(rows)[:, : into.shape[1]], places, axis=0, out=into, mode="clip")
-    return found
+def _fields_in(levels: Sequence[Level], number: int) -> bytes | None:
+    """Encoded fields of a sample from the entry of a level."""
+    for level in levels:
+        fields = level.store.read_fields(number)
+        if fields is not None:
+            return fields[STAMP_BYTES:]
+    return None
 
 
-def _room(shape: Sequence[int], dtype: torch.dtype, pin: bool = False) -> Tensor:
-    """Return a tensor of any values, whose memory goes back to the system with it.
-
-    Other memory of a thread stays with its process, so that each reading thread would keep its largest batches.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if pin or size < MAPPED_BYTES:
-        return torch.empty(shape, dtype=dtype, pin_memory=pin)
-    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)
-
-
-def _as_bytes(rows: Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of contiguous rows, ``[rows, bytes]``."""
-    if not rows.numel():
-        return np.empty((rows.shape[0], 0), np.uint8)
-    flat: npt.NDArray[Any] = rows.reshape(rows.shape[0], -1).view(torch.uint8).numpy()
-    return flat
+def bytes_on_disk(levels: Sequence[Level]) -> int:
+    """Return the bytes that the stores take now."""
+    with contextlib.suppress(OSError):
+        return sum(level.store.disk_bytes for level in levels)
+    return 0

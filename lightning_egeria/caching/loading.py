@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, default_collate_fn_map
 
-from lightning_egeria.caching.levels import STAMP_BYTES
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
@@ -29,6 +28,7 @@ from lightning_egeria.snapshots.digests import has_values
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.stores.manifest import StoreError
 from lightning_egeria.stores.samples import (
+    STAMP_BYTES,
     Absent,
     FieldMemory,
     encode,

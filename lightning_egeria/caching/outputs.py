@@ -11,17 +11,43 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_egeria.caching.levels import Found, Level, Rows
-from lightning_egeria.caching.sizes import Outside
-from lightning_egeria.caching.weights import FrontState
+from lightning_egeria.caching.levels import Found, Level
 from lightning_egeria.lazy.meta import version_of
+from lightning_egeria.lazy.outside import Outside
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
-from lightning_egeria.stores.rows import LARGEST_STEP, RowForm, laid_out
+from lightning_egeria.snapshots.frozen_state import FrozenState
+from lightning_egeria.stores.rows import LARGEST_STEP, RowForm, Rows, laid_out
 
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
 UNPROVEN_STEP = 2**-8  # share of the largest value by which it may in a batch of a size whose bits nobody has compared
 Made = npt.NDArray[np.uint64]
+
+AGREEING = 2  # batches of another size with the bits of the entries, before it is used
+
+
+class BatchSizes:
+    """Sizes of batches whose rows have the same bits as those that entries were computed in."""
+
+    def __init__(self, size: int | None = None, smaller: Sequence[int] = ()) -> None:
+        self._verdicts = dict.fromkeys([*smaller, *([size] if size is not None else [])], True)
+        self._agreed: dict[int, int] = {}
+        self._smaller = list(smaller)
+
+    def verdict(self, size: int) -> bool | None:
+        """Whether rows of this size have the same bits; None if nobody knows yet."""
+        return self._verdicts.get(size)
+
+    def size_for(self, count: int, size: int) -> int:
+        """Return a size to compute some rows in, with the same bits as in a batch of ``size``."""
+        return min((one for one in self._smaller if count <= one < size), default=size)
+
+    def compared(self, size: int, same: bool) -> bool | None:
+        """A batch of a size without verdict had the same bits as its entries, or not; return the verdict."""
+        self._agreed[size] = self._agreed.get(size, 0) + 1
+        if not same or self._agreed[size] >= AGREEING:
+            self._verdicts[size] = same
+        return self._verdicts.get(size)
 
 
 class Read(NamedTuple):
@@ -81,7 +107,7 @@ class Output(NamedTuple):
     version: int
     key: int
     made: Made
-    state: FrontState
+    state: FrozenState
 
     @staticmethod
     def joined(parts: Sequence[tuple[Output | None, Rows]]) -> Output | None:
@@ -98,7 +124,7 @@ class Output(NamedTuple):
         made = np.concatenate([one.made[rows] for one, rows in known])
         return Output(value, version_of(value), first.key, made, first.state)
 
-    def is_of(self, node: Node, made: Made | None, state: FrontState) -> bool:
+    def is_of(self, node: Node, made: Made | None, state: FrozenState) -> bool:
         """Whether it is the value of a node, of whose rows the program has made the same."""
         if made is None or self.state is not state or self.key != node.key:
             return False

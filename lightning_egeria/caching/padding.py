@@ -7,10 +7,10 @@ from torch import Tensor
 
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.levels import Level
+from lightning_egeria.caching.levels import Lengths, Level
 from lightning_egeria.caching.outputs import Some
-from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.outside import Outside
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.lazy.units import precision_of, without_casts
 from lightning_egeria.snapshots.digests import same_bits

@@ -15,13 +15,13 @@ import numpy as np
 
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.levels import Level, Rows
+from lightning_egeria.caching.levels import Level
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.outputs import Read
+from lightning_egeria.caching.outputs import BatchSizes, Read
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
-from lightning_egeria.caching.sizes import BatchSizes
 from lightning_egeria.errors import CacheError
 from lightning_egeria.snapshots.contents import changed, digests_of
+from lightning_egeria.stores.rows import Rows
 from lightning_egeria.training.notices import Notices
 
 CHECK_EVERY_N_BATCHES = 200

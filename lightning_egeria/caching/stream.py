@@ -11,22 +11,23 @@ from torch import Tensor
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.levels import Level, Rows
+from lightning_egeria.caching.levels import Level
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.outputs import Some
+from lightning_egeria.caching.outputs import BatchSizes, Some
 from lightning_egeria.caching.padding import judge_folding, judge_length, with_padding
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
-from lightning_egeria.caching.recording import Limits
-from lightning_egeria.caching.sizes import BatchSizes, Outside
 from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
 from lightning_egeria.caching.trial import Trials
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
+from lightning_egeria.lazy.outside import Outside
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.stores.directory import CacheDirectory
+from lightning_egeria.stores.limits import Limits
 from lightning_egeria.stores.manifest import StoreError
+from lightning_egeria.stores.rows import Rows
 from lightning_egeria.training.notices import Notices
 
 MOVED = 3  # batches in a row with another front, before it is taken for the front
@@ -303,9 +304,8 @@ class Stream:
         if front.renewals >= CHANGES_TO_STOP:
             self.stop("the frozen layers keep changing")
             return
-        text = "the frozen layers have changed, so their outputs are cached anew"
         if self._name == "training":
-            self._notices.warn(text, once="changed")
+            self._notices.warn("the frozen layers have changed, so their outputs are cached anew", once="changed")
         front.renew()
         self._begin_anew(front)
 

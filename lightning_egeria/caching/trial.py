@@ -11,11 +11,11 @@ from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.level_set import LevelSet, Origin
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.outputs import is_rounding
+from lightning_egeria.caching.outputs import BatchSizes, is_rounding
 from lightning_egeria.caching.planner import Planner
-from lightning_egeria.caching.sizes import BatchSizes, Outside, has_samples
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.meta import version_of
+from lightning_egeria.lazy.outside import Outside, has_samples
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits

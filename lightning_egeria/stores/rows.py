@@ -7,10 +7,14 @@ import functools
 import math
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 Precision = Literal["bf16", "int8"]
+Rows = npt.NDArray[np.int64]  # numbers of rows, or of entries
+Flags = npt.NDArray[np.bool_]  # one for each of them
 LARGEST_STEP = 1 / 64  # between two values that come back, as a share of the largest
 _LEAST_EXPONENT = -126  # of a normal float32
 _EIGHT_BITS = (torch.float32, torch.bfloat16, torch.float16)

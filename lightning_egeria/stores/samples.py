@@ -21,6 +21,7 @@ _TENSOR, _ARRAY, _BYTES, _PLAIN, _ABSENT, _OPAQUE = "tensor", "array", "bytes", 
 _MAX_DIMENSIONS = 64  # of numpy
 _CACHED_HEAD_BYTES = 1024
 MEMORY_BYTES = 2**26  # for fields, in each process that loads samples
+STAMP_BYTES = 8  # of the digest in front of them
 _LEAF_BYTES = 300  # of a leaf in memory, beside its values
 # Of tensors: what can be filled, compared and made of bytes. Quantised ones end the process when they are printed.
 _TORCH_DTYPES = {
@@ -167,6 +168,15 @@ def decode(data: bytes) -> list[Any]:
 def stamp_of(fields: bytes) -> int:
     """Return the digest of a sample's encoded fields."""
     return xxhash.xxh3_64_intdigest(fields)
+
+
+def stamps_of(fields: bytes) -> tuple[int, int]:
+    """Return the stamps of an entry: digests of the sample's fields, and of what the program made of its own.
+
+    Args:
+        fields: as in the store: 8 bytes of the second stamp, then the fields of the sample.
+    """
+    return stamp_of(fields[STAMP_BYTES:]), int.from_bytes(fields[:STAMP_BYTES], "little")
 
 
 class FieldMemory:

@@ -9,10 +9,10 @@ from programs.parts import BATCH, Net, vectors
 
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.recording import Budget, Limits
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.stores.directory import CacheDirectory
+from lightning_egeria.stores.limits import Budget, Limits
 from lightning_egeria.training.notices import Notices
 
 _LOADED = weakref.WeakKeyDictionary()

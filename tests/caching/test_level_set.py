@@ -8,10 +8,10 @@ import pytest
 import torch
 from stored import CPU, write
 
-from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.recording import Budget, Limits
+from lightning_egeria.caching.level_set import LevelSet, form_length
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.stores.directory import CacheDirectory
+from lightning_egeria.stores.limits import Budget, Limits
 from lightning_egeria.stores.manifest import Manifest, StoreError
 from lightning_egeria.training.notices import Notices
 
@@ -103,3 +103,7 @@ def test_progress_ends_with_the_last_entry(levels, monkeypatch):
     assert levels.progress_text() == "50%"
     write(level, range(10), torch.zeros(10, 4))
     assert levels.progress_text() is None
+
+
+def test_forms_have_room_for_longer_batches():
+    assert [form_length(length) for length in (1, 32, 33, 100)] == [64, 64, 128, 256]

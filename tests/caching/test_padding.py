@@ -8,10 +8,11 @@ from lazies import ONE_ARGUMENT, Layers
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_egeria.caching import padding
+from lightning_egeria.caching.levels import Lengths
 from lightning_egeria.caching.padding import judge_folding, judge_length, same_rows
-from lightning_egeria.caching.sizes import Lengths, Outside
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.outside import Outside
 from lightning_egeria.lazy.tape import Tape
 from lightning_egeria.stores.rows import RowForm
 from lightning_egeria.training.notices import Notices

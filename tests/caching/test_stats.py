@@ -4,9 +4,11 @@ import types
 
 import pytest
 import torch
+from races import Clock
 
 from lightning_egeria.caching import stats
-from lightning_egeria.caching.stats import LEAST_STEPS, RACES, TURN, TURNS, Accounts, CacheStats, Race
+from lightning_egeria.caching.stats import RACES, Accounts, CacheStats
+from lightning_egeria.profiling.race import TURN, TURNS
 
 CPU = torch.device("cpu")
 
@@ -40,27 +42,6 @@ def test_samples_are_counted():
     accounts.count(batch(lazy=2, touched="step"))
     assert (found.hits, found.advanced, found.misses) == (3, 1, 4)
     assert (found.not_loaded, found.loaded_after_all) == (4, 2)
-
-
-class Clock:
-    """A clock that moves when it is told."""
-
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr(stats, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
-
-    def race(self, race, cached, plain, wait=0.0, serves=True, batches=range(2 * TURNS * TURN + 4)):
-        """Have batches come one after the other, with and without the cache in turns; return how many had none."""
-        count = 0
-        for number in batches:
-            is_plain = race.takes(number)
-            count += is_plain
-            self.now += wait
-            race.arrived(number, wait)
-            if not is_plain and serves:
-                race.served()
-            self.now += plain if is_plain else cached
-        return count
 
 
 @pytest.fixture
@@ -144,41 +125,6 @@ def test_whole_steps_need_no_misses(accounts, clock):
     clock.race(accounts.race, cached=0.3, plain=0.1)
     assert accounts.judgement(CPU) == (False, "a step takes 300.0 ms with it and 100.0 ms without")
     assert found.seconds_saved == pytest.approx(3 * -0.2)
-
-
-def test_waits_of_before_the_race_do_not_count(clock):
-    race = Race()
-    for _ in range(100):
-        race.served()
-    race.begin(CPU)
-    clock.race(race, cached=0.2, plain=0.1, wait=0.5)
-    assert race.seconds(0.0) == (pytest.approx(0.7), pytest.approx(0.6))
-
-
-def test_steps_that_are_compared_follow_one_of_their_kind(clock):
-    race = Race()
-    race.begin(CPU)
-    race.takes(0)
-    race.arrived(0, 0.0)
-    clock.now += 100  # the first step of a turn
-    clock.race(race, cached=0.2, plain=0.1, batches=range(1, 30))
-    assert race.seconds(0.0) == (pytest.approx(0.2), pytest.approx(0.1))
-
-
-def test_time_between_two_passes_is_no_step(clock):
-    race = Race()
-    race.begin(CPU)
-    for number in range(2 * TURNS * TURN + 4):
-        race.new_pass()
-        clock.race(race, cached=0.2, plain=0.1, batches=[number])
-    assert race.seconds(0.0) is None
-
-
-def test_race_that_has_not_begun_takes_no_batch(clock):
-    race = Race()
-    assert clock.race(race, cached=0.2, plain=0.1) == 0
-    assert race.seconds(0.0) is None
-    assert LEAST_STEPS <= TURNS * (TURN - 1)
 
 
 def test_steps_that_have_become_others_race_again(accounts, clock):

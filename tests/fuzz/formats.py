@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from lightning_egeria.caching.levels import STAMP_BYTES, Level, MemoryTier
+from lightning_egeria.caching.levels import Level
 from lightning_egeria.errors import CheckpointError, RecordError
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
@@ -25,8 +25,9 @@ from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
 from lightning_egeria.report.record import CachePoint, EvaluationPoint, MetricPoint, RunRecord, StepTimes
 from lightning_egeria.stores.manifest import ENTRIES, INDEX, MANIFEST, Manifest, StoreError, read_manifest
+from lightning_egeria.stores.memory import MemoryTier
 from lightning_egeria.stores.rows import RowForm
-from lightning_egeria.stores.samples import Absent, Opaque, decode, encode
+from lightning_egeria.stores.samples import STAMP_BYTES, Absent, Opaque, decode, encode
 from lightning_egeria.stores.store import ActivationStore
 
 # What came of an input. Where there is no checksum, other content may be as sound as what was written.

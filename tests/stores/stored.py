@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
-from lightning_egeria.caching.levels import STAMP_BYTES, Level, MemoryTier
+from lightning_egeria.caching.levels import Level
 from lightning_egeria.stores.manifest import Manifest
+from lightning_egeria.stores.memory import MemoryTier
 from lightning_egeria.stores.rows import RowForm
-from lightning_egeria.stores.samples import bytes_of
+from lightning_egeria.stores.samples import STAMP_BYTES, bytes_of
 from lightning_egeria.stores.store import ActivationStore
 
 CPU = torch.device("cpu")

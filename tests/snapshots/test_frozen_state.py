@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_egeria import FrozenPrefixCache
-from lightning_egeria.caching.weights import FrontState
 from lightning_egeria.errors import CacheError
 from lightning_egeria.snapshots.contents import digests_of
+from lightning_egeria.snapshots.frozen_state import FrozenState
 
 
 def new_net():
@@ -42,7 +42,7 @@ class Own(nn.Identity):
 
 
 def state_of(net):
-    return FrontState([("net", net)])
+    return FrozenState([("net", net)])
 
 
 def _replace_data(net):
@@ -259,7 +259,7 @@ def test_what_a_freeze_sets_costs_no_look(monkeypatch):
         looked.append(len(found))
         return digests_of(found, *arguments, **options)
 
-    monkeypatch.setattr("lightning_egeria.caching.weights.digests_of", digests)
+    monkeypatch.setattr("lightning_egeria.snapshots.frozen_state.digests_of", digests)
     fit(Classifier(ConvNet()), scripted({3: 1}), data=FrozenPrefixCache(loader()))
     assert looked
     assert not any(looked)

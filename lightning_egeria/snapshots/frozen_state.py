@@ -1,4 +1,4 @@
-"""What the output of a frozen front depends on beside its input: weights, buffers, modes and plain attributes."""
+"""What the output of frozen layers depends on beside their input: weights, buffers, modes and plain attributes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from lightning_egeria.snapshots.module_attributes import ModuleAttributes
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
-class FrontState:
-    """Remembers the state of the modules of a frozen front, and compares it later.
+class FrozenState:
+    """Remembers the state of frozen layers, and compares it later.
 
     It reads every weight, which costs little beside a forward pass: version counters do not count writes through
     ``tensor.data``. On the CPU it keeps a checksum; on a GPU a copy, in the memory of the gradients that frozen weights
     have no longer.
 
     Args:
-        units: the modules that are left out, by path; their submodules count too.
+        units: the layers, by path; their submodules count too.
 
     Raises:
         CacheError: an attribute cannot be read.

@@ -1,8 +1,4 @@
-"""Batches of other sizes whose rows have the same bits, and texts that are padded to another length.
-
-An entry of a padded batch serves every batch that is not longer, where the output at a position does not depend on the
-padding behind it: see `padding.judge_length`.
-"""
+"""Tensors of the program in a recorded computation, also as they would be in longer or shorter batches."""
 
 from __future__ import annotations
 
@@ -18,89 +14,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lightning_egeria.caching.squares import Square
 from lightning_egeria.lazy.meta import version_of
 from lightning_egeria.lazy.replay import replay
+from lightning_egeria.lazy.squares import Square
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import bytes_of, contents, same_bits, stems
 
-ROOM = 2  # times the length of the first batch: what longer batches compute is not kept
-LEAST_ROOM = 64
 LEAST_LENGTH = 16  # that batches are padded to, if there was a longer one
-AGREEING = 2  # batches of another size with the bits of the entries, before it is used
-JUDGED_LENGTHS = 4  # of texts; each text is compared at two lengths besides, before it becomes an entry
 
 
 def has_samples(leaf: Node) -> bool:
     """Whether a tensor from outside has a row for each sample of its batch."""
     return leaf.value is not None and leaf.value.ndim > 0 and leaf.value.shape[0] == leaf.tape.size
-
-
-class BatchSizes:
-    """Sizes of batches whose rows have the same bits as those that entries were computed in."""
-
-    def __init__(self, size: int | None = None, smaller: Sequence[int] = ()) -> None:
-        self._verdicts = dict.fromkeys([*smaller, *([size] if size is not None else [])], True)
-        self._agreed: dict[int, int] = {}
-        self._smaller = list(smaller)
-
-    def verdict(self, size: int) -> bool | None:
-        """Whether rows of this size have the same bits; None if nobody knows yet."""
-        return self._verdicts.get(size)
-
-    def size_for(self, count: int, size: int) -> int:
-        """Return a size to compute some rows in, with the same bits as in a batch of ``size``."""
-        return min((one for one in self._smaller if count <= one < size), default=size)
-
-    def compared(self, size: int, same: bool) -> bool | None:
-        """A batch of a size without verdict had the same bits as its entries, or not; return the verdict."""
-        self._agreed[size] = self._agreed.get(size, 0) + 1
-        if not same or self._agreed[size] >= AGREEING:
-            self._verdicts[size] = same
-        return self._verdicts.get(size)
-
-
-class Lengths:
-    """Whether a text's output is the same however far it is padded, as far as batches of some lengths have told.
-
-    Args:
-        version: `Outside.version` of these batches.
-
-    Attributes:
-        agree: whether it is, to rounding; None if nobody knows yet.
-        exact: whether all bits were the same so far.
-        version: as given.
-
-    >>> lengths = Lengths()
-    >>> lengths.serves(np.array([50, 40, 30]), 40).tolist()
-    [False, True, False]
-    >>> lengths.judged(50, same=True, exact=True)
-    >>> lengths.serves(np.array([50, 40, 30]), 40).tolist()
-    [True, True, False]
-    """
-
-    def __init__(self, version: int = 0) -> None:
-        self.agree: bool | None = None
-        self.exact = True
-        self.version = version
-        self._judged: set[int] = set()
-
-    def is_new(self, length: int) -> bool:
-        """Whether a batch of a length may tell more. Of those that are not the longest, the first ones are enough."""
-        if self.agree is False or length in self._judged:
-            return False
-        return len(self._judged) < JUDGED_LENGTHS or length > max(self._judged)
-
-    def judged(self, length: int, same: bool, exact: bool) -> None:
-        """A batch of a length has told whether shorter or longer ones have the same output, and the same bits."""
-        self._judged.add(length)
-        self.exact = self.exact and exact
-        self.agree = same and self.agree is not False
-
-    def serves(self, own: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.bool_]:
-        """Return which entries, of these lengths, may be used in a batch of another length."""
-        found: npt.NDArray[np.bool_] = own >= length if self.agree else own == length
-        return found
 
 
 class _Role(NamedTuple):
@@ -343,8 +268,3 @@ def _cut(value: Tensor, dims: Sequence[int], length: int) -> Tensor:
     for dim in dims:
         value = value.narrow(dim, 0, length)
     return value
-
-
-def form_length(length: int) -> int:
-    """Return the length of a ragged form, from that of the first batch: a power of two, so that later runs agree."""
-    return max(LEAST_ROOM, 1 << (ROOM * length - 1).bit_length())

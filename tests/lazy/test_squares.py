@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_egeria.caching.squares import Square
+from lightning_egeria.lazy.squares import Square
 
 OWN = [3, 5, 2]  # of texts in batches of 6 and of 9
 

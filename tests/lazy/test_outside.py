@@ -1,13 +1,12 @@
 """Padded samples: how long they were, and what stays the same however long they are padded."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_egeria.caching.sizes import Lengths, Outside, form_length
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
+from lightning_egeria.lazy.outside import Outside
 from lightning_egeria.lazy.tape import Tape
 
 SAMPLES = [torch.arange(1, 1 + length) for length in (3, 5, 2)]
@@ -159,21 +158,6 @@ def test_a_second_text_of_the_same_length_does_not_grow():
     assert outside.at_length(leaves[1], 5, 4).shape == (3, 5)
 
 
-def test_entries_serve_shorter_batches_once_lengths_agree():
-    lengths, own = Lengths(), np.array([10, 20, 30], np.int32)
-    assert lengths.serves(own, 20).tolist() == [False, True, False]
-    lengths.judged(20, same=True, exact=False)
-    assert lengths.serves(own, 20).tolist() == [False, True, True]
-    assert not lengths.exact
-    assert not lengths.is_new(20)
-    assert lengths.is_new(30)
-    lengths.judged(30, same=False, exact=False)
-    lengths.judged(40, same=True, exact=True)
-    assert lengths.agree is False
-    assert not lengths.is_new(50)
-    assert lengths.serves(own, 20).tolist() == [False, True, False]
-
-
 def test_a_mask_of_positions_is_a_table():
     outside = Outside()
 
@@ -187,7 +171,3 @@ def test_a_mask_of_positions_is_a_table():
     assert outside.fits(long, ragged=True)
     assert torch.equal(outside.at_length(leaf, 5, 8), torch.ones(8, 8).tril())
     assert outside.at_length(leaf, 5, 4).shape == (4, 4)
-
-
-def test_forms_have_room_for_longer_batches():
-    assert [form_length(length) for length in (1, 32, 33, 100)] == [64, 64, 128, 256]

@@ -1,0 +1,49 @@
+"""Whole steps with something and without it, in turns."""
+
+import pytest
+import torch
+from races import Clock
+
+from lightning_egeria.profiling.race import LEAST_STEPS, TURN, TURNS, Race
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_waits_of_before_the_race_do_not_count(clock):
+    race = Race()
+    for _ in range(100):
+        race.served()
+    race.begin(CPU)
+    clock.race(race, cached=0.2, plain=0.1, wait=0.5)
+    assert race.seconds(0.0) == (pytest.approx(0.7), pytest.approx(0.6))
+
+
+def test_steps_that_are_compared_follow_one_of_their_kind(clock):
+    race = Race()
+    race.begin(CPU)
+    race.takes(0)
+    race.arrived(0, 0.0)
+    clock.now += 100  # the first step of a turn
+    clock.race(race, cached=0.2, plain=0.1, batches=range(1, 30))
+    assert race.seconds(0.0) == (pytest.approx(0.2), pytest.approx(0.1))
+
+
+def test_time_between_two_passes_is_no_step(clock):
+    race = Race()
+    race.begin(CPU)
+    for number in range(2 * TURNS * TURN + 4):
+        race.new_pass()
+        clock.race(race, cached=0.2, plain=0.1, batches=[number])
+    assert race.seconds(0.0) is None
+
+
+def test_race_that_has_not_begun_takes_no_batch(clock):
+    race = Race()
+    assert clock.race(race, cached=0.2, plain=0.1) == 0
+    assert race.seconds(0.0) is None
+    assert LEAST_STEPS <= TURNS * (TURN - 1)
