@@ -63,6 +63,7 @@ class Outside:
         self._squares: dict[int, Square] = {}
         self._on_host = WeakKeyDictionary[Node, Tensor]()
         self._stamps = WeakKeyDictionary[Node, tuple[tuple[bool, int, int], npt.NDArray[np.uint64]]]()
+        self._lengths = WeakKeyDictionary[Node, tuple[int, list[int]]]()
 
     @property
     def has_tables(self) -> bool:
@@ -99,12 +100,16 @@ class Outside:
         Args:
             node: boundary activation of a padded batch that fits, ``[samples, length, ...]``.
         """
+        version, known = self._lengths.get(node, (-1, []))
+        if version == self.version:
+            return known
         found = np.ones(node.tape.size, np.int64)
         for _, value in self._texts(node):
             found = np.maximum(found, stems(value))
         for _, masks in self._texts(node, 2):
             found = np.maximum(found, Square.lengths(masks).cpu().numpy())
-        return found.tolist()
+        self._lengths[node] = self.version, found.tolist()
+        return self._lengths[node][1]
 
     def learn_padding(self, node: Node) -> bool:
         """Learn from the first batch with padding what that is; return whether it is known, and as before."""
