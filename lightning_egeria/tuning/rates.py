@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,6 +70,23 @@ class LearningRate:
             first[name] = float(value)
             if at_base:
                 first["lr"] = float(value)
+
+
+@contextlib.contextmanager
+def scaled_rates(trainer: pl.Trainer, share: float) -> Iterator[None]:
+    """Train at a share of the learning rates, and give the optimizers their own again: schedulers follow these."""
+    if share == 1:
+        yield
+        return
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * share
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _base(optimizer: Optimizer) -> float:

@@ -14,7 +14,7 @@ from lightning_egeria.errors import ArgumentError
 from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, Uniform, Value
 
 SPREAD = 3  # settings for each tunable that a compass search begins with
-DISTANCE = 1 / 6  # share of a space between neighbours in it
+DISTANCE, LEAST_DISTANCE = 1 / 6, 1 / 24  # shares of a space between neighbours in it, at first and in the end
 NEAR = 1.3  # so many distances away is a neighbour, too
 TRIES = 20  # of a random searcher, to draw a setting that was not tried yet
 
@@ -84,9 +84,8 @@ class RandomSearcher:
 class CompassSearcher:
     """Spreads a few settings, and then tries the neighbours of the fastest, one tunable at a time.
 
-    This is compass search (Kolda, Lewis and Torczon, "Optimization by direct search", SIAM Review 45, 2003) with steps
-    of one length. In each round of longer trials it looks around the fastest again: what is fast at first need not be
-    so later.
+    This is compass search (Kolda, Lewis and Torczon, "Optimization by direct search", SIAM Review 45, 2003). In each
+    round of longer trials it looks around the fastest again, half as far away.
 
     Args:
         spaces: the values of each tunable.
@@ -105,6 +104,7 @@ class CompassSearcher:
         self._spaces = dict(spaces)
         self._spread = self._hypercubes(random.Random(seed))
         self._left = SPREAD * len(self._spaces)
+        self._distance = DISTANCE
         self._told: list[tuple[float, Setting]] = []  # of trials of this length, and what diverged in any
         self._tried: list[Setting] = []  # in trials of any length
 
@@ -128,6 +128,7 @@ class CompassSearcher:
     def longer(self) -> bool:
         """Forget the speeds of the trials so far, which were shorter; what diverged diverges again."""
         self._told = [told for told in self._told if told[0] < 0]
+        self._distance = max(LEAST_DISTANCE, self._distance / 2)
         return any(not isinstance(space, Choice) for space in self._spaces.values())
 
     def _hypercubes(self, generator: random.Random) -> Iterator[Setting]:
@@ -149,9 +150,10 @@ class CompassSearcher:
                 others = {**setting, name: None}
                 tried = [one[name] for _, one in self._told if {**one, name: None} == others]
                 here, *shares = (min(max(space.share(float(one)), 0.0), 1.0) for one in (setting[name], *tried))
-                for step in (DISTANCE, -DISTANCE):
+                far = self._distance
+                for step in (far, -far):
                     there = min(max(here + step, 0.0), 1.0)
-                    if abs(there - here) > DISTANCE / 2 and not any(0 < (at - here) / step <= NEAR for at in shares):
+                    if abs(there - here) > far / 2 and not any(0 < (at - here) / step <= NEAR for at in shares):
                         yield {**setting, name: space.at(there)}
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tuning.rates import LearningRate
+from lightning_egeria.tuning.rates import LearningRate, scaled_rates
 
 SCHEDULES = {
     "none": None,
@@ -55,6 +55,18 @@ def test_the_schedule_is_that_of_a_run_with_the_rate(name):
     wanted = rates(expected, 9)[4:]
     for got, want in zip(rates(changed, 5), wanted, strict=True):
         assert got == pytest.approx(want, rel=1e-9)
+
+
+def test_rates_are_scaled_for_a_while():
+    trainer = trainer_of(0.1, None)
+    groups = trainer.optimizers[0].param_groups
+    groups[1]["lr"] = torch.tensor(0.4)
+    with scaled_rates(trainer, 0.25):
+        assert [float(group["lr"]) for group in groups] == pytest.approx([0.025, 0.1])
+    assert [float(group["lr"]) for group in groups] == pytest.approx([0.1, 0.4])
+    with pytest.raises(KeyError), scaled_rates(trainer, 0.25):
+        raise KeyError
+    assert [float(group["lr"]) for group in groups] == pytest.approx([0.1, 0.4])
 
 
 def test_the_value_is_exact():

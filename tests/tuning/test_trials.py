@@ -1,7 +1,10 @@
 """Branches in a fit: run A, run B, and A again is A."""
 
+from typing import ClassVar
+
 import lightning as L
 import pytest
+import torch
 from models import Classifier, equal, fit
 
 from lightning_egeria.distributed.ranks import Ranks
@@ -74,6 +77,50 @@ def test_losses_are_relative_to_those_without_learning():
     fit(Classifier(), Tries(lambda trials: (seen.append(trials.run(Order(0, {"lr": 1e-30}, 4))), trials.leave())))
     assert seen[0].losses == pytest.approx([seen[0].losses[0]] * 4, abs=1e-5)
     assert (seen[0].cost, seen[0].failed) == (4.0, None)
+
+
+class Rates(Classifier):
+    """Notes the learning rate of each step, where no branch forgets it; a scheduler halves it after each."""
+
+    seen: ClassVar = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        falls = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, "interval": "step"}}
+
+
+def test_a_branch_is_cooled_and_goes_on_as_if_it_had_not_been():
+    seen = []
+
+    def do(cools):
+        def run(trials):
+            seen.append(trials.run(Order(0, A, 2, cools=cools)))
+            seen.append(trials.run(Order(0, A, 3, cools=cools)))
+            trials.adopt(Order(0, A, 3, cools=cools))
+
+        return run
+
+    warm, cooled = Rates(), Rates()
+    fit(warm, Tries(do(False), epoch=0))
+    Rates.seen.clear()
+    fit(cooled, Tries(do(True), epoch=0))
+    assert equal(warm, cooled)
+    assert [len(one.cooled) for one in seen] == [0, 0, 1, 1]
+    # Two steps and their cooling, a forward pass without learning, and for a third step the same.
+    base = [0.2 / 2**step for step in range(4)]
+    assert Rates.seen[:3] + Rates.seen[4:6] == pytest.approx([*base[:2], base[2] / 2, base[2], base[3] / 2])
+
+
+def test_cooled_losses_are_relative_too():
+    seen = []
+    order = Order(0, {"lr": 1e-30}, 3, cools=True)
+    fit(Classifier(), Tries(lambda trials: (seen.append(trials.run(order)), trials.leave())))
+    assert seen[0].cooled == pytest.approx([seen[0].start], abs=1e-5)
 
 
 class Silent(Classifier):
