@@ -118,7 +118,8 @@ class CompassSearcher:
         speed, fastest = max(self._told, key=lambda told: told[0], default=(-1.0, {}))
         if self._left < 0 and speed >= 0:
             return next(self._around(fastest), None) if speed > 0 else None
-        return next((setting for setting in itertools.islice(self._spread, TRIES) if setting not in self._tried), None)
+        spread = itertools.islice(self._spread, TRIES)
+        return next((one for one in spread if not any(self._are_near(one, other) for other in self._tried)), None)
 
     def tell(self, setting: Setting, speed: float) -> None:
         """Take the speed."""
@@ -140,6 +141,15 @@ class CompassSearcher:
                     name: _at(space, (place + generator.random()) / count, generator)
                     for place, (name, space) in zip(places, self._spaces.items(), strict=True)
                 }
+
+    def _are_near(self, one: Setting, other: Setting) -> bool:
+        """Whether two settings are nearer to each other than to any neighbour."""
+        return all(
+            abs(space.share(float(one[name])) - space.share(float(other[name]))) < self._distance / 2
+            if isinstance(space, Uniform)
+            else one[name] == other[name]
+            for name, space in self._spaces.items()
+        )
 
     def _around(self, setting: Setting) -> Iterator[Setting]:
         for name, space in self._spaces.items():
