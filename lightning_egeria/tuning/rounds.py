@@ -90,10 +90,8 @@ class Branch:
 
     @property
     def told(self) -> float:
-        """What a searcher is told of it: its speed, 0 if that may be chance, or -1 if it failed or has diverged."""
-        if not self.alive:
-            return -1.0
-        return self.speed if self.summary is not None and self.summary.certain else 0.0
+        """What a searcher is told of it: its speed, or -1 if it failed or has diverged."""
+        return self.speed if self.alive else -1.0
 
     @property
     def label(self) -> Label:
@@ -240,9 +238,9 @@ class _Rounds:
         return sorted(found, key=lambda number: (-branches[number].steps, -branches[number].speed))
 
     def _faster_half(self, numbers: Sequence[int], count: int) -> list[int]:
-        """Those that may be among the faster half of ``count``; all that may train on, if no progress is certain."""
+        """Those that may be among the faster half of ``count``; all that may train on, if none makes progress yet."""
         alive = [number for number in numbers if self.branches[number].alive]
-        if not any(self.branches[number].told > 0 for number in alive):
+        if not any(self.branches[number].speed > 0 for number in alive):
             return alive
         return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: -(-count // 2)]
 

@@ -6,14 +6,12 @@ import dataclasses
 import enum
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
 
 WINDOWS = 10
 ROUNDING = 1e-6  # of the first window: a smaller change of the loss is not progress
 STABLE_NOISE = 0.1  # share of the range that a converging branch may rise between two windows
 DIVERGED_FACTOR = 10.0
-CERTAIN = 2  # standard errors
 
 
 class Label(enum.Enum):
@@ -34,14 +32,12 @@ class Summary:
         noise: largest rise from one window to the next; 0 where the loss never rises.
         speed: loss that the branch gains in a unit of cost, its noise taken off; at least 0.
         label: what the trace shows.
-        certain: whether the gain of a cooled branch is beyond chance; of others nobody asks.
     """
 
     range: float
     noise: float
     speed: float
     label: Label
-    certain: bool = True
 
 
 def summarize(losses: Sequence[float], cost: float, start: float | None = None, windows: int = WINDOWS) -> Summary:
@@ -60,7 +56,7 @@ def summarize(losses: Sequence[float], cost: float, start: float | None = None, 
         windows: most windows. A shorter trace has one for each loss.
 
     >>> summarize([5.0, 4.0, 3.0, 2.0], cost=4)
-    Summary(range=-3.0, noise=0.0, speed=0.75, label=<Label.CONVERGING: 'converging'>, certain=True)
+    Summary(range=-3.0, noise=0.0, speed=0.75, label=<Label.CONVERGING: 'converging'>)
     >>> summarize([2.0, 3.0, 1.0], cost=3).label, summarize([1.0, math.nan], cost=2).label
     (<Label.UNSTABLE: 'unstable'>, <Label.DIVERGED: 'diverged'>)
     """
@@ -85,8 +81,7 @@ def summarize_cooled(
 
     A large rate makes progress that its own noise hides, and that is seen once the rate falls: see Wu et al. on the
     short-horizon bias (arXiv:1803.02021). So the last window is the second half of the cooling, and no noise is taken
-    off. A branch that has diverged before or meanwhile has diverged. A gain is certain if it is more than two of its
-    standard errors.
+    off. A branch that has diverged before or meanwhile has diverged.
 
     Args:
         losses: loss of each batch, in order; at least one.
@@ -100,10 +95,8 @@ def summarize_cooled(
     whole = summarize([*losses, *cooled], cost, start, windows=4)
     if whole.label is Label.DIVERGED or not cooled:
         return whole
-    first, judged = window_means(losses, 4)[0] if start is None else start, cooled[len(cooled) // 2 :]
-    error = statistics.stdev(judged) / math.sqrt(len(judged)) if len(judged) > 1 else 0.0
-    certain = first - math.fsum(judged) / len(judged) > CERTAIN * error
-    return dataclasses.replace(summarize(judged, cost, first, windows=1), certain=certain)
+    first = window_means(losses, 4)[0] if start is None else start
+    return summarize(cooled[len(cooled) // 2 :], cost, first, windows=1)
 
 
 def window_means(losses: Sequence[float], windows: int = WINDOWS) -> list[float]:

@@ -90,23 +90,6 @@ def test_trials_too_short_to_show_progress_get_longer():
     assert outcome.branches[outcome.winner].setting == {"lr": 3.0}
 
 
-def test_progress_that_may_be_chance_leaves_none_behind():
-    """Nor does a compass look around what seems the fastest."""
-
-    class Chance(Traces):
-        def __getitem__(self, key):
-            found, steps = super().__getitem__(key), key[1]
-            noisy = [loss + (-1) ** i * 1000 * (steps < 16) for i, loss in enumerate(found.cooled)]
-            return Result(found.losses, found.cost, cooled=noisy)
-
-    searcher = CompassSearcher({"lr": LogUniform(1e-4, 1)})
-    orders, outcome = play(search(searcher, {"lr": 1e-4}, Limits(8, 32, 50)), Chance(warming_up))
-    short = [order.branch for order in orders if order.steps == 8]
-    assert short == [0, 1, 2, 3]
-    assert [order.branch for order in orders if order.steps == 16][:4] == short
-    assert outcome.winner is not None
-
-
 def test_where_all_diverge_a_shorter_trial_wins():
     def losses(rate, steps):
         return [math.nan] * steps if rate > 2 and steps > 4 else falling(rate, steps)

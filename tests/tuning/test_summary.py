@@ -66,16 +66,6 @@ def test_golden_summary_of_a_cooled_branch(losses, cooled, start, speed):
     assert summarize_cooled(losses, cooled, 4, start).speed == pytest.approx(speed)
 
 
-def test_a_gain_within_its_error_is_not_certain():
-    def certain(*judged):
-        return summarize_cooled([5.0] * 8, [5.0] * len(judged) + list(judged), 8, start=5.0).certain
-
-    assert certain(4.9, 4.7, 4.8, 5.0)  # 0.15, with an error of 0.065
-    assert not certain(5.2, 4.5, 4.9, 4.8)
-    assert not certain(5.1, 5.0, 5.2, 5.1)
-    assert certain(4.9)  # of one batch nobody knows
-
-
 @pytest.mark.parametrize(
     ("losses", "cooled"),
     [([5.0, NAN], []), ([5.0, 4.0], [3.0, NAN]), ([5.0, 60.0, 60.0, 5.0], [1.0]), ([5.0, 4.0], [70.0, 1.0])],
