@@ -43,13 +43,13 @@ class Limits:
         (8, 20)
         """
         counts = range(self.most_trials, 2, -1)
-        return next((count for count in counts if self._cost_of_all(count) <= self.most_total), min(2, self.most_trials))
+        return next((count for count in counts if self._together(count) <= self.most_total), min(2, self.most_trials))
 
     def cost(self, before: int, steps: int) -> int:
         """Return how many steps it takes to train a branch on, from as many steps to so many, with the cooling."""
         return steps - before + (cooling(steps) if self.halving else 0)
 
-    def _cost_of_all(self, count: int) -> int:
+    def _together(self, count: int) -> int:
         steps, cost = 0, 0
         for length in self.lengths:
             cost += count * self.cost(steps, length)
