@@ -207,8 +207,9 @@ class _OptimizerState:
         for parameter, state in self._state.items():
             self._optimizer.state[parameter] = unpack(state, now.get(parameter))
         for group, parameters, settings in self._groups:
+            before = dict(group)
             group.clear()
-            group.update({"params": list(parameters), **copy.deepcopy(settings)})
+            group.update({"params": list(parameters), **_returned(settings, before)})
         self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
         own = dict(_own(self._optimizer))
         for name in own.keys() - {name for name, *_ in self._attributes}:
@@ -308,6 +309,18 @@ class _Unpacking:
             return values.to(packed.device, copy=True)
         self._written.add(id(now))
         return now.copy_(values)
+
+
+def _returned(settings: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the settings of a group; tensors in their own memory, which others may hold too: a rate, say."""
+    found = copy.deepcopy(dict(settings))
+    for name, value in found.items():
+        other = now.get(name)
+        if type(value) is not Tensor or type(other) is not Tensor or other.requires_grad:
+            continue
+        if (value.shape, value.dtype, value.device) == (other.shape, other.dtype, other.device):
+            found[name] = other.copy_(value)
+    return found
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.trials import Trials
 from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class BranchTuner(pl.Callback):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -41,6 +40,11 @@ class LearningRate:
                     f"the scheduler {type(scheduler).__name__} is not one of torch, so nobody knows how to scale its "
                     "rates. Use one of torch.optim.lr_scheduler, or tune its own argument with Custom and a setter"
                 )
+        if "lr" not in trainer.optimizers[0].param_groups[0]:
+            raise UnsupportedError(
+                f"{type(trainer.optimizers[0]).__name__} has no learning rate, expected an lr in its parameter groups. "
+                "Tune its own option by its name"
+            )
         if not self.get(trainer) > 0:
             raise UnsupportedError(
                 "the learning rate is 0, expected the base rate that is to be scaled. Start with a positive one"
@@ -72,26 +76,49 @@ class LearningRate:
                 first["lr"] = float(value)
 
 
-@contextlib.contextmanager
-def scaled_rates(trainer: pl.Trainer, share: float) -> Iterator[None]:
-    """Train at a share of the learning rates, and give the optimizers their own again: schedulers follow these."""
-    if share == 1:
-        yield
-        return
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups if "lr" in group]
-    rates = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = group["lr"] * share
-    try:
-        yield
-    finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+class ScaledRates:
+    """For one step, a share of the learning rates. Before its schedulers step, the optimizers have their own again.
+
+    Attributes:
+        kept: whether the step has left the rates alone; those that it has set stay.
+    """
+
+    def __init__(self, trainer: pl.Trainer, share: float) -> None:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        known = [group for group in groups if isinstance(group.get("lr"), int | float | Tensor)]  # None follows others
+        self.kept = True
+        self._loop: Any = trainer.fit_loop.epoch_loop
+        self._rates = [(group, group["lr"], group["lr"] * share) for group in known if share != 1]
+
+    def __enter__(self) -> Self:
+        for group, _, scaled in self._rates:
+            group["lr"] = scaled
+        update = self._loop.update_lr_schedulers
+
+        def update_lr_schedulers(*args: Any, **kwargs: Any) -> None:
+            self._end()
+            update(*args, **kwargs)
+
+        vars(self._loop)["update_lr_schedulers"] = update_lr_schedulers
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del vars(self._loop)["update_lr_schedulers"]
+        self._end()
+
+    def _end(self) -> None:
+        rates, self._rates = self._rates, []
+        for group, rate, scaled in rates:
+            if group.get("lr") is scaled:
+                group["lr"] = rate
+            else:
+                self.kept = False
 
 
 def _base(optimizer: Optimizer) -> float:
     group = optimizer.param_groups[0]
-    return float(group[_name(group)])
+    rate = group[_name(group)]
+    return float(f"{float(rate):.7g}") if isinstance(rate, Tensor) else float(rate)  # as the user wrote it
 
 
 def _name(group: Mapping[str, Any]) -> str:

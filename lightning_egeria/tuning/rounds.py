@@ -277,8 +277,9 @@ class _Rounds:
                 self.branches.pop()
             return
         result = yield Order(number, branch.setting, steps, tuple(needed), self._limits.halving)
-        self._spent += cost
-        first, branch.cooled = branch.steps == 0, branch.cooled + cost - (steps - branch.steps)
+        first, cooled = branch.steps == 0, cost - (steps - branch.steps) if result.cooled else 0
+        self._spent += steps - branch.steps + cooled
+        branch.cooled += cooled
         branch.steps, branch.failed, branch.summary = steps, result.failed, None
         if result.failed is None and self._limits.halving:
             branch.summary = summarize_cooled(result.losses, result.cooled, result.cost, result.start)

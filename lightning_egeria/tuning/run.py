@@ -120,6 +120,8 @@ class SearchRun:
         if key not in self._finished:
             self._finished[key] = self._trials.run(order)
             result = self._finished[key]
+            if order.cools and self._trials.uncooled is not None:
+                self._notices.inform(f"trials are not cooled, because {self._trials.uncooled}", once="cooling")
             losses = result.cooled or result.losses
             last = window_means(losses, 2)[-1] if losses else float("nan")
             first = result.start if result.start is not None else result.losses[0] if result.losses else last

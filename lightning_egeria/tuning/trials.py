@@ -22,9 +22,10 @@ from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
+from lightning_egeria.tuning.failures import described, is_of_numbers_or_memory
 from lightning_egeria.tuning.feed import BranchFeed, Feed, ReadAhead
 from lightning_egeria.tuning.limits import cooling
-from lightning_egeria.tuning.rates import scaled_rates
+from lightning_egeria.tuning.rates import ScaledRates
 from lightning_egeria.tuning.rounds import Order, Result
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS
@@ -68,6 +69,7 @@ class Trials:
     Attributes:
         present: the setting at the beginning.
         tunables: as above.
+        uncooled: why trials are not cooled; None while they are.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Trials:
         self._trainer = trainer
         self._feed = feed
         self.tunables = tunables
+        self.uncooled: str | None = None
         self._ranks = ranks
         self._freezer = freezer
         self._store = TensorStore(most_bytes)
@@ -120,12 +123,10 @@ class Trials:
         except EgeriaError:
             raise
         except Exception as error:  # of the user's training step
-            memory, text = _is_out_of_memory(error), (str(error).splitlines() or [""])[0]
             own = branch.setting != self.present and self._is_set
-            if self._ranks.several or not (memory or _is_anomaly(error) or own):
+            if self._ranks.several or not (own or is_of_numbers_or_memory(error)):
                 raise
-            kind = "out of memory" if memory else "not finite" if _is_anomaly(error) else type(error).__name__
-            failed = f"{kind}: {text:.200}"
+            failed = described(error)
         if failed is not None:
             branch.state = None
             self._free()
@@ -155,7 +156,7 @@ class Trials:
             self._continue(branch, order)
         else:
             branch.state.restore()
-            self.tunables.set(self._trainer, branch.setting)
+            self.tunables.set_outside_checkpoints(self._trainer, branch.setting)
         if self._size == self._present_size:
             self._feed.skip(branch.batches)
         elif self._batch_size is not None:
@@ -181,13 +182,14 @@ class Trials:
 
     def _continue(self, branch: _Branch, order: Order) -> bool:
         """Train a branch until it has the samples that were ordered; False if the epoch has no batch for it."""
+        self._is_set = False
         if branch.state is not None:
             branch.state.restore()
+            self.tunables.set_outside_checkpoints(self._trainer, branch.setting)
         else:
             self._parent.restore()
             branch.batches, branch.losses, branch.seconds = 0, [], 0.0
-        self._is_set = False
-        self.tunables.set(self._trainer, branch.setting)
+            self.tunables.set(self._trainer, branch.setting)
         self._is_set = True
         branch.state = None
         steps, accumulated = order.steps, self._trainer.accumulate_grad_batches
@@ -200,9 +202,18 @@ class Trials:
     def _cooled(self, branch: _Branch) -> list[float]:
         """Train on while the learning rates fall to zero; return the losses. The state changes."""
         cooled, batches = _Branch(branch.setting, batches=branch.batches), cooling(branch.batches)
-        if batches and all(map(math.isfinite, branch.losses)):
+        if self.uncooled is not None or not batches or not all(map(math.isfinite, branch.losses)):
+            return []
+        try:
             self._train(cooled, branch.batches + batches, cools=True)
-        return cooled.losses
+        except EgeriaError:
+            raise
+        except Exception as error:  # of the user's training step, with a rate that it never sees otherwise
+            if self._ranks.several:
+                raise
+            self.uncooled = f"small rates end in {described(error)}"
+            self._free()
+        return cooled.losses if self.uncooled is None else []
 
     def _relative(self, losses: list[float], cooled: list[float], cost: float, failed: str | None) -> Result:
         """Take the part out of the losses that the batch has in them: with learning minus without, plus the mean."""
@@ -265,13 +276,15 @@ class Trials:
         loop: Any = self._trainer.fit_loop.epoch_loop
         loop.restarting = False
         try:
-            with scaled_rates(self._trainer, share):
+            with ScaledRates(self._trainer, share) as rates:
                 loop.advance(feed)
         except StopIteration:
             raise UnsupportedError(
                 "on_train_batch_start returned -1 in a trial, which ends the epoch, and a trial ends before its epoch. "
                 "Use limit_train_batches or a shorter loader, or no BranchTuner"
             ) from None
+        if not rates.kept and self._trainer.lightning_module.automatic_optimization:
+            self.uncooled = "the training step sets the learning rate"
         loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         if not loop._should_accumulate():
             loop._batches_that_stepped += 1
@@ -333,17 +346,3 @@ def _judged(losses: list[float], cooled: list[float]) -> range:
 
 def _nothing() -> None:
     """Do not wait."""
-
-
-def _is_anomaly(error: Exception) -> bool:
-    """Whether this is what ``Trainer(detect_anomaly=True)`` says of numbers that are not finite."""
-    text = str(error)
-    return text.startswith("Function '") and "returned nan values" in text
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the host, has no memory left: torch raises a kind of its own on devices only."""
-    if isinstance(error, MemoryError):
-        return True
-    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
-    return isinstance(error, kind) or "can't allocate memory" in str(error) or "out of memory" in str(error)
