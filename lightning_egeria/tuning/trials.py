@@ -213,6 +213,7 @@ class Trials:
                 raise
             self.uncooled = f"small rates end in {described(error)}"
             self._free()
+        self.uncooled = self._ranks.share(self.uncooled)
         return cooled.losses if self.uncooled is None else []
 
     def _relative(self, losses: list[float], cooled: list[float], cost: float, failed: str | None) -> Result:
