@@ -40,7 +40,7 @@ class Limits:
         """Number of branches to begin with, two at least, so that all rounds together take ``most_total`` steps.
 
         >>> Limits(10, 51, 20, 312).affordable, Limits(10, 51, 20).affordable
-        (8, 20)
+        (9, 20)
         """
         counts = range(self.most_trials, 2, -1)
         return next((count for count in counts if self._together(count) <= self.most_total), min(2, self.most_trials))
@@ -53,7 +53,7 @@ class Limits:
         steps, cost = 0, 0
         for length in self.lengths:
             cost += count * self.cost(steps, length)
-            steps, count = length, -(-count // 2)
+            steps, count = length, max(1, count // 2)
             if count == 1:
                 break
         return cost

@@ -242,7 +242,7 @@ class _Rounds:
         alive = [number for number in numbers if self.branches[number].alive]
         if not any(self.branches[number].speed > 0 for number in alive):
             return alive
-        return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: -(-count // 2)]
+        return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: max(1, count // 2)]
 
     def _agreed(self) -> bool:
         speeds = sorted((branch.speed for branch in self.branches if branch.speed > 0), reverse=True)[:TOP]
