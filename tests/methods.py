@@ -173,7 +173,7 @@ METHODS = {
     ),
     "AdaptiveBatchSize": Method(list, list, changes=other_batch_sizes, adapted=four_times_as_large, steps=(11, 15)),
     "BranchTuner": Method(
-        lambda: [tuner({"lr": LogUniform(1e-4, 3.0)}, at_epochs=(1, 2), seed=3)],
+        lambda: [tuner({"lr": LogUniform(1e-2, 0.2)}, at_epochs=(1, 2), seed=2)],
         lambda: [tuner({"lr": Choice([0.05]), "momentum": Choice([0.9])})],
         changes=tuned,
     ),

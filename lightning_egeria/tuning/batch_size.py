@@ -13,7 +13,6 @@ from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.epoch_length import set_epoch_length
-from lightning_egeria.tuning.limits import without_cooling
 from lightning_egeria.tuning.setups import batches_before_validation
 from lightning_egeria.tuning.spaces import Choice, Space, Value
 
@@ -116,7 +115,7 @@ class BatchSize:
         """A search is over. Safe to call twice."""
         self._rest = []
 
-    def steps(self, steps: int, present: int, accumulated: int, cools: bool) -> int:
+    def steps(self, steps: int, present: int, accumulated: int) -> int:
         """Return the optimizer steps of a branch that trains on the samples of ``steps`` steps of the present size.
 
         At least one, and at least one batch of the epoch is left for training.
@@ -125,14 +124,13 @@ class BatchSize:
             steps: number of steps.
             present: size of training.
             accumulated: batches in a step.
-            cools: whether it is cooled then.
         """
         size = self._size
         assert size is not None
         assert self._trainer is not None
         left = self._count(size)
         most = min(left - 1, batches_before_validation(self._trainer, self._done, self._done + left)) // accumulated
-        return min(max(1, steps * present // size), without_cooling(most) if cools else most)
+        return min(max(1, steps * present // size), most)
 
     def first_steps(self, steps: int, most: int) -> int:
         """Return the steps of a first trial in which each size has some batches, as far as the epoch has them."""

@@ -18,10 +18,9 @@ from lightning_egeria.training.panels import Panel
 from lightning_egeria.training.progress import BarEntry
 from lightning_egeria.tuning.display import closing_lines, panels_of_searches
 from lightning_egeria.tuning.feed import Feed
-from lightning_egeria.tuning.limits import Limits, without_cooling
 from lightning_egeria.tuning.plateau import Advice, Plateau
 from lightning_egeria.tuning.record import SearchRecord
-from lightning_egeria.tuning.rounds import Result
+from lightning_egeria.tuning.rounds import Limits, Result
 from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFactory
 from lightning_egeria.tuning.setups import TOO_SHORT, check_schedulers, check_trainer, most_steps
@@ -29,7 +28,7 @@ from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.trials import Trials
 from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
 
-STATE_VERSION = 2
+STATE_VERSION = 1
 
 
 class BranchTuner(pl.Callback):
@@ -42,7 +41,7 @@ class BranchTuner(pl.Callback):
             or ``"cmaes"``, or a function from spaces and a seed to a searcher.
         max_trials: most settings in a search.
         max_share: most steps of all trials together, as a share of the steps of the run. The first search may take all.
-        first_steps: optimizer steps of the first trials. Half as many follow, in which the learning rates fall to zero.
+        first_steps: optimizer steps of the first trials.
         monitor: metric of validation that starts a search when it stops getting better; None starts none.
         mode: ``"min"`` if less of the metric is better, or ``"max"``.
         patience: validations without a better one before a search.
@@ -227,7 +226,7 @@ class BranchTuner(pl.Callback):
             "waited": self._plateau.waited,
             "batch_size": self.tunables.batch_size.state() if self.tunables.batch_size is not None else None,
             "finished": [
-                [setting, steps, list(one.losses), one.cost, one.failed, one.start, list(one.cooled)]
+                [setting, steps, list(one.losses), one.cost, one.failed, one.start]
                 for (setting, steps), one in self._finished.items()
             ],
         }
@@ -253,8 +252,8 @@ class BranchTuner(pl.Callback):
             self._searched_epoch = state_dict["searched_epoch"]
             self._plateau.best, self._plateau.waited = state_dict["best"], int(state_dict["waited"])
             self._finished = {
-                (setting, int(steps)): Result(list(losses), float(cost), failed, start, list(cooled))
-                for setting, steps, losses, cost, failed, start, cooled in state_dict["finished"]
+                (setting, int(steps)): Result(list(losses), float(cost), failed, start)
+                for setting, steps, losses, cost, failed, start in state_dict["finished"]
             }
         if self.tunables.batch_size is not None:
             self.tunables.batch_size.load(state_dict.get("batch_size"))
@@ -289,11 +288,11 @@ class BranchTuner(pl.Callback):
         sizes = len(self.tunables.batch_size.sizes) if self.tunables.batch_size is not None else 0
         most = self.ranks.share(most_steps(trainer, self._feed, 1 + sizes))
         limits = self._limits(trainer, most)
-        if limits.most_steps < 1:
+        if most < 1:
             self.notices.warn(TOO_SHORT)
-        elif limits.most_total < 2 * (trial := limits.cost(0, limits.lengths[0])):
+        elif limits.most_total < 2 * limits.lengths[0]:
             self.notices.inform(
-                f"step {trainer.global_step}: no search, because two trials of {trial} steps are more "
+                f"step {trainer.global_step}: no search, because two trials of {limits.lengths[0]} steps are more "
                 f"than what is left of max_share={self.max_share}"
             )
         else:
@@ -314,7 +313,6 @@ class BranchTuner(pl.Callback):
         total = self.max_share * trainer.estimated_stepping_batches - self.search_steps
         if not self.searches:
             batch_size = self.tunables.batch_size
-            most = without_cooling(most)
             first = self.first_steps if batch_size is None else batch_size.first_steps(self.first_steps, most)
             return Limits(first, most, self.max_trials, total)
         last = self.searches[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -74,45 +74,6 @@ class LearningRate:
             first[name] = float(value)
             if at_base:
                 first["lr"] = float(value)
-
-
-class ScaledRates:
-    """For one step, a share of the learning rates. Before its schedulers step, the optimizers have their own again.
-
-    Attributes:
-        kept: whether the step has left the rates alone; those that it has set stay.
-    """
-
-    def __init__(self, trainer: pl.Trainer, share: float) -> None:
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        known = [group for group in groups if isinstance(group.get("lr"), int | float | Tensor)]  # None follows others
-        self.kept = True
-        self._loop: Any = trainer.fit_loop.epoch_loop
-        self._rates = [(group, group["lr"], group["lr"] * share) for group in known if share != 1]
-
-    def __enter__(self) -> Self:
-        for group, _, scaled in self._rates:
-            group["lr"] = scaled
-        update = self._loop.update_lr_schedulers
-
-        def update_lr_schedulers(*args: Any, **kwargs: Any) -> None:
-            self._end()
-            update(*args, **kwargs)
-
-        vars(self._loop)["update_lr_schedulers"] = update_lr_schedulers
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del vars(self._loop)["update_lr_schedulers"]
-        self._end()
-
-    def _end(self) -> None:
-        rates, self._rates = self._rates, []
-        for group, rate, scaled in rates:
-            if group.get("lr") is scaled:
-                group["lr"] = rate
-            else:
-                self.kept = False
 
 
 def _base(optimizer: Optimizer) -> float:

@@ -17,8 +17,7 @@ class SearchRecord:
         step: optimizer steps of training before it.
         reason: why it began.
         ended: why it ended.
-        branches: for each branch its setting, steps, those of its cooling, speed, label, range, noise, and why it
-            failed.
+        branches: for each branch its setting, steps, speed, label, range, noise, and why it failed.
         winner: number of the branch that training went on from; None if none made progress.
         trial_steps: steps of the winner's trial, of its batch size; of the last trial without a winner.
         seconds: time that the search took.
@@ -36,8 +35,8 @@ class SearchRecord:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of all branches, with those of their cooling."""
-        return sum(branch["steps"] + branch["cooled"] for branch in self.branches)
+        """Optimizer steps of all branches."""
+        return sum(branch["steps"] for branch in self.branches)
 
     def state(self) -> dict[str, Any]:
         """Return the record in plain types; a number that is not finite is None."""

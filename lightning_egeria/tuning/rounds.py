@@ -8,13 +8,63 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.limits import Limits
 from lightning_egeria.tuning.searchers import RefiningSearcher, Searcher
 from lightning_egeria.tuning.spaces import Setting
-from lightning_egeria.tuning.summary import Label, Summary, summarize, summarize_cooled
+from lightning_egeria.tuning.summary import WINDOWS, Label, Summary, summarize
 
 TOP = 5  # branches whose speeds must agree for a search to end
 AGREEMENT = 0.1
+HALVES = 2  # windows of a trial in a race: more show the noise of single batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a search may spend.
+
+    Attributes:
+        first_steps: optimizer steps of a trial; of the first ones if ``halving``.
+        most_steps: most steps of a trial.
+        most_trials: most branches.
+        most_total: most steps of all branches together.
+        halving: whether the faster half of the branches goes on, in trials twice as long, until one is left.
+    """
+
+    first_steps: int
+    most_steps: int
+    most_trials: int
+    most_total: float = math.inf
+    halving: bool = True
+
+    @property
+    def lengths(self) -> list[int]:
+        """Steps that a branch has after each round, if it stays.
+
+        >>> Limits(10, 77, 20).lengths
+        [10, 20, 40, 77]
+        """
+        found = [min(self.first_steps, self.most_steps)]
+        while found[-1] < self.most_steps:
+            found.append(min(2 * found[-1], self.most_steps))
+        return found
+
+    @property
+    def affordable(self) -> int:
+        """Number of branches to begin with, two at least, so that all rounds together take ``most_total`` steps.
+
+        >>> Limits(10, 77, 20, 308).affordable, Limits(10, 77, 20).affordable
+        (11, 20)
+        """
+        counts = range(self.most_trials, 2, -1)
+        return next((count for count in counts if self._cost(count) <= self.most_total), min(2, self.most_trials))
+
+    def _cost(self, count: int) -> int:
+        steps, cost = 0, 0
+        for length in self.lengths:
+            cost += count * (length - steps)
+            steps, count = length, -(-count // 2)
+            if count == 1:
+                break
+        return cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +76,12 @@ class Order:
         setting: its setting.
         steps: until it has so many optimizer steps. It may have some already, and goes on from there.
         needed: branches whose state may be asked for later, this one not among them.
-        cools: whether the branch is cooled then: its learning rates fall to zero, in steps that are not kept.
     """
 
     branch: int
     setting: Setting
     steps: int
     needed: tuple[int, ...] = ()
-    cools: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +93,12 @@ class Result:
         cost: what all of it took, in steps or in seconds.
         failed: why the branch could not train; None if it did.
         start: mean loss of these batches without learning; None if it is not known.
-        cooled: loss of each batch while the learning rates fell to zero.
     """
 
     losses: Sequence[float]
     cost: float
     failed: str | None = None
     start: float | None = None
-    cooled: Sequence[float] = ()
 
 
 @dataclasses.dataclass
@@ -62,14 +108,12 @@ class Branch:
     Attributes:
         setting: its setting.
         steps: optimizer steps that it has trained.
-        cooled: those behind its trials that were not kept.
         summary: of its losses; None before it has trained.
         failed: why it could not train; None if it did.
     """
 
     setting: Setting
     steps: int = 0
-    cooled: int = 0
     summary: Summary | None = None
     failed: str | None = None
 
@@ -104,7 +148,6 @@ class Branch:
         return {
             "setting": dict(self.setting),
             "steps": self.steps,
-            "cooled": self.cooled,
             "speed": self.speed,
             "label": self.label.value,
             "failed": self.failed,
@@ -135,8 +178,8 @@ def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Or
     With ``halving``, all branches train for the same few steps; the faster half of them trains on until it has twice as
     many, and so on until one is left or a trial is as long as it may be (successive halving, Jamieson and Talwalkar,
     arXiv:1502.07943). It begins with as many settings as the limits allow. A searcher that refines is asked for more in
-    each round, as long as the later ones keep an equal share of the steps that are left. A trial is judged once its
-    learning rates have fallen to zero: see `summarize_cooled`.
+    each round, as long as the later ones keep an equal share of the steps that are left. A trial has two windows, its
+    halves: in ten, short trials show the noise of single batches.
 
     Without, as in MLtuner, each setting has one trial, and the search ends when the speeds of the five best branches
     differ by less than 10 %, when there is nothing left to try, or at a limit.
@@ -201,11 +244,9 @@ class _Rounds:
         for left, steps in zip(range(len(lengths), 0, -1), lengths, strict=True):
             kept = self._faster_half(racing, len(racing))
             more = self._refines is not None and self._refines.longer()
-            most, cost = self._spent + (self._limits.most_total - self._spent) / left, self._limits.cost
-            others = most - self._spent - sum(cost(self.branches[number].steps, steps) for number in kept)
-            more = more and others >= cost(0, steps)
             if self.spent_all or (len(kept) == 1 and not more):
                 break
+            most = self._spent + (self._limits.most_total - self._spent) / left
             racing = []
             for at, number in enumerate(kept):
                 yield from self._train(number, steps, [*self._may_go_on(racing, len(kept)), *kept[at + 1 :]])
@@ -220,8 +261,7 @@ class _Rounds:
     ) -> Generator[Order, Result, None]:
         """Train further branches for so many steps, and add them to those of the round."""
         self.reason = None
-        cost = self._limits.cost(0, steps)
-        while self._spent + cost <= most_spent and (number := self._next_branch(most)) is not None:
+        while self._spent + steps <= most_spent and (number := self._next_branch(most)) is not None:
             yield from self._train(number, steps, self._may_go_on(racing, most))
             if self.spent_all:
                 return
@@ -242,7 +282,7 @@ class _Rounds:
         alive = [number for number in numbers if self.branches[number].alive]
         if not any(self.branches[number].speed > 0 for number in alive):
             return alive
-        return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: max(1, count // 2)]
+        return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: -(-count // 2)]
 
     def _agreed(self) -> bool:
         speeds = sorted((branch.speed for branch in self.branches if branch.speed > 0), reverse=True)[:TOP]
@@ -270,21 +310,18 @@ class _Rounds:
 
     def _train(self, number: int, steps: int, needed: Sequence[int]) -> Generator[Order, Result, None]:
         branch = self.branches[number]
-        cost = self._limits.cost(branch.steps, steps)
+        cost = steps - branch.steps
         if self._spent + cost > self._limits.most_total and self._spent > 0:
             self.spent_all, self.reason = True, f"{self._spent} steps of trials were used up"
             if branch.steps == 0:  # it is the last one
                 self.branches.pop()
             return
-        result = yield Order(number, branch.setting, steps, tuple(needed), self._limits.halving)
-        first, cooled = branch.steps == 0, cost - (steps - branch.steps) if result.cooled else 0
-        self._spent += steps - branch.steps + cooled
-        branch.cooled += cooled
-        branch.steps, branch.failed, branch.summary = steps, result.failed, None
-        if result.failed is None and self._limits.halving:
-            branch.summary = summarize_cooled(result.losses, result.cooled, result.cost, result.start)
-        elif result.failed is None:
-            branch.summary = summarize(result.losses, result.cost, result.start)
+        result = yield Order(number, branch.setting, steps, tuple(needed))
+        self._spent += cost
+        first, branch.steps, branch.failed = branch.steps == 0, steps, result.failed
+        windows = HALVES if self._limits.halving else WINDOWS
+        summary = None if result.failed is not None else summarize(result.losses, result.cost, result.start, windows)
+        branch.summary = summary
         if first or self._refines is not None:
             self._searcher.tell(branch.setting, branch.told)
 

@@ -14,9 +14,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.training.notices import Notices
-from lightning_egeria.tuning.limits import Limits
 from lightning_egeria.tuning.record import SearchRecord, describe
-from lightning_egeria.tuning.rounds import Order, Outcome, Result, search
+from lightning_egeria.tuning.rounds import HALVES, Limits, Order, Outcome, Result, search
 from lightning_egeria.tuning.searchers import Searcher
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.summary import window_means
@@ -91,7 +90,7 @@ class SearchRun:
                 trials.leave()
             else:
                 setting = branches[winner]["setting"]
-                trials.adopt(Order(winner, setting, branches[winner]["steps"], cools=limits.halving))
+                trials.adopt(Order(winner, setting, branches[winner]["steps"]))
         length = trials.converted(message["trial_steps"] if winner is None else branches[winner]["steps"])
         seconds = time.perf_counter() - started
         record = SearchRecord(self._step, reason, message["reason"], branches, winner, length, seconds, setting)
@@ -120,12 +119,9 @@ class SearchRun:
         if key not in self._finished:
             self._finished[key] = self._trials.run(order)
             result = self._finished[key]
-            if order.cools and self._trials.uncooled is not None:
-                self._notices.inform(f"trials are not cooled, because {self._trials.uncooled}", once="cooling")
-            losses = result.cooled or result.losses
-            last = window_means(losses, 2)[-1] if losses else float("nan")
+            last = window_means(result.losses, HALVES)[-1] if result.losses else float("nan")
             first = result.start if result.start is not None else result.losses[0] if result.losses else last
-            told = result.failed or f"loss {first:.4g} to {last:.4g}" + " when cooled" * bool(result.cooled)
+            told = result.failed or f"loss {first:.4g} to {last:.4g} in its second half"
             self._notices.inform(f"{describe(order.setting)}: {order.steps} steps, {told}")
             numbers = {name: value for name, value in order.setting.items() if isinstance(value, int | float)}
             metrics = {"branch": order.branch, "steps": order.steps, "loss": last, **numbers}

@@ -74,31 +74,6 @@ def summarize(losses: Sequence[float], cost: float, start: float | None = None, 
     return Summary(change, noise, speed, Label.CONVERGING if converges else Label.UNSTABLE)
 
 
-def summarize_cooled(
-    losses: Sequence[float], cooled: Sequence[float], cost: float, start: float | None = None
-) -> Summary:
-    """Summarise a branch whose learning rates have fallen to zero behind it.
-
-    A large rate makes progress that its own noise hides, and that is seen once the rate falls: see Wu et al. on the
-    short-horizon bias (arXiv:1803.02021). So the last window is the second half of the cooling, and no noise is taken
-    off. A branch that has diverged before or meanwhile has diverged.
-
-    Args:
-        losses: loss of each batch, in order; at least one.
-        cooled: loss of each batch while the rates fell.
-        cost: as in `summarize`, of the branch alone.
-        start: loss without learning; None takes the first quarter of the branch.
-
-    >>> summarize_cooled([5.0, 5.0, 4.0, 4.0], [4.0, 4.0, 3.0, 3.0], cost=4, start=5.0).speed
-    0.5
-    """
-    whole = summarize([*losses, *cooled], cost, start, windows=4)
-    if whole.label is Label.DIVERGED or not cooled:
-        return whole
-    first = window_means(losses, 4)[0] if start is None else start
-    return summarize(cooled[len(cooled) // 2 :], cost, first, windows=1)
-
-
 def window_means(losses: Sequence[float], windows: int = WINDOWS) -> list[float]:
     """Return the mean of each window; windows differ by one loss in length at most.
 

@@ -22,10 +22,7 @@ from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
-from lightning_egeria.tuning.failures import described, is_of_numbers_or_memory
 from lightning_egeria.tuning.feed import BranchFeed, Feed, ReadAhead
-from lightning_egeria.tuning.limits import cooling
-from lightning_egeria.tuning.rates import ScaledRates
 from lightning_egeria.tuning.rounds import Order, Result
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS
@@ -69,7 +66,6 @@ class Trials:
     Attributes:
         present: the setting at the beginning.
         tunables: as above.
-        uncooled: why trials are not cooled; None while they are.
     """
 
     def __init__(
@@ -85,7 +81,6 @@ class Trials:
         self._trainer = trainer
         self._feed = feed
         self.tunables = tunables
-        self.uncooled: str | None = None
         self._ranks = ranks
         self._freezer = freezer
         self._store = TensorStore(most_bytes)
@@ -96,7 +91,7 @@ class Trials:
         self._batch_size = tunables.batch_size
         self._present_size = self._batch_size.get(trainer) if self._batch_size is not None else None
         self._ahead = {self._present_size: feed.ahead}  # by batch size
-        self._unlearned: dict[int | None, dict[int, float]] = {}  # losses without learning, by batch size and batch
+        self._unlearned: dict[int | None, list[float]] = {}  # loss of each batch without learning, by batch size
         if self._batch_size is not None:
             self._batch_size.begin(trainer)
 
@@ -112,26 +107,27 @@ class Trials:
             if number not in order.needed and number != order.branch:
                 other.state = None
         branch = self._branches.setdefault(order.branch, _Branch(order.setting))
-        failed, cooled = None, list[float]()
+        failed = None
         try:
-            if self._continue(branch, order):
+            if self._continue(branch, order.steps):
                 branch.state = FitState(self._trainer, self._freezer, self._store)
-                cooled = self._cooled(branch) if order.cools else []
-                self._train_without_learning(_judged(branch.losses, cooled))
+                self._train_without_learning(len(branch.losses))
             else:
                 failed = f"the epoch has too few samples left for batches of {branch.setting['batch_size']}"
         except EgeriaError:
             raise
         except Exception as error:  # of the user's training step
+            memory, text = _is_out_of_memory(error), (str(error).splitlines() or [""])[0]
             own = branch.setting != self.present and self._is_set
-            if self._ranks.several or not (own or is_of_numbers_or_memory(error)):
+            if self._ranks.several or not (memory or _is_anomaly(error) or own):
                 raise
-            failed = described(error)
+            kind = "out of memory" if memory else "not finite" if _is_anomaly(error) else type(error).__name__
+            failed = f"{kind}: {text:.200}"
         if failed is not None:
             branch.state = None
             self._free()
         cost = branch.seconds if self.tunables.changes_cost else float(order.steps)
-        return self._relative(branch.losses, cooled, cost, failed)
+        return self._relative(branch.losses, cost, failed)
 
     def leave(self) -> None:
         """Return to the beginning."""
@@ -153,7 +149,7 @@ class Trials:
         """Let training go on from the end of a branch."""
         branch = self._branches.setdefault(order.branch, _Branch(order.setting))
         if branch.state is None:
-            self._continue(branch, order)
+            self._continue(branch, order.steps)
         else:
             branch.state.restore()
             self.tunables.set_outside_checkpoints(self._trainer, branch.setting)
@@ -180,8 +176,8 @@ class Trials:
             self._ahead[size] = ReadAhead(self._batch_size.batches(size))
         return self._ahead[size]
 
-    def _continue(self, branch: _Branch, order: Order) -> bool:
-        """Train a branch until it has the samples that were ordered; False if the epoch has no batch for it."""
+    def _continue(self, branch: _Branch, steps: int) -> bool:
+        """Train a branch until it has the samples of ``steps`` steps; False if the epoch has no batch for it."""
         self._is_set = False
         if branch.state is not None:
             branch.state.restore()
@@ -192,76 +188,58 @@ class Trials:
             self.tunables.set(self._trainer, branch.setting)
         self._is_set = True
         branch.state = None
-        steps, accumulated = order.steps, self._trainer.accumulate_grad_batches
+        accumulated = self._trainer.accumulate_grad_batches
         if self._batch_size is not None and self._present_size is not None:
-            steps = self._batch_size.steps(steps, self._present_size, accumulated, order.cools)
+            steps = self._batch_size.steps(steps, self._present_size, accumulated)
         if steps > 0:
             self._train(branch, steps * accumulated)
         return steps > 0
 
-    def _cooled(self, branch: _Branch) -> list[float]:
-        """Train on while the learning rates fall to zero; return the losses. The state changes."""
-        cooled, batches = _Branch(branch.setting, batches=branch.batches), cooling(branch.batches)
-        if self.uncooled is not None or not batches or not all(map(math.isfinite, branch.losses)):
-            return []
-        try:
-            self._train(cooled, branch.batches + batches, cools=True)
-        except EgeriaError:
-            raise
-        except Exception as error:  # of the user's training step, with a rate that it never sees otherwise
-            if self._ranks.several:
-                raise
-            self.uncooled = f"small rates end in {described(error)}"
-            self._free()
-        self.uncooled = self._ranks.share(self.uncooled)
-        return cooled.losses if self.uncooled is None else []
-
-    def _relative(self, losses: list[float], cooled: list[float], cost: float, failed: str | None) -> Result:
+    def _relative(self, losses: list[float], cost: float, failed: str | None) -> Result:
         """Take the part out of the losses that the batch has in them: with learning minus without, plus the mean."""
-        every, judged, base = losses + cooled, _judged(losses, cooled), self._unlearned.get(self._size, {})
-        unlearned = [base[position] for position in judged if math.isfinite(base.get(position, math.nan))]
-        if not losses or len(unlearned) < len(judged):
-            return Result(losses, cost, failed, cooled=cooled)
-        mean = math.fsum(unlearned) / len(unlearned)
-        for position, without in zip(judged, unlearned, strict=True):
-            every[position] += mean - without
-        return Result(every[: len(losses)], cost, failed, mean, every[len(losses) :])
+        base = self._unlearned.get(self._size, [])[: len(losses)]
+        if not losses or len(base) < len(losses) or not all(map(math.isfinite, base)):
+            return Result(losses, cost, failed)
+        mean = math.fsum(base) / len(base)
+        relative = [loss - unlearned + mean for loss, unlearned in zip(losses, base, strict=True)]
+        return Result(relative, cost, failed, mean)
 
-    def _train_without_learning(self, positions: range) -> None:
-        """Note the losses of batches with the weights of the beginning. The state changes."""
+    def _train_without_learning(self, batches: int) -> None:
+        """Note the losses of the first batches with the weights of the beginning. The state changes."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        known = self._unlearned.setdefault(self._size, {})
-        new = [position for position in positions if position not in known]
-        if not new or not module.automatic_optimization:
+        known = self._unlearned.setdefault(self._size, [])
+        done = len(known)
+        if batches <= done or not module.automatic_optimization:
             return
         size = self._size
         self._parent.restore()
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         losses: list[float] = []
         with _unseen(trainer, _Recorder(None)), torch.no_grad():
-            for position in new:
-                item = next(self._batches(size).from_here(position))
+            for position, item in zip(range(done, batches), self._batches(size).from_here(done), strict=False):
                 batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(item[0]))
                 batch = trainer.strategy.batch_to_device(batch)
                 arguments = (batch, self._first + position) if takes_index else (batch,)
                 output: Any = trainer.strategy.training_step(*arguments)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 losses.append(math.nan if loss is None else float(loss) / trainer.accumulate_grad_batches)
-        known.update(zip(new, self._ranks.mean(losses), strict=True))
+        known += self._ranks.mean(losses)
 
-    def _train(self, branch: _Branch, batches: int, cools: bool = False) -> None:
-        """Train until the branch has had so many batches, or a loss is not finite; if it ``cools``, rates fall to 0."""
+    def _train(self, branch: _Branch, batches: int) -> None:
+        """Train until the branch has had so many batches, or a loss is not finite."""
         device = self._trainer.strategy.root_device
         wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
-        first, chunk = branch.batches, max(1, batches // WINDOWS)
-        feed = BranchFeed(self._batches(self._size).from_here(first), wait if self.tunables.changes_cost else _nothing)
+        feed = BranchFeed(
+            self._batches(self._size).from_here(branch.batches), wait if self.tunables.changes_cost else _nothing
+        )
+        chunk = max(1, batches // WINDOWS)
         recorder = _Recorder(self._freezer)
         started = time.perf_counter()
         while branch.batches < batches and all(map(math.isfinite, branch.losses[-chunk:])):
             count = min(chunk, batches - branch.batches)
             with _unseen(self._trainer, recorder):
-                for batch in range(branch.batches, branch.batches + count):
-                    self._advance(feed, (batches - batch) / (batches - first + 1) if cools else 1.0)
+                for _ in range(count):
+                    self._advance(feed)
             branch.batches += count
             branch.losses += self._ranks.mean(recorder.take())
         wait()
@@ -272,20 +250,17 @@ class Trials:
                 "training_step; otherwise tune with batches that train"
             )
 
-    def _advance(self, feed: BranchFeed, share: float) -> None:
-        """Train on a batch, as `_TrainingEpochLoop.run` does, without validation; at a share of the learning rates."""
+    def _advance(self, feed: BranchFeed) -> None:
+        """Train on a batch, as `_TrainingEpochLoop.run` does, without validation."""
         loop: Any = self._trainer.fit_loop.epoch_loop
         loop.restarting = False
         try:
-            with ScaledRates(self._trainer, share) as rates:
-                loop.advance(feed)
+            loop.advance(feed)
         except StopIteration:
             raise UnsupportedError(
                 "on_train_batch_start returned -1 in a trial, which ends the epoch, and a trial ends before its epoch. "
                 "Use limit_train_batches or a shorter loader, or no BranchTuner"
             ) from None
-        if not rates.kept and self._trainer.lightning_module.automatic_optimization:
-            self.uncooled = "the training step sets the learning rate"
         loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         if not loop._should_accumulate():
             loop._batches_that_stepped += 1
@@ -340,10 +315,19 @@ def _unseen(trainer: pl.Trainer, recorder: _Recorder) -> Iterator[None]:
         trainer.loggers = loggers
 
 
-def _judged(losses: list[float], cooled: list[float]) -> range:
-    """The batches of a branch whose losses tell how fast it is: see `summarize_cooled`, and `summarize`."""
-    return range(len(losses) + len(cooled) // 2 if cooled else 0, len(losses) + len(cooled))
-
-
 def _nothing() -> None:
     """Do not wait."""
+
+
+def _is_anomaly(error: Exception) -> bool:
+    """Whether this is what ``Trainer(detect_anomaly=True)`` says of numbers that are not finite."""
+    text = str(error)
+    return text.startswith("Function '") and "returned nan values" in text
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the host, has no memory left: torch raises a kind of its own on devices only."""
+    if isinstance(error, MemoryError):
+        return True
+    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+    return isinstance(error, kind) or "can't allocate memory" in str(error) or "out of memory" in str(error)

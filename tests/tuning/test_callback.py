@@ -105,7 +105,7 @@ def test_the_winner_ends_where_a_run_with_its_setting_does():
     fit(by_hand, ByHand())
     assert tuned.losses == by_hand.losses
     assert equal(tuned, by_hand)
-    again, other = branches(1e-3, 100.0, 0.8, 0.2)
+    again, other = branches(1e-3, rate)
     assert again.setting == callback.setting
     assert equal(tuned, other)
     speeds = [{one["setting"]["lr"]: one["speed"] for one in run.searches[0].branches} for run in (callback, again)]

@@ -9,7 +9,7 @@ from lightning_egeria.tuning.record import SearchRecord
 
 
 def branch(lr, steps, speed, label="converging"):
-    return {"setting": {"lr": lr}, "steps": steps, "cooled": 1, "speed": speed, "label": label, "failed": None}
+    return {"setting": {"lr": lr}, "steps": steps, "speed": speed, "label": label, "failed": None}
 
 
 def record(step=10, winner=1, branches=None):
@@ -23,9 +23,9 @@ def test_the_closing_lines():
         "no search ran: none began (at_epochs, monitor), or there was no room for one, as was told"
     ]
     assert list(closing_lines([record(), record(40, None)], 10.0)) == [
-        "2 searches took 46 steps and 3.0 s (30% of the run)",
-        "step 10: 3 settings, 1 of which diverged or failed, 23 steps, 1.5 s: lr=0.5 won",
-        "step 40: 3 settings, 1 of which diverged or failed, 23 steps, 1.5 s: no setting made progress",
+        "2 searches took 40 steps and 3.0 s (30% of the run)",
+        "step 10: 3 settings, 1 of which diverged or failed, 20 steps, 1.5 s: lr=0.5 won",
+        "step 40: 3 settings, 1 of which diverged or failed, 20 steps, 1.5 s: no setting made progress",
     ]
 
 

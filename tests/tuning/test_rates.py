@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tuning.rates import LearningRate, ScaledRates
+from lightning_egeria.tuning.rates import LearningRate
 
 SCHEDULES = {
     "none": None,
@@ -30,15 +30,8 @@ def trainer_of(rate, make):
     optimizer = torch.optim.SGD(groups, lr=rate)
     schedulers = [make(optimizer, rate)] if make is not None else []
     return SimpleNamespace(
-        optimizers=[optimizer],
-        lr_scheduler_configs=[SimpleNamespace(scheduler=one) for one in schedulers],
-        fit_loop=SimpleNamespace(epoch_loop=Loop()),
+        optimizers=[optimizer], lr_scheduler_configs=[SimpleNamespace(scheduler=one) for one in schedulers]
     )
-
-
-class Loop:
-    def update_lr_schedulers(self):
-        pass
 
 
 def rates(trainer, steps):
@@ -62,36 +55,6 @@ def test_the_schedule_is_that_of_a_run_with_the_rate(name):
     wanted = rates(expected, 9)[4:]
     for got, want in zip(rates(changed, 5), wanted, strict=True):
         assert got == pytest.approx(want, rel=1e-9)
-
-
-def test_rates_are_scaled_for_a_while():
-    trainer = trainer_of(0.1, None)
-    groups = trainer.optimizers[0].param_groups
-    groups[1]["lr"] = held = torch.tensor(0.4)
-    with ScaledRates(trainer, 0.25) as rates:
-        assert [float(group["lr"]) for group in groups] == pytest.approx([0.025, 0.1])
-    assert rates.kept
-    assert [group["lr"] for group in groups] == [0.1, held]
-    with pytest.raises(KeyError), ScaledRates(trainer, 0.25):
-        raise KeyError
-    assert [group["lr"] for group in groups] == [0.1, held]
-    with ScaledRates(trainer, 0.25) as rates:
-        trainer.fit_loop.epoch_loop.update_lr_schedulers()
-        assert groups[0]["lr"] == 0.1
-        groups[0]["lr"] = 0.05  # as schedulers do
-    assert rates.kept
-    assert groups[0]["lr"] == 0.05
-    assert vars(trainer.fit_loop.epoch_loop) == {}
-
-
-def test_rates_that_the_step_sets_stay():
-    trainer = trainer_of(0.1, None)
-    groups = trainer.optimizers[0].param_groups
-    groups[1]["lr"] = None  # the optimizer has its own rule
-    with ScaledRates(trainer, 0.25) as rates:
-        groups[0]["lr"] = 0.3
-    assert not rates.kept
-    assert [group["lr"] for group in groups] == [0.3, None]
 
 
 def test_a_tensor_is_the_number_that_the_user_wrote():

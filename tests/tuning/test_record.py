@@ -7,10 +7,10 @@ from lightning_egeria.tuning.record import SearchRecord, describe
 
 
 def test_a_record_returns_from_its_state():
-    branches = [{"setting": {"lr": 0.1}, "steps": 4, "cooled": 3, "speed": 0.5, "range": -2.0}]
+    branches = [{"setting": {"lr": 0.1}, "steps": 4, "speed": 0.5, "range": -2.0}]
     record = SearchRecord(3, "because", "done", branches, 0, 4, 1.5, {"lr": 0.1})
     assert SearchRecord.from_state(json.loads(json.dumps(record.state()))) == record
-    assert record.steps == 7
+    assert record.steps == 4
 
 
 def test_what_is_not_finite_is_none():

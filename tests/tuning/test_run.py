@@ -8,8 +8,7 @@ from models import Classifier, fit
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.tuning.feed import Feed
-from lightning_egeria.tuning.limits import Limits
-from lightning_egeria.tuning.rounds import Result
+from lightning_egeria.tuning.rounds import Limits, Result
 from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import GridSearcher
 from lightning_egeria.tuning.spaces import Choice

