@@ -43,11 +43,11 @@ class _Role(NamedTuple):
 
 
 class Outside:
-    """Tensors of the program that the front is called with, also as they would be in longer or shorter batches.
+    """Tensors of the program that a computation begins with, also as they would be in longer or shorter batches.
 
     Each keeps its role from the first batch on: a batch may be as long as it is large, or as another tensor is wide.
-    One without samples must stay as it was, or begin as it did: with it, the trial has shown that rows do not depend on
-    one another. Where a batch does not fit, nothing is known of it.
+    One without samples must stay as it was, or begin as it did: whoever tried whether rows depend on one another tried
+    it with that. Where a batch does not fit, nothing is known of it.
 
     Attributes:
         longest: length of the longest padded batch so far.
