@@ -14,7 +14,7 @@ LEAST_STEPS = 6  # of each kind, to compare whole steps
 class Race:
     """Compares whole steps with something, such as a cache, to whole steps without it, in turns.
 
-    A step lasts from the arrival of its batch to that of the next one, so whatever it costs, or saves, is in it.
+    A step lasts from the arrival of its batch until the next one arrives, so whatever it costs, or saves, is in it.
     At the end of a turn, the batches of the next one are read already: a turn has more steps than are read ahead. And
     workers have had time to load ahead of steps without it: if such batches are known to take longer to arrive, that
     wait counts.

@@ -195,7 +195,10 @@ class _OptimizerState:
         # Parameters are kept elsewhere, and stay what they are in lists of them.
         known: dict[int, Any] = {id(one): _Reference(one) for g in optimizer.param_groups for one in g["params"]}
         self._state = {parameter: _packed(state, keep, known) for parameter, state in optimizer.state.items()}
-        self._groups = [(group, list(group["params"]), _settings(group)) for group in optimizer.param_groups]
+        self._groups = [
+            (group, list(group["params"]), {n: _packed(one, keep, known) for n, one in group.items() if n != "params"})
+            for group in optimizer.param_groups
+        ]
         self._inner = [_OptimizerState(inner, keep, seen) for inner in _inside(optimizer) if inner not in seen]
         self._attributes = [(name, value, _packed(value, keep, known)) for name, value in _own(optimizer)]
 
@@ -209,7 +212,8 @@ class _OptimizerState:
         for group, parameters, settings in self._groups:
             before = dict(group)
             group.clear()
-            group.update({"params": list(parameters), **_returned(settings, before)})
+            group["params"] = list(parameters)
+            group.update({name: unpack(packed, before.get(name)) for name, packed in settings.items()})
         self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
         own = dict(_own(self._optimizer))
         for name in own.keys() - {name for name, *_ in self._attributes}:
@@ -309,19 +313,3 @@ class _Unpacking:
             return values.to(packed.device, copy=True)
         self._written.add(id(now))
         return now.copy_(values)
-
-
-def _returned(settings: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the settings of a group; tensors in their own memory, which others may hold too: a rate, say."""
-    found = copy.deepcopy(dict(settings))
-    for name, value in found.items():
-        other = now.get(name)
-        if type(value) is not Tensor or type(other) is not Tensor or other.requires_grad:
-            continue
-        if (value.shape, value.dtype, value.device) == (other.shape, other.dtype, other.device):
-            found[name] = other.copy_(value)
-    return found
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}

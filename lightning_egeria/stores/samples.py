@@ -171,7 +171,7 @@ def stamp_of(fields: bytes) -> int:
 
 
 def stamps_of(fields: bytes) -> tuple[int, int]:
-    """Return the stamps of an entry: digests of the sample's fields, and of what the program made of its own.
+    """Return the two stamps of an entry: a digest of the sample's fields, and one of the program's tensors for it.
 
     Args:
         fields: as in the store: 8 bytes of the second stamp, then the fields of the sample.
