@@ -45,7 +45,7 @@ class PrefixCache(Observer):
         self._front: Front | None = None
         self._training: CachedBatch | None = None
         self._last: CachedBatch | None = None
-        self._told_of_dropout = False
+        self._told_of_dropout = self._told_of_compilation = False
         self._closed = False
 
     def add(self, name: str, line: Line) -> None:
@@ -66,7 +66,7 @@ class PrefixCache(Observer):
         self._end()
         self._look()
         if batch is not None and self._front is not None:
-            self._front.batch = batch
+            self._front.begin(batch)
 
     def batch_start(self, batch: Any, step: int) -> None:
         """The training step is about to run."""
@@ -89,7 +89,7 @@ class PrefixCache(Observer):
             yield
         finally:
             if batch is not None and batch.began is None and self._front is not None:
-                self._front.batch = None  # the model did not run, which says nothing about the cache
+                self._front.end()  # the model did not run, which says nothing about the cache
                 batch.drop()
             self._end()
 
@@ -128,28 +128,26 @@ class PrefixCache(Observer):
             levels.close(remove)
         self.lines, self._replaced = {}, []
         self._training = None
-        if self._front is not None:
-            self._front.close()
         self._front = None
 
     def _enter(self, batch: CachedBatch | None) -> None:
         """Have a batch of the training loader go through the front; one of validation may be there still."""
         self._end()
-        if batch is not None and self._front is not None and (path := self._front.missing()) is not None:
+        if batch is None or self._front is None:
+            return
+        if (path := self._front.missing()) is not None:
             for line in self.lines.values():
                 line.stream.stop(f"the frozen module {path!r} was replaced, or its forward")
-        if self._front is not None:
-            self._front.batch = batch
+        self._front.begin(batch)
 
     def _end(self) -> None:
         """The batch in the front is over."""
         batch = self._front.batch if self._front is not None else None
         if self._front is None or batch is None:
             return
-        self._front.batch = None
+        self._front.end()
         batch.finish()
         if all(line.stream.front is None for line in self.lines.values()):
-            self._front.close()
             self._front = None
 
     def _release_dropout(self) -> None:
@@ -173,10 +171,9 @@ class PrefixCache(Observer):
         if before is not None and prefix is not None and _is_again(before, prefix):
             return
         if before is not None:
-            before.close()
+            before.end()
         self._front = None
-        compiled = prefix is not None and prefix.depth > 0 and is_compiled(prefix.module)
-        if prefix is not None and prefix.depth and not compiled:
+        if prefix is not None and prefix.depth:
             prefix.eval_all()
             self._tell_of_dropout(prefix)
             if prefix.settled_depth:
@@ -188,21 +185,20 @@ class PrefixCache(Observer):
         for line in self.lines.values():
             line.stream.start(self._front, keep=deeper)
             if prefix is not None and prefix.depth and self._front is None:
-                line.stream.stats.off = "running statistics still settle"
-                if prefix.settled_depth:
-                    line.stream.stats.off = "the model is compiled" if compiled else "frozen layers cannot be read"
-        if compiled:
-            self._notices.warn(
-                "the cache is off: the model is compiled, so its frozen layers cannot be skipped", "compiled"
-            )
+                settles = not prefix.settled_depth
+                line.stream.stats.off = "running statistics still settle" if settles else "frozen layers cannot be read"
 
     def _front_of(self, prefix: FrozenPrefix) -> Front | None:
         """Return the front, if the state of its modules can be read."""
         try:
-            return Front(prefix, prefix.settled_depth)
+            front = Front(prefix, prefix.settled_depth)
         except CacheError as error:
             self._notices.warn(f"the cache is off: {error}", "unreadable")
             return None
+        if is_compiled(prefix.module) and not self._told_of_compilation:
+            self._told_of_compilation = True
+            self._notices.inform("the model is compiled: cached steps run uncompiled, and their last bits differ")
+        return front
 
     def _tell_of_dropout(self, prefix: FrozenPrefix) -> None:
         if self._told_of_dropout:

@@ -15,6 +15,7 @@ from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.lazy.tensors import LazyTensor
 from lightning_egeria.lazy.units import Context
+from lightning_egeria.network.compilation import eager
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.snapshots.frozen_state import FrozenState
 
@@ -94,6 +95,9 @@ class FrontSequence(FrontUnit):
 class Front:
     """The first ``depth`` layer modules of a frozen prefix, with other boundaries inside.
 
+    Between batches the network is as without the cache. While a batch runs, compiled modules run uncompiled: what a
+    compiler has made of frozen layers cannot be recorded.
+
     Args:
         prefix: the frozen prefix.
         depth: number of layer modules to leave out.
@@ -130,6 +134,22 @@ class Front:
             FrontUnit(self, number, path, modules[path], *ends.get(path, (0, 0))) for number, path in enumerate(paths)
         ]
         self._sequences = _sequences_of(self, prefix.module)
+        self._uncompiled = contextlib.ExitStack()
+
+    def begin(self, batch: Batch) -> None:
+        """Have a batch go through the front."""
+        self.end()
+        for unit in [*self.units, *self._sequences]:
+            unit.put()
+        self._uncompiled.enter_context(eager())
+        self.batch = batch
+
+    def end(self) -> None:
+        """Leave the network as it was. Safe to call twice."""
+        for unit in reversed([*self.units, *self._sequences]):
+            unit.restore()
+        self._uncompiled.close()
+        self.batch = None
 
     def missing(self) -> str | None:
         """Return the path of a module that other code has replaced, or its ``forward``; None if there is none."""
@@ -142,15 +162,9 @@ class Front:
             self.state = FrozenState([(path, modules[path]) for path in self._paths if path in modules])
         self.renewals += 1
 
-    def close(self) -> None:
-        """Restore the modules. Safe to call twice."""
-        for unit in reversed([*self.units, *self._sequences]):
-            unit.restore()
-        self.batch = None
-
 
 def _sequences_of(front: Front, module: nn.Module) -> list[FrontSequence]:
-    """Replace ``forward`` of the sequences in a network all of whose layers are units of a front."""
+    """Return what stands in for the ``forward`` of sequences in a network all of whose layers are units of a front."""
     known: dict[int, FrontUnit] = {id(unit.module): unit for unit in front.units}
     found: list[FrontSequence] = []
     for path, container in reversed(list(module.named_modules())):  # those inside others first

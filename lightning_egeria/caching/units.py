@@ -91,7 +91,9 @@ Seen: TypeAlias = tuple[tuple[int, ...], UnitCall, Form]  # keys of the results,
 
 
 class FrontUnit:
-    """Stands in for the ``forward`` of one module of the front. A copy or pickle of the module has its own again.
+    """Stands in for the ``forward`` of one module of the front, between `put` and `restore`.
+
+    A copy or pickle of the module has its own again.
 
     Attributes:
         number: place among the units of the front.
@@ -117,7 +119,6 @@ class FrontUnit:
         self._before = vars(module).get("forward")
         self._forms: dict[Any, Form | None] = {}
         self._seen: dict[Any, Seen] = {}
-        vars(module)["forward"] = self
 
     @property
     def mode(self) -> tuple[bool, ...]:
@@ -137,8 +138,6 @@ class FrontUnit:
             recorded = self.recorded_before(args[0])
             if recorded is not None:
                 return self.hand_on(args[0].node.tape.owner, list(args), *recorded)
-        if self.front.batch is None and not kwargs and all(type(argument) is Tensor for argument in args):
-            return self.original(*args)  # as fast as without the cache
         one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         flat, spec = (list(args), _ONE) if one else pytree.tree_flatten((args, kwargs))
         tape, batch = self._tape_of(flat)
@@ -297,13 +296,19 @@ class FrontUnit:
         return f"{self.path} {self.module.training} {context}"
 
     def is_in_place(self, model: nn.Module) -> bool:
-        """Whether calls of the module still come here."""
+        """Whether the module is where it was, with its own ``forward`` or this one."""
         found: Any = model
         for name in self.path.split(".") if self.path else ():
             found = found._modules.get(name)
             if found is None:
                 return False
-        return found is self.module and vars(found).get("forward") is self
+        forward = vars(found).get("forward")
+        return found is self.module and (forward is self or forward is self._before)
+
+    def put(self) -> None:
+        """Replace the module's own ``forward``, unless other code has replaced it since."""
+        if vars(self.module).get("forward") is self._before:
+            vars(self.module)["forward"] = self
 
     def restore(self) -> None:
         """Give the module its own ``forward`` back, unless other code has replaced it since."""

@@ -36,7 +36,7 @@ class Batch:
         self.source = Source(inputs, keys=keys, owner=self)
         self.tape = self.source.tape
         self.boundaries, self.keys, self.computed, self.entered = [], [], [], False
-        front.batch = self
+        front.begin(self)
 
     def takes_outside(self, unit):
         return self.outside

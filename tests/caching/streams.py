@@ -76,18 +76,18 @@ class Drive:
         loaded = self.planned.__getitems__(self.stream.last_look(self.stream.plan(ids)))
         batch, cached = self.stream.receive(loaded, 0.0)
         self.batches.append(cached)
-        if self.front is not None:
-            self.front.batch = cached
+        if self.front is not None and cached is not None:
+            self.front.begin(cached)
         output = step(self.net, *batch) if step is not None else self.net(batch[0])
         if self.front is not None:
-            self.front.batch = None
+            self.front.end()
         if cached is not None:
             cached.finish()
         return output
 
     def freeze(self, depth):
         """Freeze to another depth."""
-        self.front.close()
+        self.front.end()
         prefix = self.front.prefix
         prefix.set_depth(depth)
         prefix.eval_all()
@@ -105,7 +105,7 @@ class Drive:
     def close(self, remove=False):
         self.stream.close(remove)
         if self.front is not None:
-            self.front.close()
+            self.front.end()
 
 
 def recorded(drive, **arguments):

@@ -75,20 +75,6 @@ def test_nothing_frozen_changes_nothing(compare):
     assert run.messages == []
 
 
-# Of the compiler itself, where it goes on behind a call that it does not compile.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_model_turns_the_cache_off_once(compare):
-    def program(run):
-        module = Classifier(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
-        module.net.compile(backend="aot_eager")
-        run.fit(module, schedule={2: 1})
-
-    run = compare(program, served=False)
-    assert len(run.messages) == 1
-    assert "the model is compiled" in run.messages[0]
-    assert stats_of(run).off == "the model is compiled"
-
-
 def test_dropout_in_the_front_is_told_once(compare, caplog):
     def program(run):
         caplog.clear()

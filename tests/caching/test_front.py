@@ -58,7 +58,7 @@ def run(request):
     for _ in range(2):  # the first call shows what the output looks like, the second one is recorded
         assert made.step().boundaries == [1, 2, 3, 4]
     yield made
-    made.front.close()
+    made.front.end()
 
 
 def test_a_sequence_is_recorded_as_one_call(run):
@@ -88,7 +88,7 @@ def test_a_sequence_in_front_of_the_boundary_is_one_too():
     for _ in range(3):
         batch = run.step()
     assert batch.boundaries == [4, 5]
-    run.front.close()
+    run.front.end()
 
 
 def inner(run):
@@ -99,7 +99,7 @@ def test_hooks_inside_see_what_they_saw(run):
     seen = []
     handle = inner(run).register_forward_hook(lambda module, args, out: seen.append((args[0].clone(), out.clone())))
     assert 3 in run.step().boundaries
-    run.front.close()
+    run.front.end()
     run.net(X)
     assert all(one.equal(other) for one, other in zip(*seen, strict=True))
     handle.remove()
@@ -141,5 +141,5 @@ def test_a_copy_has_its_own_layers(run, make):
 
 
 def test_close_leaves_the_sequences_as_they_were(run):
-    run.front.close()
+    run.front.end()
     assert not any("forward" in vars(module) for module in run.net.modules())

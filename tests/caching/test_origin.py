@@ -18,7 +18,7 @@ def origin():
     torch.manual_seed(0)
     front = new_front(1, Net().eval())
     yield Origin("training", list, 24, "(x, y)", 2, 7, "", "row 0", 6, front)
-    front.close()
+    front.end()
 
 
 def test_manifest_says_what_is_stored(origin):

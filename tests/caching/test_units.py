@@ -25,7 +25,7 @@ Batch = functools.partial(BatchOf, inputs=X, keys=Keys())
 def front():
     made = new_front()
     yield made
-    made.close()
+    made.end()
 
 
 def net_of(front):
@@ -54,7 +54,7 @@ def test_unknown_output_is_computed(front, times):
     for _ in range(times):
         batch = Batch(front)
         found = net(batch.source.batch())
-    front.close()
+    front.end()
     assert found.equal(net(X))
     assert batch.computed[0].equal(net.b(net.a(X)))
 
@@ -88,10 +88,11 @@ def test_tensor_that_the_program_made_is_recorded_if_allowed(front):
 
 def test_without_a_batch_modules_run(front):
     net = net_of(front).eval()
-    front.batch = None
-    found = net(X)
-    front.close()
-    assert found.equal(net(X))
+    expected = net(X)
+    Batch(front, OUTPUT)
+    front.end()
+    assert net(X).equal(expected)
+    assert not front.ran
 
 
 HOOKS = {
@@ -151,7 +152,7 @@ def test_recorded_modules_run_in_the_modes_of_their_call(front):
         with torch.autocast("cpu", torch.bfloat16):
             inner = net.a[0](X), net.a(batch.source.batch())
         found.append(plain(inner[1]))
-    front.close()
+    front.end()
     with torch.autocast("cpu", torch.bfloat16):
         assert found[1].equal(net.a(X))
 
@@ -175,19 +176,21 @@ def test_copy_of_the_model_has_its_own_forward(front, make):
     Batch(front, OUTPUT)
     with torch.no_grad():
         other.a[0].weight.zero_()
-    front.close()
+    front.end()
     expected = copy.deepcopy(net)
     with torch.no_grad():
         expected.a[0].weight.zero_()
     assert other(X).equal(expected(X))
 
 
-def test_close_leaves_the_model_as_it_was():
+def test_the_model_is_changed_only_while_a_batch_runs():
     net = Net()
     front = new_front(net=net)
+    assert not any("forward" in vars(part) for part in net.modules())
+    Batch(front)
     assert any("forward" in vars(part) for part in net.modules())
-    front.close()
-    front.close()
+    front.end()
+    front.end()
     assert not any("forward" in vars(part) for part in net.modules())
 
 
@@ -195,5 +198,7 @@ def test_own_forward_of_a_module_is_kept():
     net = Net()
     own = net.a.forward
     net.a.forward = own
-    new_front(net=net).close()
+    front = new_front(net=net)
+    Batch(front)
+    front.end()
     assert vars(net.a)["forward"] is own

@@ -263,3 +263,10 @@ def test_what_a_freeze_sets_costs_no_look(monkeypatch):
     fit(Classifier(ConvNet()), scripted({3: 1}), data=FrozenPrefixCache(loader()))
     assert looked
     assert not any(looked)
+
+
+def test_a_compiled_module_is_unchanged():
+    """Its mode is not among its own attributes."""
+    state = state_of(torch.compile(new_net(), backend="eager"))
+    assert state.is_unchanged()
+    assert state.is_same()

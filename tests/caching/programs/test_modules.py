@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from programs import harness
 from programs.parts import CLASSES, SAMPLES, Chain, Classifier, Net, Samples, Stepping, block, grid, loader, vectors
 from torch import nn
 from torch.nn import functional as F
@@ -148,36 +149,77 @@ def test_loss_looks_at_a_frozen_weight(compare):
     compare(program)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["network", "step", "front"])
-def test_compiled(compare, mode):
-    """With the eager back end, so that only tracing is tested."""
+COMPILED = {
+    "network in place": lambda module, backend: module.net.compile(backend=backend),
+    "network": lambda module, backend: setattr(module, "net", torch.compile(module.net, backend=backend)),
+    "step": lambda module, backend: torch.compile(module, backend=backend),
+    "training step": lambda module, backend: setattr(
+        module, "training_step", torch.compile(module.training_step, backend=backend)
+    ),
+    "loss": lambda module, backend: setattr(module, "loss_of", torch.compile(module.loss_of, backend=backend)),
+    "frozen layer": lambda module, backend: module.net.a.compile(backend=backend),
+    "frozen layer, wrapped": lambda module, backend: setattr(
+        module.net, "a", torch.compile(module.net.a, backend=backend)
+    ),
+    "layer that trains": lambda module, backend: module.net.c.compile(backend=backend),
+}
+
+
+FUNCTIONS = [COMPILED["loss"], COMPILED["training step"]]  # nobody can tell that they are compiled
+
+
+class Backend:
+    """Compiles to the code as it is, so bits stay the same, and counts."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return graph.forward
+
+
+# Of the compiler, where it compiles a module of which a part is compiled already.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("way", grid(COMPILED, every=8))
+def test_compiled(compare, way, caplog):
+    """Cached steps run uncompiled, the others compiled as without the cache."""
+    caplog.set_level("INFO")
+    counts = []
 
     def program(run):
-        module = Classifier()
-        if mode == "network":
-            module.net = torch.compile(module.net, backend="eager")
-        if mode == "front":
-            module.net.a.compile(backend="eager")
-        if mode == "step":
-            module = torch.compile(module, backend="eager")
-        run.fit(module)
+        torch.compiler.reset()
+        module, backend = Classifier(), Backend()
+        compiled = way(module, backend)
+        run.fit(module if compiled is None else compiled, val=loader(shuffle=False), max_epochs=6)
+        counts.append(backend.count)
 
-    compare(program, served=None)
+    compare(program)
+    assert 0 < counts[1] <= counts[0]
+    assert caplog.text.count("cached steps run uncompiled") == (way not in FUNCTIONS)
 
 
 @pytest.mark.slow
 def test_compiled_by_inductor(compare, tmp_path, monkeypatch):
+    """Whose code has other last bits: only the way of training is the same."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # else its threads stay, as do compiled headers
     monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False, raising=False)
+    weights = []
 
     def program(run):
-        module = Classifier()
+        torch.compiler.reset()
+        module = Classifier(Chain())
         module.net.compile()
         run.fit(module)
+        weights.append([weight.detach() for weight in module.parameters()])
 
-    compare(program, served=None)
+    plain = harness.ran(program, False, tmp_path / "plain")
+    cached = harness.ran(program, True, tmp_path / "cached")
+    assert (plain.error, cached.error) == (None, None)
+    assert cached.caches[0].stats.hits > 0
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 GENERATORS = {
