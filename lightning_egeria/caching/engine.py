@@ -40,12 +40,10 @@ class PrefixCache(Observer):
         self.owner = owner
         self._replaced: list[LevelSet] = []
         self._notices = notices
-        self._prefix: FrozenPrefix | None = None
         self._seen: tuple[FrozenPrefix | None, int] = (None, 0)
         self._front: Front | None = None
         self._training: CachedBatch | None = None
         self._last: CachedBatch | None = None
-        self._told_of_dropout = self._told_of_compilation = False
         self._closed = False
 
     def add(self, name: str, line: Line) -> None:
@@ -65,8 +63,7 @@ class PrefixCache(Observer):
         """The batch of a validation loader is there; the one before it is over."""
         self._end()
         self._look()
-        if batch is not None and self._front is not None:
-            self._front.begin(batch)
+        self._enter(batch)
 
     def batch_start(self, batch: Any, step: int) -> None:
         """The training step is about to run."""
@@ -131,7 +128,7 @@ class PrefixCache(Observer):
         self._front = None
 
     def _enter(self, batch: CachedBatch | None) -> None:
-        """Have a batch of the training loader go through the front; one of validation may be there still."""
+        """Have a batch go through the front; another one may be there still."""
         self._end()
         if batch is None or self._front is None:
             return
@@ -175,13 +172,12 @@ class PrefixCache(Observer):
         self._front = None
         if prefix is not None and prefix.depth:
             prefix.eval_all()
-            self._tell_of_dropout(prefix)
+            self._tell_of_modes(prefix)
             if prefix.settled_depth:
                 self._front = self._front_of(prefix)
                 prefix.eval_all(self._front is not None)
-        deeper = before is not None and self._front is not None and before.prefix is prefix
-        deeper = deeper and before is not None and before.state.is_same()
-        deeper = deeper and before is not None and self._front is not None and before.depth <= self._front.depth
+        old, new = before, self._front
+        deeper = bool(old and new and old.prefix is prefix and old.depth <= new.depth and old.state.is_same())
         for line in self.lines.values():
             line.stream.start(self._front, keep=deeper)
             if prefix is not None and prefix.depth and self._front is None:
@@ -195,36 +191,26 @@ class PrefixCache(Observer):
         except CacheError as error:
             self._notices.warn(f"the cache is off: {error}", "unreadable")
             return None
-        if is_compiled(prefix.module) and not self._told_of_compilation:
-            self._told_of_compilation = True
-            self._notices.inform("the model is compiled: cached steps run uncompiled, and their last bits differ")
+        if is_compiled(prefix.module):
+            text = "the model is compiled: cached steps run uncompiled, and their last bits differ"
+            self._notices.inform(text, once="compiled")
         return front
 
-    def _tell_of_dropout(self, prefix: FrozenPrefix) -> None:
-        if self._told_of_dropout:
-            return
+    def _tell_of_modes(self, prefix: FrozenPrefix) -> None:
         modules = dict(prefix.module.named_modules())
         members = prefix.chain.members(prefix.depth)
-        found = next((path for path in members if _drops(modules[path])), None)
+        drops = next((path for path in members if _drops(modules[path])), None)
         looks = next((path for path in members if _looks_at_its_mode(modules[path])), None)
-        if found is not None:
-            self._told_of_dropout = True
-            self._notices.inform(
-                f"dropout in frozen layers, such as {found!r}, is off while they are cached, because a cached output "
-                "must be the same in each epoch"
-            )
+        reason = "because a cached output must be the same in each epoch"
+        text = None
+        if drops is not None:
+            text = f"dropout in frozen layers, such as {drops!r}, is off while they are cached, {reason}"
         elif looks is not None:
-            self._told_of_dropout = True
-            self._notices.inform(
-                f"frozen layers that look at their mode, such as {looks!r}, are in evaluation mode while they are "
-                "cached, because a cached output must be the same in each epoch"
-            )
+            text = f"layers that look at their mode, such as {looks!r}, are in evaluation mode while cached, {reason}"
         elif any(isinstance(modules[path], nn.MultiheadAttention) for path in members):
-            self._told_of_dropout = True
-            self._notices.inform(
-                "attention in frozen layers has another kernel in evaluation mode, so last bits may differ from a run "
-                "without the cache"
-            )
+            text = "attention in frozen layers has another kernel in evaluation mode, so last bits may differ"
+        if text is not None:
+            self._notices.inform(text, once="modes")
 
 
 def _drops(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,15 +22,15 @@ from lightning_egeria.snapshots.frozen_state import FrozenState
 
 
 class FrontSequence(FrontUnit):
-    """Stands in for the ``forward`` of an `nn.Sequential` of units, and records its calls as one.
+    """Stands in for the ``forward`` of an `nn.Sequential` that begins with units, and records their calls as one.
 
     Such a module gives what one layer returns to the next, and nobody else sees it: unless there are hooks, or entries
     of a boundary between them, for which the layers are called one by one. So they are before each of them has been
     recorded.
 
     Args:
-        units: of all layers, in order, those of sequences inside it too.
-        members: what stands in for the ``forward`` of each child.
+        units: of the layers at its beginning, in order, those of sequences inside it too.
+        members: what stands in for the ``forward`` of each of these layers.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class FrontSequence(FrontUnit):
         last = units[-1]
         super().__init__(front, last.number, path, module, last.depth, last.output_leaf)
         self.units, self._members = units, members
-        self._children = list(module)
-        self._ids = [*map(id, self._children)]
+        self._ids = [*map(id, module)]
+        self._layers, self._others = list(module)[: len(members)], list(module)[len(members) :]
+        self._look_at(self._layers, [parameter for layer in self._layers for parameter in layer.parameters()])
         self._inside = frozenset(unit.depth for unit in units[:-1])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,18 +51,21 @@ class FrontSequence(FrontUnit):
             if owner is not None and not any(read.level.depth in self._inside for read in owner.reads):
                 recorded = self.recorded_before(args[0])
                 if recorded is not None:
-                    return self.hand_on(owner, list(args), *recorded)
+                    value = self.hand_on(owner, list(args), *recorded)
+                    for layer in self._others:
+                        value = layer(value)
+                    return value
         forward: Any = type(self.module).forward
         return forward(self.module, *args, **kwargs)
 
     def is_whole(self) -> bool:
-        """Whether calls of the module are calls of its units, one behind the other."""
+        """Whether calls of the module begin with calls of its units, one behind the other."""
         children = self.module._modules
         return (
             type(self.module) is nn.Sequential
             and [*map(id, children.values())] == self._ids
-            and all(vars(child).get("forward") is own for child, own in zip(self._children, self._members, strict=True))
-            and not any(vars(child).get("_compiled_call_impl") for child in self._children)
+            and all(vars(layer).get("forward") is own for layer, own in zip(self._layers, self._members, strict=True))
+            and not any(vars(layer).get("_compiled_call_impl") for layer in self._layers)
             and all(own.is_whole() for own in self._members if isinstance(own, FrontSequence))
         )
 
@@ -164,17 +169,20 @@ class Front:
 
 
 def _sequences_of(front: Front, module: nn.Module) -> list[FrontSequence]:
-    """Return what stands in for the ``forward`` of sequences in a network all of whose layers are units of a front."""
+    """Return what stands in for the ``forward`` of sequences in a network that begin with units of a front."""
     known: dict[int, FrontUnit] = {id(unit.module): unit for unit in front.units}
     found: list[FrontSequence] = []
     for path, container in reversed(list(module.named_modules())):  # those inside others first
-        children = list(container._modules.values())
-        own = type(container) is nn.Sequential and "forward" not in vars(container) and len(children) > 1
-        if not own or not all(id(child) in known and type(child).__call__ is nn.Module.__call__ for child in children):
+        if type(container) is not nn.Sequential or "forward" in vars(container):
             continue
-        members = [known[id(child)] for child in children]
+        layers = itertools.takewhile(
+            lambda one: id(one) in known and type(one).__call__ is nn.Module.__call__, container._modules.values()
+        )
+        members = [known[id(layer)] for layer in layers]
         inside = [unit for one in members for unit in (one.units if isinstance(one, FrontSequence) else [one])]
-        if [unit.number for unit in inside] == list(range(inside[0].number, inside[-1].number + 1)):
+        numbers = [unit.number for unit in inside]
+        if len(members) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
             found.append(FrontSequence(front, path, container, inside, members))
-            known[id(container)] = found[-1]
+            if len(members) == len(container):
+                known[id(container)] = found[-1]
     return found

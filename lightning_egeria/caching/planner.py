@@ -73,7 +73,7 @@ class Planner:
         self._numbers: dict[Any, int] | None = None  # of ids that are not indices
         self._seen_indices = False
         self._data: dict[str, str] = {}
-        self._data_seconds, self._told_of_data = 1.0, False
+        self._data_seconds = 1.0
 
     @property
     def has_own_ids(self) -> bool:
@@ -104,11 +104,8 @@ class Planner:
         self._data_seconds = time.perf_counter() - started
         name, self._data = changed(self._data, data), data
         if name is not None and len(self._levels):
-            if not self._told_of_data:
-                self._told_of_data = True
-                self._notices.inform(
-                    f"the dataset's attribute {name!r} changed, so samples are loaded and compared with their entries"
-                )
+            text = f"the dataset's attribute {name!r} changed, so samples are loaded and compared with their entries"
+            self._notices.inform(text, once="data")
             self._levels.forget_verified(None, self._views)
 
     def plan(self, ids: Sequence[Any], front: Front | None, fronts: int, is_plain: Callable[[int], bool]) -> Plan:

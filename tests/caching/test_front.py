@@ -91,6 +91,39 @@ def test_a_sequence_in_front_of_the_boundary_is_one_too():
     run.front.end()
 
 
+@pytest.fixture
+def part():
+    """The first three layers of four."""
+    made = Run(depth=3)
+    for _ in range(2):
+        assert made.step().boundaries == [1, 2, 3]
+    yield made
+    made.front.end()
+
+
+def test_the_layers_that_a_sequence_begins_with_are_one_call(part):
+    batch = part.step(OUTPUT)
+    assert batch.boundaries == [3]
+    assert batch.result.equal(part.net.head(part.net.last(part.net.first[3](OUTPUT))))
+    assert part.step().result.equal(Stages.forward(copy.deepcopy(part.net), X))
+
+
+def test_the_layers_behind_them_learn_and_are_watched(part):
+    behind, seen = part.net.first[3], []
+    handle = behind.register_forward_hook(lambda *call: seen.append(call))
+    batch = part.step(OUTPUT)
+    batch.result.sum().backward()
+    handle.remove()
+    assert batch.boundaries == [3]
+    assert len(seen) == 1
+    assert behind.linear.weight.grad is not None
+
+
+def test_a_layer_behind_them_that_is_replaced_is_called(part):
+    part.net.first[3] = nn.Threshold(1e9, 0.5)
+    assert part.step().result.equal(part.net.head(part.net.last(torch.full((6, 8), 0.5))))
+
+
 def inner(run):
     return next(module for module in reversed(list(run.net.first.modules())) if isinstance(module, Block))
 
