@@ -263,6 +263,8 @@ def test_costs_times_and_tables_come_from_the_files(data, results_folder):
     assert f"Runs with torch {torch.__version__}, threads: {torch.get_num_threads()}, commits: " in text
     assert text.endswith("Costs of steps with torch 2, threads: 1, commit: unknown.\n")
     assert "| static | 1 |" in text
+    fixed = dataclasses.replace(runs["static"], method="frozen2_cached")
+    assert "| 2 from the start, with the cache | 1 |" in figures.table([*runs.values(), fixed], found)
     assert figures.picture(list(runs.values()), "val/acc").axes
 
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from scipy.stats import t as student
 
 from benchmarks.proof.results import Run, costs_of, read_all
-from benchmarks.proof.workloads import RESULTS, VARIATIONS, WORKLOADS
+from benchmarks.proof.workloads import FROZEN, RESULTS, VARIATIONS, WORKLOADS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURES = REPOSITORY / "docs" / "_static"
@@ -159,6 +159,15 @@ def made_by(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
     )
 
 
+def titles_of(runs: Sequence[Run]) -> Mapping[str, str]:
+    """The methods by name, those that freeze to a given depth last."""
+    fixed = {run.method: match for run in runs if (match := FROZEN.fullmatch(run.method))}
+    return TITLES | {
+        name: f"{match[1]} from the start{', with the cache' if match[2] else ''}"
+        for name, match in sorted(fixed.items(), key=lambda one: int(one[1][1]))
+    }
+
+
 def frozen_at_the_end(runs: Sequence[Run]) -> str:
     """Smallest and largest final depth over the seeds, and of how many layer modules."""
     modules = max(len(run.layer_modules) for run in runs)
@@ -173,7 +182,7 @@ def table(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
     columns = ("method", "seeds", "final, %", "vs. plain", "vs. shortened", "training time", "evaluating")
     columns += ("plain by then, %", "by the clock", "to plain's final", "frozen")
     rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for method, title in TITLES.items():
+    for method, title in titles_of(runs).items():
         own = [run for run in runs if run.method == method]
         if not own:
             continue

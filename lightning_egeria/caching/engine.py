@@ -15,6 +15,7 @@ from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.loader import Line
 from lightning_egeria.errors import CacheError
 from lightning_egeria.network.compilation import is_compiled
+from lightning_egeria.network.modes import drops, looks_at_its_mode
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.callback import PrefixFreezing
 from lightning_egeria.training.notices import Notices
@@ -43,7 +44,7 @@ class PrefixCache(Observer):
         self._seen: tuple[FrozenPrefix | None, int] = (None, 0)
         self._front: Front | None = None
         self._training: CachedBatch | None = None
-        self._last: CachedBatch | None = None
+        self._over: list[CachedBatch] = []  # the program may still hold inputs of these that were not loaded
         self._closed = False
 
     def add(self, name: str, line: Line) -> None:
@@ -63,15 +64,18 @@ class PrefixCache(Observer):
         """The batch of a validation loader is there; the one before it is over."""
         self._end()
         self._look()
+        self._settle(all_but=1)  # Lightning holds the last one until it has this one
+        if batch is not None:
+            self._over.append(batch)
         self._enter(batch)
 
     def batch_start(self, batch: Any, step: int) -> None:
         """The training step is about to run."""
         self._look()
         self._release_dropout()
-        if self._last is not None:
-            self._last.settle()
-        self._last = self._training
+        self._settle()
+        if self._training is not None:
+            self._over.append(self._training)
         self._enter(self._training)
 
     @contextlib.contextmanager
@@ -115,8 +119,7 @@ class PrefixCache(Observer):
 
     def close(self, remove: bool) -> None:
         """Leave the model as it was; ``remove`` what was cached on disk, or leave it. Safe to call twice."""
-        if self._last is not None:
-            self._last.settle()
+        self._settle()
         self._closed = True
         self._end()
         for line in self.lines.values():
@@ -147,6 +150,11 @@ class PrefixCache(Observer):
         if all(line.stream.front is None for line in self.lines.values()):
             self._front = None
 
+    def _settle(self, all_but: int = 0) -> None:
+        """Compute what the program has kept of batches that are over, but for so many of the last ones."""
+        while len(self._over) > all_but:
+            self._over.pop(0).settle()
+
     def _release_dropout(self) -> None:
         """Let dropout go on where no training batch was cached: nothing needs to be the same in each epoch."""
         training, prefix = self.lines.get("training"), self._seen[0]
@@ -163,8 +171,8 @@ class PrefixCache(Observer):
         if self._closed or (seen[0] is self._seen[0] and seen[1] == self._seen[1]):
             return
         before, self._seen = self._front, seen
-        if self._last is not None:
-            self._last.tape.settle(computed_only=True)
+        for batch in self._over:
+            batch.tape.settle(computed_only=True)
         if before is not None and prefix is not None and _is_again(before, prefix):
             return
         if before is not None:
@@ -199,41 +207,18 @@ class PrefixCache(Observer):
     def _tell_of_modes(self, prefix: FrozenPrefix) -> None:
         modules = dict(prefix.module.named_modules())
         members = prefix.chain.members(prefix.depth)
-        drops = next((path for path in members if _drops(modules[path])), None)
-        looks = next((path for path in members if _looks_at_its_mode(modules[path])), None)
+        dropping = next((path for path in members if drops(modules[path])), None)
+        looks = next((path for path in members if looks_at_its_mode(modules[path])), None)
         reason = "because a cached output must be the same in each epoch"
         text = None
-        if drops is not None:
-            text = f"dropout in frozen layers, such as {drops!r}, is off while they are cached, {reason}"
+        if dropping is not None:
+            text = f"dropout in frozen layers, such as {dropping!r}, is off while they are cached, {reason}"
         elif looks is not None:
             text = f"layers that look at their mode, such as {looks!r}, are in evaluation mode while cached, {reason}"
         elif any(isinstance(modules[path], nn.MultiheadAttention) for path in members):
             text = "attention in frozen layers has another kernel in evaluation mode, so last bits may differ"
         if text is not None:
             self._notices.inform(text, once="modes")
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module drops something at random, as far as its name or a setting of it tells.
-
-    >>> _drops(nn.Dropout(0.1)), _drops(nn.Dropout(0)), _drops(nn.MultiheadAttention(4, 2, dropout=0.1))
-    (True, False, True)
-    """
-    kind = type(module).__name__.lower()
-    is_one = "drop" in kind or "stochastic" in kind
-    settings = ((name, value) for name, value in vars(module).items() if isinstance(value, float) and value > 0)
-    return any("drop" in name or (is_one and name == "p") for name, _ in settings)
-
-
-def _looks_at_its_mode(module: nn.Module) -> bool:
-    """Whether what a module computes may depend on its mode, as far as its code tells; not so for layers of torch.
-
-    >>> _looks_at_its_mode(nn.Linear(4, 4)), _looks_at_its_mode(nn.RReLU())
-    (False, True)
-    """
-    code = getattr(getattr(type(module), "forward", None), "__code__", None)
-    own = isinstance(module, nn.RReLU) or not type(module).__module__.startswith("torch.nn.")
-    return own and code is not None and "training" in code.co_names
 
 
 def _is_again(front: Front, prefix: FrozenPrefix) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -110,6 +111,7 @@ class Front:
     Attributes:
         depth: number of layer modules to leave out.
         batch: the batch in training or validation; None between batches.
+        thread: the thread that trains on it.
         state: weights, buffers and modes of the layer modules.
         renewals: how often another state was taken for the one that entries stand for.
         refused: which layer module could not be recorded first, and why; None if all could.
@@ -122,6 +124,7 @@ class Front:
     def __init__(self, prefix: FrozenPrefix, depth: int) -> None:
         self.depth, self.prefix = depth, prefix
         self.batch: Batch | None = None
+        self.thread = get_ident()
         self.folds: dict[bool, bool] = {}
         self.device = next((p.device for p in prefix.module.parameters()), torch.device("cpu"))
         self.devices: tuple[str, ...] = ("cpu",) if self.device.type == "cpu" else ("cpu", self.device.type)
@@ -147,7 +150,7 @@ class Front:
         for unit in [*self.units, *self._sequences]:
             unit.put()
         self._uncompiled.enter_context(eager())
-        self.batch = batch
+        self.batch, self.thread = batch, get_ident()
 
     def end(self) -> None:
         """Leave the network as it was. Safe to call twice."""

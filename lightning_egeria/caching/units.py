@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -50,6 +51,7 @@ class UnitsOwner(Protocol):
 
     depth: int
     batch: Batch | None
+    thread: int
     folds: dict[bool, bool]
     devices: tuple[str, ...]
     prefix: FrozenPrefix
@@ -282,7 +284,7 @@ class FrontUnit:
         batch = lazies[0].node.tape.owner if lazies else self.front.batch
         if batch is None or batch.front is not self.front or any(x.node.tape is not batch.tape for x in lazies):
             return None, None
-        if not lazies and not (tensors and batch.takes_outside(self.path)):
+        if not lazies and not (tensors and batch.takes_outside(self.path) and get_ident() == self.front.thread):
             return None, None
         batch.enter()
         return batch.tape, batch

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+MOST_BYTES = 2**22  # of a tensor that may be copied in each step
+
 
 class Meta(NamedTuple):
     """Shape, strides, dtype and device of a tensor."""
@@ -36,3 +38,8 @@ def stacked(meta: Meta, count: int) -> Meta:
 def version_of(tensor: Tensor) -> int:
     """Return the counter that rises with each change in place; 0 for a tensor of inference mode, which has none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether a tensor may be copied in each step."""
+    return tensor.numel() * tensor.element_size() <= MOST_BYTES

@@ -18,10 +18,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys, Of
-from lightning_egeria.lazy.meta import Meta, version_of
+from lightning_egeria.lazy.meta import MOST_BYTES, Meta, is_small, version_of
 from lightning_egeria.snapshots.digests import same_bits, with_gaps
 
-SNAPSHOT_BYTES = 2**20  # larger tensors are not copied when an operation on them is recorded
 UNKNOWN = -1  # key of a value that something outside the tape has made or changed
 # Operations whose list of sizes begins with the batch size.
 _SIZED = (["view"], ["_unsafe_view"], ["reshape"], ["expand"])
@@ -52,7 +51,7 @@ class Call:
         if self.sized and size is not None:
             flat[1] = size
         for place in self.written:
-            flat[place] = with_gaps(flat[place], SNAPSHOT_BYTES)
+            flat[place] = with_gaps(flat[place], MOST_BYTES)
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         run: object = self.run
         with contextlib.nullcontext() if isinstance(run, Unit) else torch.no_grad():
@@ -220,12 +219,11 @@ class Tape:
         return any(other is not lazy and other.node.root is lazy.node.root for other in self.held())
 
     def outside(self, tensor: Tensor) -> Node:
-        """Return the node of a tensor that is not lazy. A small one is copied, in case it changes in place later."""
+        """Return the node of a tensor that is not lazy. One that `is_small` is copied, in case it changes later."""
         found = self._outside.get(id(tensor))
         if found is not None and _is_still(tensor, *found):
             return found[2]
-        small = tensor.numel() * tensor.element_size() <= SNAPSHOT_BYTES and not isinstance(tensor, torch.nn.Parameter)
-        value = with_gaps(tensor, SNAPSHOT_BYTES) if small else tensor
+        value = with_gaps(tensor, MOST_BYTES) if is_small(tensor) else tensor
         meta, number = Meta.of(tensor), next(self._count)
         node = Node(self, meta, ("outside",), value=value, version=version_of(value), number=number)
         self._outside[id(tensor)] = (weakref.ref(tensor), version_of(tensor), node)

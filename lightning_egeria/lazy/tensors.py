@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.lazy.meta import Meta, stacked
+from lightning_egeria.lazy.meta import Meta, is_small, stacked
 from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 
 _HERE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
@@ -117,8 +117,10 @@ def _nodes_of(
         if isinstance(leaf, LazyTensor):
             if leaf.node.tape is not tape or leaf.node.name == UNKNOWN or leaf.requires_grad:
                 return None
-        elif isinstance(leaf, Tensor) and (leaf.requires_grad or type(leaf) not in (Tensor, torch.nn.Parameter)):
-            return None
+        elif isinstance(leaf, Tensor):
+            known = type(leaf) in (Tensor, torch.nn.Parameter) and is_small(leaf)  # else nobody knows what it was then
+            if leaf.requires_grad or not known:
+                return None
     try:
         found = _shapes(func, spec, *[_known_of(leaf) for leaf in flat])
     except TypeError:  # an argument cannot be hashed

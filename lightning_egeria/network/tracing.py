@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -95,7 +97,7 @@ class StepTrace:
         self.calls: list[ModuleCall] = []
         self.parameters = dict(module.named_parameters())
         self.parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
-        self._stack: list[ModuleCall] = []
+        self._stacks = defaultdict[int, list[ModuleCall]](list)  # of each thread
         self._made: dict[int, tuple[weakref.ref[Tensor], ModuleCall, int]] = {}
         self._replacements = ForwardReplacements()
 
@@ -116,16 +118,17 @@ class StepTrace:
 
     def _observe(self, path: str, module: nn.Module, original: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = ModuleCall(path, module, self._stack[-1] if self._stack else None)
+            stack = self._stacks[get_ident()]
+            call = ModuleCall(path, module, stack[-1] if stack else None)
             call.sources = self._sources((args, kwargs))
             if is_sharded(module):
                 for name, parameter in module.named_parameters(path):
                     self.parameter_names.setdefault(parameter, name)
-            self._stack.append(call)
+            stack.append(call)
             try:
                 output = original(*args, **kwargs)
             finally:
-                self._stack.pop()
+                stack.pop()
             call.outputs = tuple(leaf.grad_fn for leaf in tensor_leaves(output))
             given = {id(tensor) for leaf in tensor_leaves((args, kwargs)) for tensor in _with_base(leaf)}
             for number, leaf in enumerate(tensor_leaves(output)):

@@ -91,33 +91,33 @@ class Observers(Observer):
         """Call all, first to last, after aborting an earlier batch that had no end."""
         self.abort()
         self._in_batch = True
-        for observer in self:
+        for observer in list(self._observers):
             observer.batch_start(batch, step)
 
     def forward_end(self, loss: Tensor) -> None:
         """Call all, last to first."""
-        for observer in reversed(list(self)):
+        for observer in reversed(list(self._observers)):
             observer.forward_end(loss)
 
     def backward_end(self) -> None:
         """Call all, last to first."""
-        for observer in reversed(list(self)):
+        for observer in reversed(list(self._observers)):
             observer.backward_end()
 
     def batch_end(self) -> None:
         """Call all, last to first."""
         self._in_batch = False
-        for observer in reversed(list(self)):
+        for observer in reversed(list(self._observers)):
             observer.batch_end()
 
     def optimizer_step(self, step: int) -> None:
         """Call all, first to last."""
-        for observer in self:
+        for observer in list(self._observers):
             observer.optimizer_step(step)
 
     def abort(self) -> None:
         """Call all, last to first, if a batch has begun and not ended."""
         if self._in_batch:
             self._in_batch = False
-            for observer in reversed(list(self)):
+            for observer in reversed(list(self._observers)):
                 observer.abort()

@@ -323,7 +323,7 @@ def test_gradients_behind_the_boundary_are_the_same(drive):
 @pytest.mark.parametrize("copied", [0, 2**20])
 def test_input_that_numpy_changes_between_two_forwards(drive, monkeypatch, copied):
     """The version of the tensor stays. Small tensors are copied when a call is recorded, large ones are not."""
-    monkeypatch.setattr("lightning_egeria.lazy.tape.SNAPSHOT_BYTES", copied)
+    monkeypatch.setattr("lightning_egeria.lazy.meta.MOST_BYTES", copied)
 
     count = itertools.count()
 

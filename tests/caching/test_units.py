@@ -1,5 +1,6 @@
 """Frozen layers are recorded, and left out where their output is known."""
 
+import concurrent.futures
 import copy
 import functools
 import pickle
@@ -12,6 +13,7 @@ from lazies import is_lazy
 from programs.parts import Net
 from torch import nn
 
+from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.tensors import plain
 from lightning_egeria.lazy.units import precision_of
@@ -84,6 +86,26 @@ def test_tensor_that_the_program_made_is_recorded_if_allowed(front):
     net = net_of(front).eval()
     assert net(X).equal(behind(net, OUTPUT))
     assert batch.boundaries == [1, 2]
+
+
+def test_a_large_tensor_that_layers_are_given_must_not_change(front, monkeypatch):
+    monkeypatch.setattr("lightning_egeria.lazy.meta.MOST_BYTES", 0)
+    net, x = net_of(front).eval(), X.clone()
+    for _ in range(2):
+        Batch(front, OUTPUT, outside=True)
+        inner = net.a(x)
+    x.fill_(100)
+    with pytest.raises(CacheError, match=r"shape \(6, 8\) changed in place after .* Leave out FrozenPrefixCache"):
+        plain(inner)
+
+
+def test_tensors_of_another_thread_are_not_recorded(front):
+    net = net_of(front).eval()
+    expected = net(X)
+    batch = Batch(front, OUTPUT, outside=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(net, X).result().equal(expected)
+    assert batch.boundaries == []
 
 
 def test_without_a_batch_modules_run(front):

@@ -32,7 +32,8 @@ def counting_backend(graph, example_inputs):
 
 
 @pytest.mark.parametrize(
-    "way", ["the LightningModule", "the network", slow("the network in place"), "the training step"]
+    "way",
+    ["the LightningModule", "the network", slow("the network in place"), "the training step", "the optimizer's step"],
 )
 class TestCompiled:
     """`torch.compile`, with a backend that counts how often it is asked."""
@@ -47,8 +48,17 @@ class TestCompiled:
             module.net = torch.compile(module.net, backend=backend)
         elif way == "the network in place":
             module.net.compile(backend=backend)
-        else:
+        elif way == "the training step":
             module.training_step = torch.compile(module.training_step, backend=backend)
+        else:  # Lightning hands it the training step, with all callbacks in it
+            own = module.configure_optimizers
+
+            def configure_optimizers():
+                optimizer = own()
+                optimizer.step = torch.compile(optimizer.step, backend=backend)
+                return optimizer
+
+            module.configure_optimizers = configure_optimizers
         return module, module
 
     def test_evaluations_do_not_change_training_nor_compile_anew(self, way):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from lazies import BY_ROW, ONE_ARGUMENT, Layers, Source, W, X, is_lazy
+from torch import nn
 
-from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.replay import replay
 from lightning_egeria.lazy.tensors import plain
@@ -97,13 +97,16 @@ def test_tensor_that_numpy_changes_is_another_one():
     assert second.value.equal(tensor)
 
 
-def test_large_tensor_from_outside_must_not_change(monkeypatch):
-    monkeypatch.setattr("lightning_egeria.lazy.tape.SNAPSHOT_BYTES", 0)
-    offset = torch.ones(4)
-    result = Source(X).batch() + offset
-    offset.fill_(100)
-    with pytest.raises(CacheError, match=r"shape \(4,\) changed in place after .* Leave out FrozenPrefixCache"):
-        plain(result)
+@pytest.mark.parametrize("most_bytes", [0, 2**22])
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_what_a_weight_was_counts(monkeypatch, kind, most_bytes):
+    """Also if its version does not count the change. Large ones are not copied: the operation runs at once."""
+    monkeypatch.setattr("lightning_egeria.lazy.meta.MOST_BYTES", most_bytes)
+    weight = torch.ones(4) if kind is torch.Tensor else nn.Parameter(torch.ones(4), requires_grad=False)
+    result = Source(X).batch() * weight
+    assert is_lazy(result) == (most_bytes > 0)
+    weight.data.fill_(100)
+    assert plain(result).equal(X)
 
 
 def test_settle_computes_what_the_program_holds():

@@ -1,5 +1,7 @@
 """What a trace sees, and that it leaves nothing behind."""
 
+import concurrent.futures
+
 import pytest
 import torch
 from networks import assert_same_attributes, attributes
@@ -124,3 +126,19 @@ class TestGraph:
         # What autocast makes of a weight counts as the weight; any other cast of an activation does not.
         assert leaf_of(weight.to(torch.bfloat16).grad_fn) is weight
         assert leaf_of((weight * 2).to(torch.bfloat16).grad_fn) is None
+
+
+def test_calls_of_another_thread_are_apart():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    trace = StepTrace(net)
+    trace.start()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        net[0].forward, own = lambda x: pool.submit(net[1], x).result() + own(x), net[0].forward
+        net(torch.ones(1, 2))
+    trace.stop()
+    assert [(call.path, call.parent and call.parent.path) for call in trace.calls] == [
+        ("1", None),
+        ("0", ""),
+        ("1", ""),
+        ("", None),
+    ]

@@ -1,0 +1,115 @@
+"""Values that a program keeps beyond a step, while the weights they were computed with change."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from programs.parts import Chain, Classifier, Validated, grid, loader, on
+from torch import nn
+
+
+def _data(mean, new):
+    mean.data.mul_(0.5).add_(new.data, alpha=0.5)
+
+
+def _other_data(mean, new):
+    mean.data = 0.5 * mean.data + 0.5 * new.data
+
+
+def _in_place(mean, new):
+    mean.lerp_(new, 0.5)
+
+
+class MeanTeacher(Classifier):
+    """How sure a teacher is weighs the loss of the next steps.
+
+    Args:
+        update: changes a weight of the teacher.
+        when: in the step, or behind it.
+    """
+
+    def __init__(self, update, when):
+        super().__init__(Chain())
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.update, self.when, self.weight = update, when, torch.tensor(1.0)
+
+    def loss_of(self, x, y):
+        with torch.no_grad():
+            sure = self.teacher(x).softmax(-1).amax(-1).mean()
+            if self.when == "in the step":
+                self.renew()
+        loss = nn.functional.cross_entropy(self.net(x), y) * self.weight
+        self.weight = 0.9 * self.weight + 0.1 * sure
+        self.log("sure", sure, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *_):
+        if self.when == "behind it":
+            self.renew()
+
+    @torch.no_grad()
+    def renew(self):
+        for mean, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            self.update(mean, new)
+
+
+@pytest.mark.parametrize(
+    ("update", "when"), grid([_data, _other_data, _in_place], ["in the step", "behind it"], every=2)
+)
+def test_mean_teacher(compare, update, when):
+    compare(lambda run: run.fit(MeanTeacher(update, when), max_epochs=5))
+
+
+class KeepsValidation(Validated):
+    """Keeps what a teacher says of validation batches, while the teacher changes."""
+
+    def __init__(self):
+        super().__init__(Chain())
+        self.teacher, self.kept = copy.deepcopy(self.net).requires_grad_(False), []
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.kept.append(self.teacher(batch[0]).mean())
+        self.kept.append(batch[0][0, 0])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_):
+        self.teacher.c[0].weight.lerp_(self.net.c[0].weight, 0.5)
+
+
+def test_values_of_validation_outlive_the_fit(compare):
+    def program(run):
+        module = KeepsValidation()
+        run.fit(module, val=loader(shuffle=False), max_epochs=5)
+        run.note(all(getattr(one, "is_known", True) for one in module.kept))  # nothing of the run is needed any more
+        run.note(torch.stack(module.kept))
+
+    compare(program)
+
+
+def test_another_thread_calls_the_network(compare):
+    """With as many samples as a batch has, all through training."""
+
+    def program(run):
+        module, probe, ended = Classifier(Chain()), torch.ones(6, 8), threading.Event()
+        errors = []
+
+        def call():
+            while not ended.wait(0.001):
+                try:
+                    with torch.no_grad():
+                        module.net(probe)
+                except Exception as error:
+                    errors.append(error)
+
+        thread = threading.Thread(target=call)
+        start = on(on_train_start=lambda *_: thread.start())
+        try:
+            run.fit(module, None, start, max_epochs=5)
+        finally:
+            ended.set()
+            thread.join()
+        run.note(len(errors))
+
+    compare(program)
