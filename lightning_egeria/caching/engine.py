@@ -119,16 +119,19 @@ class PrefixCache(Observer):
 
     def close(self, remove: bool) -> None:
         """Leave the model as it was; ``remove`` what was cached on disk, or leave it. Safe to call twice."""
-        self._settle()
         self._closed = True
-        self._end()
-        for line in self.lines.values():
-            line.close(remove)
-        for levels in self._replaced:
-            levels.close(remove)
-        self.lines, self._replaced = {}, []
-        self._training = None
-        self._front = None
+        try:
+            self._settle()
+            self._end()
+        finally:  # what the program has kept may be lost, but nothing else stays
+            if self._front is not None:
+                self._front.end()
+            for line in self.lines.values():
+                line.close(remove)
+            for levels in self._replaced:
+                levels.close(remove)
+            self.lines, self._replaced = {}, []
+            self._training = self._front = None
 
     def _enter(self, batch: CachedBatch | None) -> None:
         """Have a batch go through the front; another one may be there still."""

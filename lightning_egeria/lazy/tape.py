@@ -321,7 +321,7 @@ class Tape:
         return bool(self._outside)
 
     def settle(self, computed_only: bool = False) -> None:
-        """Compute every lazy tensor that the program still holds.
+        """Compute every lazy tensor that the program still holds. Whoever reads one that is lost is told then.
 
         Args:
             computed_only: not those that only stand for loaded data.
@@ -329,7 +329,8 @@ class Tape:
         for lazy in self.held():
             if computed_only and not any(node.is_unit for node in lazy.node.before(lambda _: False)):
                 continue
-            lazy.node.compute()
+            with contextlib.suppress(CacheError):
+                lazy.node.compute()
 
     def change(self) -> None:
         """Prepare for a change in place: what a lazy tensor stands for afterwards has no name."""

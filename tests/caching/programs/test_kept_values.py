@@ -8,6 +8,8 @@ import torch
 from programs.parts import Chain, Classifier, Validated, grid, loader, on
 from torch import nn
 
+from lightning_egeria.errors import CacheError
+
 
 def _data(mean, new):
     mean.data.mul_(0.5).add_(new.data, alpha=0.5)
@@ -111,5 +113,38 @@ def test_another_thread_calls_the_network(compare):
             ended.set()
             thread.join()
         run.note(len(errors))
+
+    compare(program)
+
+
+class KeepsInner(Classifier):
+    """Keeps the output of a frozen layer for an input that it has made, and changes that input in place."""
+
+    def __init__(self):
+        super().__init__(Chain())
+        self.kept = []
+        self.net.a.register_forward_hook(lambda layer, inputs, output: self.kept.append(output))
+
+    def loss_of(self, x, y):
+        self.made = y[:, None] + torch.ones(8)
+        return nn.functional.cross_entropy(self.net(self.made), y)
+
+    def on_after_backward(self):
+        self.made.zero_()
+
+
+@pytest.mark.parametrize("most_bytes", [0, 2**22])
+def test_made_input_that_changes_behind_its_use(compare, monkeypatch, most_bytes):
+    """What frozen layers would have returned is lost if the input was too large to copy: who reads it is told."""
+    monkeypatch.setattr("lightning_egeria.lazy.meta.MOST_BYTES", most_bytes)
+
+    def program(run):
+        module = KeepsInner()
+        run.fit(module, max_epochs=5)
+        if most_bytes:
+            run.note(torch.stack(module.kept))
+        elif run.cached:
+            with pytest.raises(CacheError, match="changed in place after the frozen layers were called with it"):
+                torch.stack(module.kept)
 
     compare(program)
