@@ -207,6 +207,8 @@ class FrontUnit:
             return "is given a tensor that requires a gradient"
         if self._runs_by_itself():
             return "has a parameter that still trains"
+        if any(_GLOBAL_HOOKS):
+            return "is watched by a hook on all modules"
         return "has hooks on modules inside it" if any(self._hooks) else None
 
     def _refuse(self, reason: str | None) -> None:

@@ -82,9 +82,12 @@ def _record(func: Any, flat: list[Any], spec: pytree.TreeSpec, lazies: list[Lazy
 def _record_write(
     func: Any, flat: list[Any], spec: pytree.TreeSpec, lazies: list[LazyTensor], written: list[LazyTensor]
 ) -> bool:
-    """Record a change in place, unless another lazy tensor shares the memory; return whether it was recorded."""
+    """Record a change in place, and return whether it was recorded.
+
+    It is not if another lazy tensor shares the memory, or the dataset may, which a sample itself can be a part of.
+    """
     tape = written[0].node.tape
-    if len(written) != 1 or tape.is_shared(written[0]):
+    if len(written) != 1 or tape.is_shared(written[0]) or written[0].node.root.row is not None:
         return False
     places = tuple(place for place, leaf in enumerate(flat) if leaf is written[0])
     recorded = _nodes_of(func, flat, spec, lazies, places)

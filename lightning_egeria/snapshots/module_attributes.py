@@ -7,7 +7,7 @@ import array
 import collections
 import copy
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,10 @@ class _Attributes:
             own[name] = kept.restored(done)
 
 
+def _ids(items: Iterable[tuple[Any, Any]]) -> list[tuple[int, int]]:
+    return [(id(key), id(value)) for key, value in items]
+
+
 def _is_constant(value: Any) -> bool:
     kind = type(value)
     return kind in _CONSTANTS or (kind is tuple and all(map(_is_constant, value)))
@@ -198,15 +202,19 @@ class _Kept:
             elif self.value.flags.writeable and self.value.shape == self.held.shape:
                 self.value[...] = self.held
         elif isinstance(self.value, dict):
-            items = {key: kept.restored(done) for key, kept in self.held.items()}
-            dict.clear(self.value)
-            dict.update(self.value, items)
+            ordered = isinstance(self.value, collections.OrderedDict)
+            kind = collections.OrderedDict if ordered else dict  # past methods of the user's class
+            items = [(key, kept.restored(done)) for key, kept in self.held.items()]
+            if _ids(kind.items(self.value)) != _ids(items):
+                kind.clear(self.value)  # else somebody may be going through it, as torch through hooks
+                kind.update(self.value, items)
         else:
             values = [kept.restored(done) for kept in self.held]
+            if isinstance(self.value, tuple) or [*map(id, self.value)] == [*map(id, values)]:
+                return self.value
+            self.value.clear()
             if isinstance(self.value, set):
-                self.value.clear()
                 self.value.update(values)
-            elif not isinstance(self.value, tuple):
-                self.value.clear()
+            else:
                 self.value.extend(values)
         return self.value

@@ -215,3 +215,33 @@ def test_arrays_namespaces_and_slots_return():
         assert (module.slotted.steps, module.slotted.average.tolist()) == (0, [0, 0])
         now = [module.array, module.memory, module.numbers, module.settings, module.slotted, module.hparams]
         assert all(one is other for one, other in zip(held, now, strict=True))
+
+
+class Picky(dict):
+    """Takes no items any more."""
+
+    def clear(self):
+        raise TypeError
+
+    update = __setitem__ = clear
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.defaultdict, Picky])
+def test_items_of_dictionaries_return_in_their_order(kind):
+    layer = nn.Linear(1, 1)
+    layer.queue = kind()
+    own = dict if kind is Picky else kind
+    own.update(layer.queue, {"a": 1, "b": [2]})
+    before = ModuleAttributes(layer)
+    own.pop(layer.queue, "a")
+    before.restore()
+    assert list(layer.queue.items()) == [("a", 1), ("b", [2])]
+
+
+def test_what_did_not_change_may_be_gone_through():
+    layer = nn.Linear(1, 1)
+    layer.queue, layer.names = collections.OrderedDict({torch.ones(2): 1, torch.zeros(2): 2}), ["a", "b"]
+    layer.register_forward_hook(print)
+    before = ModuleAttributes(layer)
+    for _ in zip(layer.queue.items(), layer.names, layer._forward_hooks.items(), strict=False):
+        before.restore()

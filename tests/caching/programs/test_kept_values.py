@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from programs.parts import Chain, Classifier, Validated, grid, loader, on
+from programs.parts import Chain, Classifier, Samples, Stepping, Validated, grid, loader, on
 from torch import nn
 
 from lightning_egeria.errors import CacheError
@@ -148,3 +148,46 @@ def test_made_input_that_changes_behind_its_use(compare, monkeypatch, most_bytes
                 torch.stack(module.kept)
 
     compare(program)
+
+
+@pytest.mark.parametrize("layer", ["a", "b", "c"])
+def test_hook_that_is_there_for_one_call(compare, layer):
+    """The trial of the cache begins while torch goes through the hooks of a layer."""
+
+    def step(module, x, y):
+        seen = []
+        handle = getattr(module.net, layer).register_forward_hook(lambda *call: seen.append(call[-1].mean()))
+        loss = nn.functional.cross_entropy(module.net(x), y)
+        handle.remove()
+        return loss + seen[0].detach()
+
+    compare(lambda run: run.fit(Stepping(step, Chain()), max_epochs=5))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.mul_(0.5), lambda x: x[:4].add_(1)])
+def test_samples_that_are_part_of_the_dataset_change(compare, change):
+    """A collate function that copies nothing: what the step changes comes again in the next epoch."""
+
+    def step(module, x, y):
+        for row in x:
+            change(row)
+        return nn.functional.cross_entropy(module.net(torch.stack(x)), y)
+
+    def program(run):
+        data = Samples(lambda data, index: (data.x[index], data.y[index]))
+        together = loader(data, collate_fn=lambda rows: ([x for x, _ in rows], torch.stack([y for _, y in rows])))
+        run.fit(Stepping(step, Chain()), together, max_epochs=5)
+        run.note(data.x)
+
+    compare(program, served=None)
+
+
+def test_a_hook_on_all_modules_is_the_reason(compare):
+    def program(run):
+        handle = nn.modules.module.register_module_forward_hook(lambda *call: None)
+        try:
+            run.fit(Classifier(Chain()), max_epochs=8)
+        finally:
+            handle.remove()
+
+    assert "is watched by a hook on all modules" in compare(program, served=False).messages[0]
