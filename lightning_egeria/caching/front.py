@@ -145,8 +145,7 @@ class Front:
         self._uncompiled = contextlib.ExitStack()
 
     def begin(self, batch: Batch) -> None:
-        """Have a batch go through the front."""
-        self.end()
+        """Have a batch go through the front; the one before it has ended."""
         for unit in [*self.units, *self._sequences]:
             unit.put()
         self._uncompiled.enter_context(eager())
