@@ -30,7 +30,7 @@ class FrontSequence(FrontUnit):
     recorded.
 
     Args:
-        units: of the layers at its beginning, in order, those of sequences inside it too.
+        units: of its first layers, in order, with the layers of inner sequences.
         members: what stands in for the ``forward`` of each of these layers.
     """
 
@@ -38,11 +38,10 @@ class FrontSequence(FrontUnit):
         self, front: Front, path: str, module: nn.Sequential, units: Sequence[FrontUnit], members: Sequence[FrontUnit]
     ) -> None:
         last = units[-1]
-        super().__init__(front, last.number, path, module, last.depth, last.output_leaf)
+        self._layers, self._others = list(module)[: len(members)], list(module)[len(members) :]
+        super().__init__(front, last.number, path, module, last.depth, last.output_leaf, self._layers)
         self.units, self._members = units, members
         self._ids = [*map(id, module)]
-        self._layers, self._others = list(module)[: len(members)], list(module)[len(members) :]
-        self._look_at(self._layers, [parameter for layer in self._layers for parameter in layer.parameters()])
         self._inside = frozenset(unit.depth for unit in units[:-1])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,19 +140,19 @@ class Front:
         self.units = [
             FrontUnit(self, number, path, modules[path], *ends.get(path, (0, 0))) for number, path in enumerate(paths)
         ]
-        self._sequences = _sequences_of(self, prefix.module)
+        self._placed = (*self.units, *_sequences_of(self, prefix.module))
         self._uncompiled = contextlib.ExitStack()
 
     def begin(self, batch: Batch) -> None:
         """Have a batch go through the front; the one before it has ended."""
-        for unit in [*self.units, *self._sequences]:
+        for unit in self._placed:
             unit.put()
         self._uncompiled.enter_context(eager())
         self.batch, self.thread = batch, get_ident()
 
     def end(self) -> None:
         """Leave the network as it was. Safe to call twice."""
-        for unit in reversed([*self.units, *self._sequences]):
+        for unit in reversed(self._placed):
             unit.restore()
         self._uncompiled.close()
         self.batch = None

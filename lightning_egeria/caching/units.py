@@ -107,21 +107,25 @@ class FrontUnit:
     """
 
     def __init__(
-        self, front: UnitsOwner, number: int, path: str, module: nn.Module, depth: int, output_leaf: int
+        self,
+        front: UnitsOwner,
+        number: int,
+        path: str,
+        module: nn.Module,
+        depth: int,
+        output_leaf: int,
+        inner: Sequence[nn.Module] | None = None,
     ) -> None:
         self.front, self.number, self.path = front, number, path
         self.depth, self.output_leaf = depth, output_leaf
         self.module = module
-        self._look_at(module.children(), module.parameters())
+        inner = list(module.children()) if inner is None else inner
+        parts = [part for one in inner for part in one.modules()]
+        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self._parameters = [p for part in (module, *parts) for p in part.parameters(recurse=False)]
         self._before = vars(module).get("forward")
         self._forms: dict[Any, Form | None] = {}
         self._seen: dict[Any, Seen] = {}
-
-    def _look_at(self, inner: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
-        """Remember what a recorded call leaves out: hooks on modules inside, and whether parameters train."""
-        parts = [part for one in inner for part in one.modules()]
-        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        self._parameters = list(parameters)
 
     @property
     def mode(self) -> tuple[bool, ...]:

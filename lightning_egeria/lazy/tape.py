@@ -321,7 +321,7 @@ class Tape:
         return bool(self._outside)
 
     def settle(self, computed_only: bool = False) -> None:
-        """Compute every lazy tensor that the program still holds. Whoever reads one that is lost is told then.
+        """Compute every lazy tensor that the program still holds. Reading one that is lost raises an error.
 
         Args:
             computed_only: not those that only stand for loaded data.

@@ -70,7 +70,7 @@ class FrozenState:
         for _, module in self._modules:
             names = [name for name, value in vars(module).items() if _is_attribute(name, value)]
             names += ["_modules", "_parameters", "_buffers"]
-            names += ["training"] if "training" in vars(module) else []  # a compiled one has that of the module inside
+            names += ["training"] if "training" in vars(module) else []  # a compiled module delegates it
             self._getters.append((operator.itemgetter(*names), vars(module)))
         self._note()
         self._values = self._digest_of(self._held)

@@ -8,6 +8,7 @@ import collections
 import copy
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -119,8 +120,9 @@ class _Attributes:
             own[name] = kept.restored(done)
 
 
-def _ids(items: Iterable[tuple[Any, Any]]) -> list[tuple[int, int]]:
-    return [(id(key), id(value)) for key, value in items]
+def _are_same(first: Iterable[Any], second: Iterable[Any]) -> bool:
+    """Whether these are the same objects in the same order."""
+    return [*map(id, first)] == [*map(id, second)]
 
 
 def _is_constant(value: Any) -> bool:
@@ -205,12 +207,12 @@ class _Kept:
             ordered = isinstance(self.value, collections.OrderedDict)
             kind = collections.OrderedDict if ordered else dict  # past methods of the user's class
             items = [(key, kept.restored(done)) for key, kept in self.held.items()]
-            if _ids(kind.items(self.value)) != _ids(items):
+            if not _are_same(chain.from_iterable(kind.items(self.value)), chain.from_iterable(items)):
                 kind.clear(self.value)  # else somebody may be going through it, as torch through hooks
                 kind.update(self.value, items)
         else:
             values = [kept.restored(done) for kept in self.held]
-            if isinstance(self.value, tuple) or [*map(id, self.value)] == [*map(id, values)]:
+            if isinstance(self.value, tuple) or _are_same(self.value, values):
                 return self.value
             self.value.clear()
             if isinstance(self.value, set):

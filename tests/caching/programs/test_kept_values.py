@@ -1,5 +1,6 @@
 """Values that a program keeps beyond a step, while the weights they were computed with change."""
 
+import concurrent.futures
 import copy
 import threading
 
@@ -95,24 +96,19 @@ def test_another_thread_calls_the_network(compare):
 
     def program(run):
         module, probe, ended = Classifier(Chain()), torch.ones(6, 8), threading.Event()
-        errors = []
+        calls = []
 
+        @torch.no_grad()
         def call():
             while not ended.wait(0.001):
-                try:
-                    with torch.no_grad():
-                        module.net(probe)
-                except Exception as error:
-                    errors.append(error)
+                module.net(probe)
 
-        thread = threading.Thread(target=call)
-        start = on(on_train_start=lambda *_: thread.start())
-        try:
-            run.fit(module, None, start, max_epochs=5)
-        finally:
-            ended.set()
-            thread.join()
-        run.note(len(errors))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            try:
+                run.fit(module, None, on(on_train_start=lambda *_: calls.append(pool.submit(call))), max_epochs=5)
+            finally:
+                ended.set()
+        calls[0].result()  # raises what the thread has met
 
     compare(program)
 
@@ -135,7 +131,7 @@ class KeepsInner(Classifier):
 
 @pytest.mark.parametrize("most_bytes", [0, 2**22])
 def test_made_input_that_changes_behind_its_use(compare, monkeypatch, most_bytes):
-    """What frozen layers would have returned is lost if the input was too large to copy: who reads it is told."""
+    """What frozen layers would have returned is lost if the input was too large to copy; reading it raises an error."""
     monkeypatch.setattr("lightning_egeria.lazy.meta.MOST_BYTES", most_bytes)
 
     def program(run):
