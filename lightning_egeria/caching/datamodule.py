@@ -235,14 +235,15 @@ class FrozenPrefixCache(WrappingDataModule):
         return list(getattr(self.trainer, "callbacks", []))
 
     def _tell_the_end(self) -> None:
-        stats = self._stats
-        total = stats.hits + stats.advanced + stats.misses
-        if total:
-            self._notices.inform(
-                f"{stats.hits + stats.advanced} of {total} samples came from the cache since the first freeze, "
-                f"{stats.not_loaded} were not even loaded; about {stats.seconds_saved:z.1f} s saved; "
-                f"{stats.bytes_on_disk / 1e9:.2f} GB in {self.cache_dir}"
-            )
+        for name, stats in (("training", self._stats), ("validation", self._validation_stats)):
+            served = stats.hits + stats.advanced
+            if served + stats.misses:
+                others = f"entries of {stats.unused} others did not fit what the frozen layers were called with; "
+                self._notices.inform(
+                    f"{name}: {served} of {served + stats.misses} samples came from the cache since the first freeze, "
+                    f"{stats.not_loaded} were not even loaded; {others if stats.unused else ''}"
+                    f"about {stats.seconds_saved:z.1f} s saved; {stats.bytes_on_disk / 1e9:.2f} GB in {self.cache_dir}"
+                )
 
     def _close(self) -> None:
         if self._bar_entry is not None:

@@ -32,6 +32,7 @@ class CacheStats:
         hits: samples whose frozen layers did not run.
         advanced: samples that came from a shallower boundary and ran only the layers that froze since.
         misses: samples that ran all frozen layers.
+        unused: those of them whose entries were read, and were not for what the frozen layers were called with.
         not_loaded: samples that were not loaded.
         loaded_after_all: samples that the program read although the cache had not loaded them.
         to_write: entries that were handed to the writing thread.
@@ -47,6 +48,7 @@ class CacheStats:
     hits: int = 0
     advanced: int = 0
     misses: int = 0
+    unused: int = 0
     not_loaded: int = 0
     loaded_after_all: int = 0
     to_write: int = 0
@@ -99,6 +101,7 @@ class Accounts:
         stats.hits += batch.hits
         stats.advanced += batch.advanced
         stats.misses += samples - batch.hits - batch.advanced
+        stats.unused += max(0, sum(len(read.places) for read in batch.reads) - batch.hits - batch.advanced)
         lazy = sum(batch.lazy)
         stats.not_loaded += 0 if batch.was_touched else lazy
         stats.loaded_after_all += lazy if batch.was_touched else 0

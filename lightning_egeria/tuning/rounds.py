@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from lightning_egeria.errors import ArgumentError
@@ -178,8 +178,8 @@ def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Or
     With ``halving``, all branches train for the same few steps; the faster half of them trains on until it has twice as
     many, and so on until one is left or a trial is as long as it may be (successive halving, Jamieson and Talwalkar,
     arXiv:1502.07943). It begins with as many settings as the limits allow. A searcher that refines is asked for more in
-    each round, as long as the later ones keep an equal share of the steps that are left. A trial has two windows, its
-    halves: in ten, short trials show the noise of single batches.
+    each round, as long as the later ones keep an equal share of the steps that are left, and two branches stay to the
+    end: the best of short trials is not always the best of long ones. A trial has two windows, its halves.
 
     Without, as in MLtuner, each setting has one trial, and the search ends when the speeds of the five best branches
     differ by less than 10 %, when there is nothing left to try, or at a limit.
@@ -242,9 +242,11 @@ class _Rounds:
         racing: list[int] = []
         yield from self._try_others(racing, first, self._limits.affordable)
         for left, steps in zip(range(len(lengths), 0, -1), lengths, strict=True):
-            kept = self._faster_half(racing, len(racing))
             more = self._refines is not None and self._refines.longer()
+            kept = self._faster_half(racing, len(racing), least=2 if more else 1)
             if self.spent_all or (len(kept) == 1 and not more):
+                break
+            if not self._has_left(sum(steps - self.branches[number].steps for number in kept)):
                 break
             most = self._spent + (self._limits.most_total - self._spent) / left
             racing = []
@@ -277,12 +279,18 @@ class _Rounds:
         found = (number for number in numbers if branches[number].speed > 0)
         return sorted(found, key=lambda number: (-branches[number].steps, -branches[number].speed))
 
-    def _faster_half(self, numbers: Sequence[int], count: int) -> list[int]:
+    def _faster_half(self, numbers: Sequence[int], count: int, least: int = 1) -> list[int]:
         """Those that may be among the faster half of ``count``; all that may train on, if none makes progress yet."""
         alive = [number for number in numbers if self.branches[number].alive]
         if not any(self.branches[number].speed > 0 for number in alive):
             return alive
-        return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: -(-count // 2)]
+        return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: max(least, -(-count // 2))]
+
+    def _has_left(self, steps: int) -> bool:
+        """Whether trials may take so many steps more; the first one may. If not, the search ends."""
+        if self._spent + steps > self._limits.most_total and self._spent > 0:
+            self.spent_all, self.reason = True, f"{self._spent} steps of trials were used up"
+        return not self.spent_all
 
     def _agreed(self) -> bool:
         speeds = sorted((branch.speed for branch in self.branches if branch.speed > 0), reverse=True)[:TOP]
@@ -311,8 +319,7 @@ class _Rounds:
     def _train(self, number: int, steps: int, needed: Sequence[int]) -> Generator[Order, Result, None]:
         branch = self.branches[number]
         cost = steps - branch.steps
-        if self._spent + cost > self._limits.most_total and self._spent > 0:
-            self.spent_all, self.reason = True, f"{self._spent} steps of trials were used up"
+        if not self._has_left(cost):
             if branch.steps == 0:  # it is the last one
                 self.branches.pop()
             return
@@ -324,26 +331,3 @@ class _Rounds:
         branch.summary = summary
         if first or self._refines is not None:
             self._searcher.tell(branch.setting, branch.told)
-
-
-def play(
-    run: Generator[Order, Result, Outcome], results: Mapping[tuple[str, int], Result]
-) -> tuple[list[Order], Outcome]:
-    """Run a search whose results are known, by setting (its ``repr``) and steps; for tests and examples.
-
-    >>> from lightning_egeria.tuning.searchers import GridSearcher
-    >>> from lightning_egeria.tuning.spaces import Choice
-    >>> run = search(GridSearcher({"lr": Choice([1, 2])}), {"lr": 1}, Limits(2, 2, 9, halving=False))
-    >>> known = {("{'lr': 1}", 2): Result([3.0, 2.0], 2), ("{'lr': 2}", 2): Result([3.0, 1.0], 2)}
-    >>> orders, outcome = play(run, known)
-    >>> [order.setting["lr"] for order in orders], outcome.winner, outcome.reason
-    ([1, 2], 1, 'nothing was left to try')
-    """
-    orders: list[Order] = []
-    try:
-        order = next(run)
-        while True:
-            orders.append(order)
-            order = run.send(results[repr(order.setting), order.steps])
-    except StopIteration as end:
-        return orders, end.value

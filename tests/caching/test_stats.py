@@ -13,7 +13,7 @@ from lightning_egeria.profiling.race import TURN, TURNS
 CPU = torch.device("cpu")
 
 
-def batch(hits=0, advanced=0, samples=4, seconds=0.1, lazy=0, touched=None, eager=False, waited=0.0):
+def batch(hits=0, advanced=0, samples=4, seconds=0.1, lazy=0, touched=None, eager=False, waited=0.0, entries=0):
     lazies = tuple(at < lazy for at in range(samples))
     return types.SimpleNamespace(
         hits=hits,
@@ -26,6 +26,7 @@ def batch(hits=0, advanced=0, samples=4, seconds=0.1, lazy=0, touched=None, eage
         ended=10.0 + seconds,
         waited=waited,
         eager=eager,
+        reads=[types.SimpleNamespace(places=range(entries))],
     )
 
 
@@ -175,3 +176,11 @@ def test_loading_after_all_is_time_that_was_not_saved(monkeypatch):
     with Accounts(found).loading():
         pass
     assert found.seconds_saved == 1.5
+
+
+def test_entries_that_did_not_fit_are_counted():
+    found = CacheStats()
+    accounts = Accounts(found)
+    for one in (batch(), batch(hits=2, advanced=1, entries=3), batch(hits=1, entries=3), batch(entries=4)):
+        accounts.count(one)
+    assert (found.unused, found.misses) == (2 + 4, 4 + 1 + 3 + 4)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.rounds import Limits, Result, play, search
+from lightning_egeria.tuning.rounds import Limits, Result, search
 from lightning_egeria.tuning.searchers import CompassSearcher, GridSearcher, RandomSearcher
 from lightning_egeria.tuning.spaces import Choice, LogUniform
 from lightning_egeria.tuning.summary import Label
@@ -23,6 +23,18 @@ class Listed:
 
     def tell(self, setting, speed):
         self.told.append((setting["lr"], speed))
+
+
+def play(run, results):
+    """Run a search whose results are known, by setting (its ``repr``) and steps; returns its orders and outcome."""
+    orders = []
+    try:
+        order = next(run)
+        while True:
+            orders.append(order)
+            order = run.send(results[repr(order.setting), order.steps])
+    except StopIteration as end:
+        return orders, end.value
 
 
 class Traces(dict):
@@ -145,6 +157,15 @@ def test_a_round_leaves_the_later_ones_their_share():
     assert sum(last.values()) <= 120
     assert max(last.values()) == 32
     assert outcome.branches[outcome.winner].steps == 32
+
+
+@pytest.mark.parametrize("most_total", [*range(60, 300, 7)])
+def test_a_refining_search_ends_with_a_comparison(most_total):
+    """The longest trials are two at least: one alone would win whatever it is."""
+    _, outcome = refined(most_total=most_total)
+    steps = [branch.steps for branch in outcome.branches if branch.speed > 0]
+    assert sum(branch.steps for branch in outcome.branches) <= most_total
+    assert steps.count(max(steps)) > 1
 
 
 def test_states_of_a_round_that_refines_are_needed():

@@ -115,9 +115,9 @@ def test_beyond_its_epoch_a_branch_is_in_the_next():
 
 def test_a_trial_may_have_a_third_of_the_run():
     """Training goes on from its first epoch: the run is the one with its setting."""
-    rates = ({"lr": rate} for rate in (0.1, 0.01, 1e-3))
-    callback = BranchTuner({"lr": Choice([0.05])}, Planned(*rates), first_steps=2)
-    plain, tuned = Classifier(lr=0.1), Classifier(lr=1e-4)
+    rates = ({"lr": rate} for rate in (0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7))
+    callback = BranchTuner({"lr": Choice([0.05])}, Planned(*rates), first_steps=2, max_share=2)
+    plain, tuned = Classifier(lr=0.1), Classifier(lr=0.001)
     fit(plain, epochs=9)
     fit(tuned, callback, epochs=9)
     (record,) = callback.searches
