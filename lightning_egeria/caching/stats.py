@@ -39,8 +39,7 @@ class CacheStats:
         written: entries written.
         wrong: entries that were damaged or outdated.
         bytes_on_disk: size of the stores of this run.
-        seconds_saved: estimate: hits times the seconds by which a sample's miss took longer than its hit, less those in
-            which samples were loaded after all.
+        seconds_saved: estimate: what hits saved over misses, less the seconds in which samples were loaded after all.
         depth: depth of the cached boundary; 0 if there is none.
         off: why the cache is off; None while it is on.
     """
