@@ -14,7 +14,7 @@ from lightning_egeria.tuning.summary import WINDOWS, Label, Summary, summarize
 
 TOP = 5  # branches whose speeds must agree for a search to end
 AGREEMENT = 0.1
-HALVES = 2  # windows of a trial in a race: more show the noise of single batches
+FIFTHS = 5  # windows of a trial in a race, which may be short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Branch:
 
     @property
     def gain(self) -> tuple[float, float]:
-        """Its speed, and without one the loss that it gains, its noise taken off."""
-        return self.speed, -(self.summary.range + self.summary.noise) if self.summary is not None else 0.0
+        """Its speed, and without one the loss that it gains."""
+        return self.speed, self.summary.gain if self.summary is not None else 0.0
 
     @property
     def alive(self) -> bool:
@@ -179,7 +179,7 @@ def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Or
     many, and so on until one is left or a trial is as long as it may be (successive halving, Jamieson and Talwalkar,
     arXiv:1502.07943). It begins with as many settings as the limits allow. A searcher that refines is asked for more in
     each round, as long as the later ones keep an equal share of the steps that are left, and two branches stay to the
-    end: the best of short trials is not always the best of long ones. A trial has two windows, its halves.
+    end: the best of short trials is not always the best of long ones. A trial has five windows.
 
     Without, as in MLtuner, each setting has one trial, and the search ends when the speeds of the five best branches
     differ by less than 10 %, when there is nothing left to try, or at a limit.
@@ -326,7 +326,7 @@ class _Rounds:
         result = yield Order(number, branch.setting, steps, tuple(needed))
         self._spent += cost
         first, branch.steps, branch.failed = branch.steps == 0, steps, result.failed
-        windows = HALVES if self._limits.halving else WINDOWS
+        windows = FIFTHS if self._limits.halving else WINDOWS
         summary = None if result.failed is not None else summarize(result.losses, result.cost, result.start, windows)
         branch.summary = summary
         if first or self._refines is not None:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.tuning.record import SearchRecord, describe
-from lightning_egeria.tuning.rounds import HALVES, Limits, Order, Outcome, Result, search
+from lightning_egeria.tuning.rounds import FIFTHS, Limits, Order, Outcome, Result, search
 from lightning_egeria.tuning.searchers import Searcher
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.summary import window_means
@@ -119,9 +119,9 @@ class SearchRun:
         if key not in self._finished:
             self._finished[key] = self._trials.run(order)
             result = self._finished[key]
-            last = window_means(result.losses, HALVES)[-1] if result.losses else float("nan")
+            last = window_means(result.losses, FIFTHS)[-1] if result.losses else float("nan")
             first = result.start if result.start is not None else result.losses[0] if result.losses else last
-            told = result.failed or f"loss {first:.4g} to {last:.4g} in its second half"
+            told = result.failed or f"loss {first:.4g} to {last:.4g} in its last fifth"
             self._notices.inform(f"{describe(order.setting)}: {order.steps} steps, {told}")
             numbers = {name: value for name, value in order.setting.items() if isinstance(value, int | float)}
             metrics = {"branch": order.branch, "steps": order.steps, "loss": last, **numbers}

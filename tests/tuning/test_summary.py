@@ -53,6 +53,12 @@ def test_an_explosion_in_the_first_window_is_no_progress():
     assert summarize([2.3, 2.0, 1.0], 3, start=2.3).label is Label.CONVERGING
 
 
+def test_relative_losses_lose_no_noise():
+    noisy = [3.0, 1.0, 2.0]
+    assert (summarize(noisy, 4).gain, summarize(noisy, 4).speed) == (0.0, 0.0)
+    assert (summarize(noisy, 4, start=3.0).gain, summarize(noisy, 4, start=3.0).speed) == (1.0, 0.25)
+
+
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 99, 105])
 def test_windows_cover_every_loss_once(count):
     means = window_means([float(i) for i in range(count)])
