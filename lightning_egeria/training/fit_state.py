@@ -34,7 +34,6 @@ class FitState:
         others: list[Stateful] = [
             *(config.scheduler for config in trainer.lr_scheduler_configs),
             *([scaler] if scaler is not None else []),
-            trainer.fit_loop.epoch_progress,
             loop.batch_progress,
             loop.scheduler_progress,
             loop.automatic_optimization.optim_progress,

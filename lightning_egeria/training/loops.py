@@ -41,14 +41,3 @@ def count_epoch_behind_an_end(trainer: pl.Trainer) -> None:
     if resumes_at_an_end(trainer) and epochs.current.ready == epochs.current.processed:
         epochs.increment_ready()
         epochs.increment_started()
-
-
-def begin_next_epoch(trainer: pl.Trainer) -> None:
-    """Do to counters and schedulers what Lightning does between two epochs, without validation and hooks of epochs."""
-    loop: Any = trainer.fit_loop
-    loop.epoch_progress.increment_processed()
-    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-    loop.epoch_progress.increment_completed()
-    loop.epoch_loop.batch_progress.reset_on_run()
-    loop.epoch_loop.scheduler_progress.reset_on_run()
-    loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()

@@ -23,13 +23,12 @@ from lightning_egeria.tuning.record import SearchRecord
 from lightning_egeria.tuning.rounds import Limits, Result
 from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFactory
-from lightning_egeria.tuning.setups import TOO_SHORT, check_schedulers, check_trainer, is_epoch, most_steps
+from lightning_egeria.tuning.setups import TOO_SHORT, check_schedulers, check_trainer, most_steps
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.trials import Trials
 from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
 
 STATE_VERSION = 1
-LONGEST = 1 / 3  # of the run: steps of a trial that may be longer than its epoch
 
 
 class BranchTuner(pl.Callback):
@@ -297,10 +296,7 @@ class BranchTuner(pl.Callback):
                 f"than what is left of max_share={self.max_share}"
             )
         else:
-            again = most if limits.most_steps > most else None
-            trials = Trials(
-                trainer, self._feed, self.tunables, self.ranks, freezer_of(trainer), self.most_state_bytes, again
-            )
+            trials = Trials(trainer, self._feed, self.tunables, self.ranks, freezer_of(trainer), self.most_state_bytes)
             run = SearchRun(trainer, trials, self.ranks, self.notices, self._finished)
             self._trying = "..."
             record = run.search(self._new_searcher, limits, self._due, self._show)
@@ -318,16 +314,9 @@ class BranchTuner(pl.Callback):
         if not self.searches:
             batch_size = self.tunables.batch_size
             first = self.first_steps if batch_size is None else batch_size.first_steps(self.first_steps, most)
-            steps = trainer.estimated_stepping_batches
-            longest = int(min(steps * LONGEST, steps - trainer.global_step, total / 2))
-            more = longest >= 2 * most and batch_size is None and self._is_last(trainer) and is_epoch(trainer, most)
-            return Limits(first, longest if more else most, self.max_trials, total)
+            return Limits(first, most, self.max_trials, total)
         last = self.searches[-1]
         return Limits(min(last.trial_steps, most), most, len(last.branches), total, halving=False)
-
-    def _is_last(self, trainer: pl.Trainer) -> bool:
-        """Whether no search is known to follow, for which this one should leave something."""
-        return self.monitor is None and max(self.at_epochs) <= trainer.current_epoch
 
     def _show(self, text: str) -> None:
         self._trying = text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ class ReadAhead:
         kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
         self.kept.append(_Kept(kept, RandomState.current()))
 
-    def from_here(self, position: int, most: int = sys.maxsize) -> Iterator[Any]:
+    def from_here(self, position: int) -> Iterator[Any]:
         """Yield batches for a branch, which trains on each before it asks for the next.
 
         The first branch to arrive at a batch loads it, so random numbers are drawn in the order of training without
@@ -58,15 +57,13 @@ class ReadAhead:
 
         Args:
             position: number of batches that the branch has had.
-            most: batches to load. Behind them, the same come again, and the branch draws on.
         """
         while True:
-            if position < most:
-                if position == len(self.kept):
-                    self.load()
-                else:
-                    self.kept[position].random.restore()
-            yield copy.deepcopy(self.kept[position % most].item)
+            if position == len(self.kept):
+                self.load()
+            else:
+                self.kept[position].random.restore()
+            yield copy.deepcopy(self.kept[position].item)
             position += 1
 
 

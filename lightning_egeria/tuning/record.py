@@ -19,7 +19,7 @@ class SearchRecord:
         ended: why it ended.
         branches: for each branch its setting, steps, speed, label, range, noise, and why it failed.
         winner: number of the branch that training went on from; None if none made progress.
-        trial_steps: steps of the winner's trial that were kept, of its batch size; of the last trial without a winner.
+        trial_steps: steps of the winner's trial, of its batch size; of the last trial without a winner.
         seconds: time that the search took.
         setting: setting in use after it.
     """

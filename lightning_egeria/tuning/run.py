@@ -91,7 +91,7 @@ class SearchRun:
             else:
                 setting = branches[winner]["setting"]
                 trials.adopt(Order(winner, setting, branches[winner]["steps"]))
-        length = trials.kept(message["trial_steps"] if winner is None else branches[winner]["steps"])
+        length = trials.converted(message["trial_steps"] if winner is None else branches[winner]["steps"])
         seconds = time.perf_counter() - started
         record = SearchRecord(self._step, reason, message["reason"], branches, winner, length, seconds, setting)
         self._notices.inform(

@@ -89,12 +89,6 @@ def most_steps(trainer: pl.Trainer, feed: Feed, copies: int = 1) -> int:
     return most if trainer.max_steps == -1 else min(most, trainer.max_steps - trainer.global_step - 1)
 
 
-def is_epoch(trainer: pl.Trainer, steps: int) -> bool:
-    """Whether so many optimizer steps from here are an epoch, but for its last step."""
-    whole = trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
-    return whole and steps == (int(trainer.num_training_batches) - 1) // trainer.accumulate_grad_batches
-
-
 def batches_before_validation(trainer: pl.Trainer, ready: int, length: int | None = None) -> int:
     """Return how many batches can follow before the Trainer validates within the epoch.
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +21,6 @@ from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
-from lightning_egeria.training.loops import begin_next_epoch
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
 from lightning_egeria.tuning.feed import BranchFeed, Feed, ReadAhead
 from lightning_egeria.tuning.rounds import Order, Result
@@ -38,7 +36,6 @@ class _Branch:
     Attributes:
         setting: its setting.
         state: state after ``batches``; None if it is not kept.
-        first_pass: state where it began to go through the batches again; None if it has not, or it is not kept.
         batches: number of batches it has trained on.
         losses: loss of each, the mean of all ranks.
         seconds: time that took.
@@ -46,7 +43,6 @@ class _Branch:
 
     setting: Setting
     state: FitState | None = None
-    first_pass: FitState | None = None
     batches: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
@@ -59,8 +55,6 @@ class Trials:
     schedulers and counters work as in training. Callbacks and loggers do not see it, and ``self.log`` does nothing.
     Create it between two optimizer steps. Every rank must make the same calls.
 
-    A longer branch than a pass goes through the batches again, as in a next epoch; its first pass is what is kept.
-
     Args:
         trainer: the Trainer.
         feed: its batches.
@@ -68,7 +62,6 @@ class Trials:
         ranks: the processes of the job.
         freezer: freezer of the model, if there is one.
         most_bytes: most bytes of host memory for the states of branches; beyond, they are in temporary files.
-        pass_steps: optimizer steps of a pass; None if no branch is longer.
 
     Attributes:
         present: the setting at the beginning.
@@ -83,7 +76,6 @@ class Trials:
         ranks: Ranks,
         freezer: Freezer | None,
         most_bytes: int,
-        pass_steps: int | None = None,
     ) -> None:
         self.present = tunables.get(trainer)
         self._trainer = trainer
@@ -93,7 +85,6 @@ class Trials:
         self._freezer = freezer
         self._store = TensorStore(most_bytes)
         self._parent = FitState(trainer, freezer, self._store)
-        self._pass = sys.maxsize if pass_steps is None else pass_steps * trainer.accumulate_grad_batches  # in batches
         self._first = trainer.fit_loop.epoch_loop.batch_progress.current.ready  # number of the first batch
         self._branches: dict[int, _Branch] = {}
         self._is_set = False  # the setting of the branch in training; an error of a setter is no result
@@ -114,13 +105,13 @@ class Trials:
         """
         for number, other in self._branches.items():
             if number not in order.needed and number != order.branch:
-                other.state = other.first_pass = None
+                other.state = None
         branch = self._branches.setdefault(order.branch, _Branch(order.setting))
         failed = None
         try:
             if self._continue(branch, order.steps):
                 branch.state = FitState(self._trainer, self._freezer, self._store)
-                self._train_without_learning(min(len(branch.losses), self._pass))
+                self._train_without_learning(len(branch.losses))
             else:
                 failed = f"the epoch has too few samples left for batches of {branch.setting['batch_size']}"
         except EgeriaError:
@@ -133,7 +124,7 @@ class Trials:
             kind = "out of memory" if memory else "not finite" if _is_anomaly(error) else type(error).__name__
             failed = f"{kind}: {text:.200}"
         if failed is not None:
-            branch.state = branch.first_pass = None
+            branch.state = None
             self._free()
         cost = branch.seconds if self.tunables.changes_cost else float(order.steps)
         return self._relative(branch.losses, cost, failed)
@@ -143,9 +134,8 @@ class Trials:
         self._parent.restore()
         self.tunables.set(self._trainer, self.present)
 
-    def kept(self, steps: int) -> int:
-        """Return how many steps a branch of ``steps`` steps keeps, in steps of its batch size."""
-        steps = min(steps, self._pass // self._trainer.accumulate_grad_batches)
+    def converted(self, steps: int) -> int:
+        """Return how many steps of the present batch size take the samples of ``steps`` steps at the beginning."""
         if self._present_size is None or self._size is None:
             return steps
         return max(1, steps * self._present_size // self._size)
@@ -158,14 +148,13 @@ class Trials:
     def adopt(self, order: Order) -> None:
         """Let training go on from the end of a branch."""
         branch = self._branches.setdefault(order.branch, _Branch(order.setting))
-        state = branch.first_pass or branch.state
-        if state is None:
-            self._continue(branch, self.kept(order.steps))
+        if branch.state is None:
+            self._continue(branch, order.steps)
         else:
-            state.restore()
+            branch.state.restore()
             self.tunables.set_outside_checkpoints(self._trainer, branch.setting)
         if self._size == self._present_size:
-            self._feed.skip(min(branch.batches, self._pass))
+            self._feed.skip(branch.batches)
         elif self._batch_size is not None:
             done = self._first + branch.batches
             self._batch_size.go_on(self._trainer, branch.batches, lambda: self._feed.restart(done))
@@ -208,11 +197,9 @@ class Trials:
 
     def _relative(self, losses: list[float], cost: float, failed: str | None) -> Result:
         """Take the part out of the losses that the batch has in them: with learning minus without, plus the mean."""
-        needed = min(len(losses), self._pass)
-        known = self._unlearned.get(self._size, [])[:needed]
-        if not losses or len(known) < needed or not all(map(math.isfinite, known)):
+        base = self._unlearned.get(self._size, [])[: len(losses)]
+        if not losses or len(base) < len(losses) or not all(map(math.isfinite, base)):
             return Result(losses, cost, failed)
-        base = [known[batch % needed] for batch in range(len(losses))]
         mean = math.fsum(base) / len(base)
         relative = [loss - unlearned + mean for loss, unlearned in zip(losses, base, strict=True)]
         return Result(relative, cost, failed, mean)
@@ -242,20 +229,15 @@ class Trials:
         """Train until the branch has had so many batches, or a loss is not finite."""
         device = self._trainer.strategy.root_device
         wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
-        coming = self._batches(self._size).from_here(branch.batches, self._pass)
-        feed = BranchFeed(coming, wait if self.tunables.changes_cost else _nothing)
+        feed = BranchFeed(
+            self._batches(self._size).from_here(branch.batches), wait if self.tunables.changes_cost else _nothing
+        )
         chunk = max(1, batches // WINDOWS)
         recorder = _Recorder(self._freezer)
         started = time.perf_counter()
         while branch.batches < batches and all(map(math.isfinite, branch.losses[-chunk:])):
-            at = branch.batches % self._pass
-            count = min(chunk, batches - branch.batches, self._pass - at)
-            again = branch.batches > 0 and at == 0
-            if again and branch.first_pass is None:
-                branch.first_pass = FitState(self._trainer, self._freezer, self._store)
+            count = min(chunk, batches - branch.batches)
             with _unseen(self._trainer, recorder):
-                if again:
-                    begin_next_epoch(self._trainer)
                 for _ in range(count):
                     self._advance(feed)
             branch.batches += count
@@ -339,7 +321,8 @@ def _nothing() -> None:
 
 def _is_anomaly(error: Exception) -> bool:
     """Whether this is what ``Trainer(detect_anomaly=True)`` says of numbers that are not finite."""
-    return str(error).startswith("Function '") and "returned nan values" in str(error)
+    text = str(error)
+    return text.startswith("Function '") and "returned nan values" in text
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -42,7 +42,7 @@ def main(folder, at, resumes):
     tuner.most_state_bytes = 0  # states are in files
     saves = ModelCheckpoint(folder, save_last=True, enable_version_counter=False)
     arguments = {"ckpt_path": folder / "last.ckpt"} if resumes else {}
-    fit(module, tuner, saves, data=loader(), enable_checkpointing=True, epochs=12, **arguments)
+    fit(module, tuner, saves, data=loader(), enable_checkpointing=True, **arguments)
     branches = [one.branches for one in tuner.searches]
     print(json.dumps([digest(dict(module.named_parameters())).hex(), tuner.setting, branches, Killed.count]))
 
@@ -54,7 +54,7 @@ def run(folder, at=0, resumes=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [8, 17, 60])
+@pytest.mark.parametrize("at", [8, 17])
 def test_a_killed_search_ends_as_one_that_was_not(at, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()

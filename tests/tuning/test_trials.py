@@ -3,10 +3,8 @@
 import lightning as L
 import pytest
 import torch
-from models import Classifier, Validated, equal, fit, loader
-from planned import Planned
+from models import Classifier, equal, fit
 
-from lightning_egeria import BranchTuner, LogUniform
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.tuning.feed import Feed
@@ -21,8 +19,8 @@ A, B = {"lr": 0.2}, {"lr": 1e-3}
 class Tries(L.Callback):
     """Calls a function with trials before the first batch of an epoch."""
 
-    def __init__(self, do, epoch=1, pass_steps=None):
-        self.do, self.epoch, self.pass_steps = do, epoch, pass_steps
+    def __init__(self, do, epoch=1):
+        self.do, self.epoch = do, epoch
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == self.epoch:
@@ -32,8 +30,7 @@ class Tries(L.Callback):
     def once(self, trainer):
         do, self.do = self.do, None
         if do is not None:
-            tunables = Tunables({"lr": Choice([1])})
-            do(Trials(trainer, self.feed, tunables, Ranks(), None, 2**20, self.pass_steps))
+            do(Trials(trainer, self.feed, Tunables({"lr": Choice([1])}), Ranks(), None, 2**20))
 
 
 def test_a_branch_again_is_the_branch():
@@ -69,94 +66,6 @@ def test_a_branch_grows_as_if_it_had_run_at_once(kept):
     fit(first, Tries(in_parts))
     fit(second, Tries(at_once))
     assert grown == whole
-    assert first.losses == second.losses
-    assert equal(first, second)
-
-
-class Scheduled(Classifier):
-    """Notes epoch, batch and rate of each step; the rate falls with each epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.noted = []
-
-    def training_step(self, batch, batch_idx):
-        if torch.is_grad_enabled():  # not without learning
-            noted = (self.current_epoch, batch_idx, self.trainer.optimizers[0].param_groups[0]["lr"])
-            self.noted = [*self.noted, noted]  # a new list: trials restore the one before
-            everything.append(noted)
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
-everything = []
-
-
-def test_beyond_its_epoch_a_branch_is_in_the_next():
-    """It goes through the same batches, and training goes on from where they were trained once."""
-    everything.clear()
-
-    def do(trials):
-        trials.run(Order(0, {"lr": 0.1}, 10))
-        trials.adopt(Order(0, {"lr": 0.1}, 10))
-
-    plain, tuned = Scheduled(), Scheduled()
-    plain.lr = 0.1
-    fit(plain)
-    everything.clear()
-    fit(tuned, Tries(do, epoch=0, pass_steps=4))
-    assert everything[:10] == [(step // 4, step % 4, 0.1 / 2 ** (step // 4)) for step in range(10)]
-    assert tuned.noted == plain.noted
-    assert equal(plain, tuned)
-
-
-def test_a_trial_may_have_a_third_of_the_run():
-    """Training goes on from its first epoch: the run is the one with its setting."""
-    rates = ({"lr": rate} for rate in (0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7))
-    callback = BranchTuner({"lr": Choice([0.05])}, Planned(*rates), first_steps=2, max_share=2)
-    plain, tuned = Classifier(lr=0.1), Classifier(lr=0.001)
-    fit(plain, epochs=9)
-    fit(tuned, callback, epochs=9)
-    (record,) = callback.searches
-    assert record.setting == {"lr": 0.1}
-    assert max(one["steps"] for one in record.branches) == 15
-    assert record.trial_steps == 4
-    assert tuned.losses == plain.losses
-    assert equal(plain, tuned)
-
-
-@pytest.mark.parametrize("arguments", [{"monitor": "val/loss"}, {"at_epochs": (0, 2)}, {"max_share": 0.2}])
-def test_a_trial_ends_with_its_epoch_where_more_is_not_to_be_had(arguments):
-    """Another search may follow, or the steps would not be enough for two such trials."""
-    callback = BranchTuner({"lr": LogUniform(1e-3, 1)}, first_steps=2, **arguments)
-    fit(Validated(), callback, epochs=9, val=loader())
-    assert max(one["steps"] for one in callback.searches[0].branches) <= 4
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("kept", [(), (0,)])
-def test_beyond_its_epoch_a_branch_grows_as_at_once(kept, accumulated):
-    grown, whole = [], []
-
-    def in_parts(trials):
-        trials.run(Order(0, A, 2))
-        for steps in (3, 4, 9):
-            trials.run(Order(1, B, steps, kept))
-            grown.append(trials.run(Order(0, A, steps)).losses)
-        trials.run(Order(1, B, 10, kept))
-        trials.adopt(Order(0, A, 9))
-
-    def at_once(trials):
-        whole.append(trials.run(Order(0, A, 9)).losses)
-        trials.adopt(Order(0, A, 9))
-
-    first, second = Classifier(), Classifier()
-    for module, do in ((first, in_parts), (second, at_once)):
-        fit(module, Tries(do, pass_steps=2), accumulate_grad_batches=accumulated)
-    assert grown[-1] == whole[0]
     assert first.losses == second.losses
     assert equal(first, second)
 
