@@ -278,3 +278,23 @@ def test_loss_of_a_cached_run_is_a_number(run):
     step = Stepping(lambda module, x, y: seen.append(F.cross_entropy(module.net(x), y)) or seen[-1])
     run.fit(step, max_epochs=4)
     assert {type(loss) for loss in seen} == {torch.Tensor}
+
+
+class Disturbed(Validated):
+    """Calls the network with other inputs than the batch's, in training from the fourth epoch on."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x + (self.current_epoch > 2) * torch.rand_like(x), y), batch_idx)
+
+
+def test_at_the_end_it_says_what_did_not_fit(run, caplog):
+    with caplog.at_level("INFO"):
+        run.fit(Disturbed(), loader(), val=loader(shuffle=False), max_epochs=5)
+    found = run.caches[-1]
+    lines = [text for text in caplog.text.splitlines() if "samples came from the cache since the first freeze" in text]
+    assert [line.split("cache: ")[1].split(":")[0] for line in lines] == ["training", "validation"]
+    assert found.stats.unused > 0
+    assert f"entries of {found.stats.unused} others did not fit" in lines[0]
+    assert found.validation_stats.hits > 0
+    assert "did not fit" not in lines[1]
