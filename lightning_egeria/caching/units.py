@@ -19,7 +19,7 @@ from lightning_egeria.lazy.tape import UNKNOWN, Call, Node, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
 from lightning_egeria.lazy.units import Context, UnitCall, are_fixed, is_plain
 from lightning_egeria.network.folding import folded
-from lightning_egeria.network.forwards import own_forward
+from lightning_egeria.network.forwards import own_forward, restore_forward
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.rehearsal import is_apart
 
@@ -321,11 +321,7 @@ class FrontUnit:
 
     def restore(self) -> None:
         """Give the module its own ``forward`` back, unless other code has replaced it since."""
-        if vars(self.module).get("forward") is self:
-            if self._before is None:
-                del vars(self.module)["forward"]
-            else:
-                vars(self.module)["forward"] = self._before
+        restore_forward(self.module, self, self._before)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return own_forward(self.module, self._before)

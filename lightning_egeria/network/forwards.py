@@ -21,6 +21,22 @@ def own_forward(module: nn.Module, before: Forward | None) -> tuple[Callable[...
     return (functools.partial, (type(module).forward, module)) if before is None else (_same, (before,))
 
 
+def restore_forward(module: nn.Module, replacement: Forward, before: Forward | None) -> None:
+    """Give a module its ``forward`` back.
+
+    Args:
+        module: the module.
+        replacement: what replaced it. Other code may have replaced that, and wraps it: then nothing is done.
+        before: as in `own_forward`.
+    """
+    if vars(module).get("forward") is not replacement:
+        return
+    if before is None:
+        del vars(module)["forward"]
+    else:
+        vars(module)["forward"] = before
+
+
 class _Replacement:
     """Stands in for the ``forward`` of one module."""
 
@@ -51,13 +67,7 @@ class ForwardReplacements:
     def restore(self) -> None:
         """Restore every original. Safe to call twice."""
         while self._replaced:
-            module, replacement, before = self._replaced.pop()
-            if vars(module).get("forward") is not replacement:
-                continue  # other code replaced it later and wraps ours; removing ours would break it
-            if before is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = before
+            restore_forward(*self._replaced.pop())
 
 
 def _same(forward: Forward) -> Forward:
