@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.snapshots.tensor_store import TensorStore
 
@@ -33,9 +32,10 @@ class TrainingState:
     """The state of training at one moment. `restore` returns to it, any number of times, bit for bit.
 
     It holds copies of parameters, their gradients, buffers, the state and the settings of optimizers, the state of
-    ``others``, and the random state of torch, numpy and Python. Parameters and buffers keep their identity, so nothing
-    that refers to them needs to know. Copies are on the devices of their tensors, or in a `TensorStore`, which shares
-    what several states have in common. A tensor that FSDP2 divides is copied in parts, by each rank its own.
+    ``others``, and the random state of torch, numpy and Python. Parameters, buffers and submodules keep their identity,
+    so nothing that refers to them needs to know; added ones go. Copies are on the devices of their tensors, or in a
+    `TensorStore`, which shares what several states have in common. A tensor that FSDP2 divides is copied in parts, by
+    each rank its own.
 
     It does not hold which parameters train (``Freezer.freeze_to`` changes that back), the mode of modules, attributes
     of modules that are not tensors, nor the position in the data: batches are the caller's. Capture and restore between
@@ -70,6 +70,9 @@ class TrainingState:
         store: TensorStore | None = None,
     ) -> None:
         self._module = module
+        self._members: list[tuple[nn.Module, str, dict[str, Any]]] = [
+            (part, kind, dict(getattr(part, kind))) for part in module.modules() for kind in ("_modules", "_parameters")
+        ]
         keep = _keep if store is None else store.keep
         self._parameters = {name: _Copy(parameter, keep) for name, parameter in module.named_parameters()}
         self._gradients = {name: _Gradient(parameter, keep) for name, parameter in module.named_parameters()}
@@ -84,13 +87,13 @@ class TrainingState:
             store.settle()
 
     def restore(self) -> None:
-        """Return to the moment of the capture.
-
-        Raises:
-            UnsupportedError: if the model has other parameters or other modules now; then nothing is restored.
-        """
+        """Return to the moment of the capture."""
+        for part, kind, members in self._members:
+            own = getattr(part, kind)
+            if [*map(id, own.values())] != [*map(id, members.values())] or own.keys() != members.keys():
+                own.clear()
+                own.update(members)
         parts = dict(self._module.named_modules())
-        self._check(parts)
         with torch.no_grad():
             for name, parameter in self._module.named_parameters():
                 self._parameters[name].write_back()
@@ -105,19 +108,6 @@ class TrainingState:
         for optimizer in self._optimizers:  # behind the schedulers, which may write into it
             optimizer.restore()
         self._random.restore()
-
-    def _check(self, parts: Mapping[str, nn.Module]) -> None:
-        now = dict(self._module.named_parameters())
-        changed = sorted(
-            {name for name, copied in self._parameters.items() if now.get(name) is not copied.original}
-            | (now.keys() - self._parameters.keys())
-            | (parts.keys() ^ self._buffers.keys())
-        )
-        if changed:
-            raise UnsupportedError(
-                f"{changed[0]!r} was added, removed or replaced after the state of training was captured. Capture "
-                "again after such a change"
-            )
 
 
 class _Values(Protocol):

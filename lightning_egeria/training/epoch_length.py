@@ -28,8 +28,8 @@ def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
     if loop.max_batches == batches:
         return
     loop.max_batches = batches
-    interval, interval_in_batches = trainer.val_check_interval, getattr(trainer, "val_check_batch", None)
-    if interval_in_batches in (None, math.inf) or trainer.check_val_every_n_epoch is None:
+    if getattr(trainer, "val_check_batch", None) in (None, math.inf) or trainer.check_val_every_n_epoch is None:
         return
+    interval = trainer.val_check_interval
     share = int(batches * interval) if isinstance(interval, float) else min(interval, batches)
     trainer.val_check_batch = max(1, share)

@@ -97,12 +97,12 @@ def batches_before_validation(trainer: pl.Trainer, ready: int, length: int | Non
         ready: batches of the epoch so far.
         length: batches of the epoch; None for that of the Trainer.
     """
-    loop, interval = trainer.fit_loop.epoch_loop, trainer.val_check_interval
-    every: Any = getattr(trainer, "val_check_batch", None)
-    if length is not None and isinstance(interval, float) and every not in (None, math.inf):
-        every = max(1, int(length * interval))
+    loop = trainer.fit_loop.epoch_loop
+    every: Any = getattr(trainer, "val_check_batch", None)  # None if it validates by the clock
     if not trainer.enable_validation or every is None or math.isinf(every) or not loop._should_check_val_epoch():
         return sys.maxsize
+    if length is not None and isinstance(trainer.val_check_interval, float):
+        every = max(1, int(length * trainer.val_check_interval))
     if trainer.check_val_every_n_epoch is None:  # batches of earlier epochs count
         ready += loop.batch_progress.total.ready - loop.batch_progress.current.ready
     return int(every) - 1 - ready % int(every)

@@ -11,7 +11,6 @@ from timm.optim import Lookahead
 from torch import nn
 from torch.utils.data import Subset
 
-from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.snapshots.training_state import TrainingState
 
@@ -357,9 +356,11 @@ def test_all_generators_return():
     assert [(torch.rand(1).item(), np.random.rand(), random.random()) for _ in range(3)] == drawn
 
 
-@pytest.mark.parametrize("change", ["replaced", "added", "removed", "module"])
-def test_another_model_is_refused_and_nothing_changes(change):
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+@pytest.mark.parametrize("change", ["replaced", "added", "removed", "module", "other module", "no module"])
+def test_parameters_and_submodules_return(change):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Dropout(0.5))
+    tree, values = dict(net.named_modules()), {name: one.clone() for name, one in net.named_parameters()}
+    parameters = dict(net.named_parameters())
     state = TrainingState(net)
     if change == "replaced":
         net[1].weight = nn.Parameter(torch.ones(2, 2))
@@ -367,13 +368,18 @@ def test_another_model_is_refused_and_nothing_changes(change):
         net[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
     elif change == "removed":
         net[1].register_parameter("weight", None)
+    elif change == "module":
+        net.append(nn.Linear(2, 2))
+    elif change == "other module":
+        net[2] = nn.Dropout(0.1)
     else:
-        net.append(nn.ReLU())
+        del net[1]
     with torch.no_grad():
         net[0].weight.fill_(5.0)
-    with pytest.raises(UnsupportedError, match=r"'(1\.weight|1\.scale|2)' was added, removed or replaced"):
-        state.restore()
-    assert bool((net[0].weight == 5.0).all())
+    state.restore()
+    assert list(net.named_modules()) == list(tree.items())
+    assert all(now is parameters[name] and torch.equal(now, values[name]) for name, now in net.named_parameters())
+    assert dict(net.named_parameters()).keys() == parameters.keys()
 
 
 def test_requires_grad_is_left_alone():

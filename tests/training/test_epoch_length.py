@@ -6,15 +6,19 @@ import pytest
 
 from lightning_egeria.training.epoch_length import set_epoch_length
 
+BY_THE_CLOCK = None  # Lightning has no number of batches then, and no ``val_check_interval``
+
 
 @pytest.mark.parametrize(
-    ("interval", "before", "after"), [(1.0, 10, 7), (0.5, 5, 3), (0.01, 1, 1), (4, 4, 4), (9, 9, 7)]
+    ("interval", "before", "after"),
+    [(1.0, 10, 7), (0.5, 5, 3), (0.01, 1, 1), (4, 4, 4), (9, 9, 7), (BY_THE_CLOCK, None, None)],
 )
 def test_lightning_counts_the_new_batches(interval, before, after):
     loader = SimpleNamespace(limits=[10], flattened=[None])
     fetcher = SimpleNamespace(length=10, fetched=7, done=False)
     loop = SimpleNamespace(max_batches=10, _combined_loader=loader, _data_fetcher=fetcher)
-    options = {"val_check_interval": interval, "val_check_batch": before, "check_val_every_n_epoch": 1}
+    options = {"val_check_batch": before, "check_val_every_n_epoch": 1}
+    options |= {"val_check_interval": interval} if interval is not BY_THE_CLOCK else {}
     trainer = SimpleNamespace(fit_loop=loop, **options)
     set_epoch_length(trainer, 7)
     assert (loop.max_batches, fetcher.length, fetcher.done) == (7, 7, True)

@@ -54,6 +54,14 @@ def test_a_share_of_an_epoch_follows_its_length():
     assert batches_before_validation(one, 0, length=80) == 19
 
 
+def test_a_trainer_that_validates_by_the_clock_is_not_waited_for():
+    """Lightning has no number of batches then, and no ``val_check_interval``."""
+    one = trainer(enable_validation=True, val_check_batch=None)
+    del one.val_check_interval
+    assert most_steps(one, SMALL) == 19
+    assert batches_before_validation(one, 0, length=80) > 80
+
+
 def test_data_without_a_length_are_refused():
     with pytest.raises(UnsupportedError, match="must know where an epoch ends"):
         most_steps(trainer(batches=float("inf")), SMALL)
