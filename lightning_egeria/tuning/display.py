@@ -69,7 +69,7 @@ def panels_of_searches(searches: Sequence[SearchRecord]) -> list[Panel]:
         Panel(
             "tuning_speeds",
             "Speeds of the branches",
-            "Loss that a branch gained in a step, or in a second, without its noise. 0 is no progress.",
+            "Loss that a branch gained in a step, or in a second. 0 is no progress.",
             "number of the branch",
             "speed",
             speeds,
