@@ -100,7 +100,7 @@ class Accounts:
         stats.hits += batch.hits
         stats.advanced += batch.advanced
         stats.misses += samples - batch.hits - batch.advanced
-        stats.unused += max(0, sum(len(read.places) for read in batch.reads) - batch.hits - batch.advanced)
+        stats.unused += max(0, _with_entries(batch) - batch.hits - batch.advanced)
         lazy = sum(batch.lazy)
         stats.not_loaded += 0 if batch.was_touched else lazy
         stats.loaded_after_all += lazy if batch.was_touched else 0
@@ -193,7 +193,7 @@ class Habits:
         """Count a batch that is over; return why the cache is of no use, or None."""
         had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
         if had_rows:
-            self._served.append((batch.hits + batch.advanced) / max(1, sum(len(read.places) for read in batch.reads)))
+            self._served.append((batch.hits + batch.advanced) / max(1, _with_entries(batch)))
             self._shaped.append(batch.other_shape is not None)
         self._other = 0 if batch.matches else self._other + had_rows
         if self._other >= OTHER:
@@ -228,3 +228,8 @@ class Habits:
             return f"something reads the output of {front.units[read].path!r} in most batches"
         self.reader = toucher if 2 * touches > COUNTED else None
         return None
+
+
+def _with_entries(batch: CachedBatch) -> int:
+    """Number of its samples whose entries are read."""
+    return sum(len(read.places) for read in batch.reads)

@@ -119,8 +119,7 @@ class FrontUnit:
         self.front, self.number, self.path = front, number, path
         self.depth, self.output_leaf = depth, output_leaf
         self.module = module
-        inner = list(module.children()) if inner is None else inner
-        parts = [part for one in inner for part in one.modules()]
+        parts = [part for one in (module.children() if inner is None else inner) for part in one.modules()]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._parameters = [p for part in (module, *parts) for p in part.parameters(recurse=False)]
         self._before = vars(module).get("forward")

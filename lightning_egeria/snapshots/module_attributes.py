@@ -120,6 +120,14 @@ class _Attributes:
             own[name] = kept.restored(done)
 
 
+def put_back(held: dict[Any, Any], items: Mapping[Any, Any]) -> None:
+    """Give a dictionary its items back, in their order; past methods of the user's class."""
+    kind = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+    if not _are_same(chain.from_iterable(kind.items(held)), chain.from_iterable(items.items())):
+        kind.clear(held)  # else somebody may be going through it, as torch through hooks
+        kind.update(held, items)
+
+
 def _are_same(first: Iterable[Any], second: Iterable[Any]) -> bool:
     """Whether these are the same objects in the same order."""
     return [*map(id, first)] == [*map(id, second)]
@@ -204,12 +212,7 @@ class _Kept:
             elif self.value.flags.writeable and self.value.shape == self.held.shape:
                 self.value[...] = self.held
         elif isinstance(self.value, dict):
-            ordered = isinstance(self.value, collections.OrderedDict)
-            kind = collections.OrderedDict if ordered else dict  # past methods of the user's class
-            items = [(key, kept.restored(done)) for key, kept in self.held.items()]
-            if not _are_same(chain.from_iterable(kind.items(self.value)), chain.from_iterable(items)):
-                kind.clear(self.value)  # else somebody may be going through it, as torch through hooks
-                kind.update(self.value, items)
+            put_back(self.value, {key: kept.restored(done) for key, kept in self.held.items()})
         else:
             values = [kept.restored(done) for kept in self.held]
             if isinstance(self.value, tuple) or _are_same(self.value, values):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_egeria.snapshots.module_attributes import put_back
 from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.snapshots.tensor_store import TensorStore
 
@@ -89,20 +90,15 @@ class TrainingState:
     def restore(self) -> None:
         """Return to the moment of the capture."""
         for part, kind, members in self._members:
-            own = getattr(part, kind)
-            if [*map(id, own.values())] != [*map(id, members.values())] or own.keys() != members.keys():
-                own.clear()
-                own.update(members)
+            put_back(getattr(part, kind), members)
         parts = dict(self._module.named_modules())
         with torch.no_grad():
             for name, parameter in self._module.named_parameters():
                 self._parameters[name].write_back()
                 self._gradients[name].write_back(parameter)
             for path, buffers in self._buffers.items():
-                parts[path]._buffers.clear()
-                parts[path]._buffers.update(
-                    {name: None if copied is None else copied.write_back() for name, copied in buffers.items()}
-                )
+                values = {name: None if copied is None else copied.write_back() for name, copied in buffers.items()}
+                put_back(parts[path]._buffers, values)
         for other, state in self._others:
             other.load_state_dict(copy.deepcopy(state))
         for optimizer in self._optimizers:  # behind the schedulers, which may write into it

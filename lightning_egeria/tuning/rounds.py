@@ -244,9 +244,8 @@ class _Rounds:
         for left, steps in zip(range(len(lengths), 0, -1), lengths, strict=True):
             more = self._refines is not None and self._refines.longer()
             kept = self._faster_half(racing, len(racing), least=2 if more else 1)
-            if self.spent_all or (len(kept) == 1 and not more):
-                break
-            if not self._has_left(sum(steps - self.branches[number].steps for number in kept)):
+            cost = sum(steps - self.branches[number].steps for number in kept)
+            if (len(kept) == 1 and not more) or not self._has_left(cost):
                 break
             most = self._spent + (self._limits.most_total - self._spent) / left
             racing = []
