@@ -25,6 +25,7 @@ from benchmarks.proof.controls import (
     LinearFreezing,
     ProbeThenTune,
     StaticFreezing,
+    two_cycles,
 )
 from benchmarks.proof.depths import Branching, table
 from benchmarks.proof.run import run
@@ -64,6 +65,17 @@ def test_static_freezing_freezes_once():
 
 def test_the_head_learns_first_and_then_everything():
     assert depths(begun(ProbeThenTune(total_steps=7), max_depth=3), 7) == [3, 3, 3, 0, 0, 0, 0]
+
+
+def test_the_head_and_then_everything_have_a_schedule_each():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1, momentum=0.9)
+    schedule, rates = two_cycles(optimizer, 40, max_lr=1, pct_start=0.1), []
+    for _ in range(39):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[20:] == pytest.approx(rates[:19])
+    assert (rates[1], rates[19]) == (1, pytest.approx(4e-6))
 
 
 def test_gradual_unfreezing_ends_with_everything():
@@ -128,19 +140,10 @@ def test_freezeout_is_sgd_with_a_learning_rate_for_each_layer(tmp_path):
     torch.manual_seed(1)
     images, labels = torch.randn(steps * 4, 4), torch.randint(2, (steps * 4,))
     loader = DataLoader(TensorDataset(images, labels), batch_size=4)
-    model = Chain()
-    freezing = FreezeOut(steps, layer_modules=["a", "b", "c"])
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[freezing],
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(model, loader)
+    model, freezing = Chain(), FreezeOut(steps, layer_modules=["a", "b", "c"])
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    quiet |= {"max_epochs": 1, "accelerator": "cpu", "default_root_dir": tmp_path}
+    lightning.Trainer(callbacks=[freezing], **quiet).fit(model, loader)
     assert [(event.step, event.depth) for event in freezing.events] == [(11, 1), (15, 2)]
 
     by_hand = Chain()
@@ -157,8 +160,7 @@ def test_freezeout_is_sgd_with_a_learning_rate_for_each_layer(tmp_path):
         optimizer.zero_grad()
         by_hand.training_step((images[step * 4 : step * 4 + 4], labels[step * 4 : step * 4 + 4]), step).backward()
         optimizer.step()
-    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close([*model.parameters()], [*by_hand.parameters()], rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, SequentialLR
 
 from lightning_egeria import Decision, Freezer, LayerChain, Observer, PrefixFreezing
 from lightning_egeria.network.paused import PausedPrefix
@@ -37,6 +39,8 @@ class StaticFreezing(PrefixFreezing):
 
 class ProbeThenTune(PrefixFreezing):
     """LP-FT (Kumar et al., ICLR 2022): the head alone learns in the first half of the run, then everything does.
+
+    Each half has a learning rate schedule of its own: `two_cycles`.
 
     Args:
         total_steps: steps of the run.
@@ -133,7 +137,7 @@ class FreezeOut(PrefixFreezing):
         return deeper(self.freezer, sum(step >= end - 1e-6 for end in ends))
 
     def on_before_optimizer_step(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: Optimizer
     ) -> None:
         layers, done = layer_of_parameters(self.freezer.chain), trainer.global_step / self.total_steps
         for name, parameter in pl_module.named_parameters():
@@ -173,7 +177,7 @@ class AutoFreeze(PrefixFreezing):
         self._norms: list[float] | None = None
 
     def on_before_optimizer_step(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: Optimizer
     ) -> None:
         layers = layer_of_parameters(self.freezer.chain)
         for name, parameter in pl_module.named_parameters():
@@ -236,6 +240,13 @@ class SameSuffix(LayerFinding, Observer):
 
     def abort(self) -> None:
         self._paused.end()
+
+
+def two_cycles(optimizer: Optimizer, total_steps: int, **arguments: Any) -> SequentialLR:
+    """Return a schedule of two runs, one behind the other: `OneCycleLR` in each half of the steps."""
+    half = total_steps // 2
+    cycles = [OneCycleLR(optimizer, total_steps=steps, **arguments) for steps in (half, total_steps - half)]
+    return SequentialLR(optimizer, cycles, [half])
 
 
 def deeper(freezer: Freezer, depth: int) -> Decision | None:

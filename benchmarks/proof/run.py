@@ -44,6 +44,11 @@ from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME
 # An answer that comes late makes another decision, and so does another precision, which goes by what is fast: on a busy
 # machine, no two runs would be the same.
 SYNCHRONOUS = {"background": False, "deterministic": False, "reference_precision": "float32"}
+# Of methods that come with a learning rate schedule of their own.
+SCHEDULES = {
+    "freezeout": ["scheduler=none"],
+    "lpft": ["model.scheduler._target_=benchmarks.proof.controls.two_cycles"],
+}
 
 
 @contextlib.contextmanager
@@ -161,9 +166,8 @@ def run(
     Returns:
         What is kept of it.
     """
-    constant = ["scheduler=none"] if method == "freezeout" else []
     smaller = [f"data.batch_size={batch_size}"] if batch_size is not None else []
-    config = configured(workload, size, data, [*constant, *smaller, *overrides])
+    config = configured(workload, size, data, [*SCHEDULES.get(method, []), *smaller, *overrides])
     lightning.seed_everything(seed, workers=True, verbose=False)
     datamodule = hydra.utils.instantiate(config.data)
     total, per_epoch = steps_of(config, datamodule)
