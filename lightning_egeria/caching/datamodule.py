@@ -207,7 +207,7 @@ class FrozenPrefixCache(WrappingDataModule):
             self._cache.forget_verified(ids)
 
     def teardown(self, stage: str) -> None:
-        """As the user's; what was cached stays on disk."""
+        """As the user's, and the end of the cache."""
         if stage == "fit":
             self._close()
             self._tell_the_end()

@@ -65,7 +65,7 @@ class FreezingPolicy(Annealing):
     """Freezes the front of the chain as far as it has converged.
 
     A prefix converges when the plasticity of its last layer module stays below ``tolerance`` times the share of the
-    chain that would freeze, for ``patience`` evaluations in a row. The deepest converged prefix freezes. From scratch,
+    work that would freeze, for ``patience`` evaluations in a row. The deepest converged prefix freezes. From scratch,
     this needs a learning rate of at most half its peak; with ``pretrained=True`` it only needs one that does not rise.
     The method card gives the reasons.
 
@@ -83,11 +83,13 @@ class FreezingPolicy(Annealing):
             callback, which looks at the normalisation layers; until `resolve`, the policy takes them for untrained.
         peer_tolerance: share of the largest plasticity, for ``pretrained=True`` without a trial; in [0, 1). Higher
             freezes deeper.
-        unfreeze_on: ``"annealing"`` unfreezes everything when the learning rate jumps, ``"never"`` does not.
+        unfreeze_on: ``"annealing"`` unfreezes everything when the learning rate jumps, unless a trial has set the
+            depth; ``"never"`` does not.
         unfreeze_lr_factor: drop of the learning rate within one step that unfreezes, or its inverse as a rise; in
             (0, 1).
-        trial_progress: for ``pretrained=True``: how much of a step at the next shallower depth a step must be worth to
-            stay deeper; in (0, 1]. 0.95 gives up what a run with 5 % fewer steps would. None makes no trial.
+        trial_progress: for ``pretrained=True``: a depth is kept if the next shallower one needs this share of its steps
+            to get as far; in (0, 1]. Lower freezes deeper; 0.95 gives up about what 5 % fewer steps would. None makes
+            no trial.
 
     Attributes:
         depth: number of layer modules the policy has frozen.

@@ -31,7 +31,7 @@ from lightning_egeria.training.panels import Panel
 
 
 class StructuredPartialBackprop(LayerFinding):
-    """Computes the gradients of the last layer modules only, of another number of them in each step or on each rank.
+    """Computes the gradients of the last layer modules only; how many varies by step or by rank.
 
     The callback finds the layer modules in the first training step, so the model needs no changes. In a step, the layer
     modules in front of the suffix run in training mode and without gradient. Their gradient is the mean over the ranks

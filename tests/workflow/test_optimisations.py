@@ -46,7 +46,12 @@ def test_auto_follows_the_evidence_and_says_so(facts, expected, because):
 RESULTS = REPOSITORY / "benchmarks" / "proof" / "results"
 ROWS = {"freezing": "freezing", "cache": "freezing and cache"}
 WORKLOADS = {
-    "tuned": [f"finetune_imagenette_resnet{layers}/{size}" for layers in (20, 56) for size in ("small", "tight")],
+    "tuned": [
+        *(f"finetune_imagenette_resnet{layers}/{size}" for layers in (20, 56) for size in ("small", "tight")),
+        *(f"trashnet_efficientnet/{size}" for size in ("small", "small_low")),
+        *(f"{name}_efficientnet/{size}" for name in ("cifar10", "camvid") for size in ("small", "small_high")),
+        *(f"banking77_minilm/{size}" for size in ("small", "small_high", "full")),
+    ],
     "steps": ["cifar10_resnet20/small", "cifar10_resnet56/small", "imagenette_resnet50/small"],
     "smooth": [
         "cifar10_resnet20_cosine/small",
