@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,3 +144,32 @@ def digest_of(ids: Iterable[Any]) -> str:
     for one in ids:
         hashed.update(repr(one).encode() + b",")
     return hashed.hexdigest()
+
+
+def draws_at_once(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler draws random numbers before the first batch and behind the last, as far as it is known.
+
+    >>> draws_at_once(DataLoader([1, 2], shuffle=True)), draws_at_once(DataLoader([1, 2], sampler=iter([1, 0])))
+    (True, False)
+    """
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples > len(sampler.data_source)):
+        return False  # it draws some of them at a time
+    known = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    return type(loader.batch_sampler) is BatchSampler and type(sampler) in known
+
+
+def has_samples_once(loader: DataLoader[Any]) -> bool:
+    """Whether no sample comes twice in an epoch, as far as the sampler is known.
+
+    >>> has_samples_once(DataLoader([1, 2], shuffle=True)), has_samples_once(DataLoader([1, 2], sampler=[1, 1]))
+    (True, False)
+    """
+    sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler:
+        return False
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    if type(sampler) is SubsetRandomSampler:
+        return len(set(sampler.indices)) == len(sampler.indices)
+    return type(sampler) in (SequentialSampler, DistributedSampler)

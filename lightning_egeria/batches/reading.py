@@ -138,8 +138,14 @@ class LoaderCopies:
     def close(self) -> None:
         """Stop workers that were kept for the next epoch. Safe to call twice."""
         if self._kept is not None and (iterator := vars(self._kept[1]).get("_iterator")) is not None:
-            iterator._shutdown_workers()
+            stop_workers(iterator)
         self._kept = None
+
+
+def stop_workers(iterator: Any) -> None:
+    """Stop the worker processes of an iterator of a DataLoader, if it has any. Safe to call twice."""
+    if (stop := getattr(iterator, "_shutdown_workers", None)) is not None:
+        stop()
 
 
 def numbered(batches: Iterator[T], total: int | None) -> Iterator[tuple[int, T, bool]]:

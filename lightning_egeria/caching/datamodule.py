@@ -168,7 +168,7 @@ class FrozenPrefixCache(WrappingDataModule):
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
         device_bytes = self.device_bytes if training else 0
         limits = Limits(max_bytes, self.min_free_bytes, self._host, device_bytes, self.entry_precision)
-        views, observes = (self.augmentation_views, owner.will_compare) if training else (0, _never)
+        views, observes = (self.augmentation_views, owner.will_compare) if training else (0, lambda _: False)
 
         stats = self._stats if training else self._validation_stats
 
@@ -176,7 +176,7 @@ class FrozenPrefixCache(WrappingDataModule):
             return Stream(name, dataset, directory, limits, views, self.seed, observes, elsewhere, self._notices, stats)
 
         arrived = cache.arrived_for_training if training else cache.arrived_for_validation
-        line = Line(loader, make_stream, self._epochs if training else _forever, arrived)
+        line = Line(loader, make_stream, self._epochs if training else lambda once: (0, None), arrived)
         cache.add(name, line)
         if training:
             type(line.loader).lookahead = CachedLookahead(line, cache.looking, cache.arrived_for_training)
@@ -252,15 +252,6 @@ class FrozenPrefixCache(WrappingDataModule):
             self._cache.owner.observers.remove(self._cache)
             self._cache.close(remove=self._is_temporary)
         self._cache = None
-
-
-def _never(batches_ahead: int) -> bool:
-    return False
-
-
-def _forever(once: bool) -> tuple[int, int | None]:
-    """Nobody knows how often validation will run."""
-    return 0, None
 
 
 def _is_fitting(trainer: Any) -> bool:

@@ -64,19 +64,13 @@ class PrefixCache(Observer):
         """The batch of a validation loader is there; the one before it is over."""
         self._end()
         self._look()
-        self._settle(all_but=1)  # Lightning holds the last one until it has this one
-        if batch is not None:
-            self._over.append(batch)
-        self._enter(batch)
+        self._next(batch, settled_but=1)  # Lightning holds the last one until it has this one
 
     def batch_start(self, batch: Any, step: int) -> None:
         """The training step is about to run."""
         self._look()
         self._release_dropout()
-        self._settle()
-        if self._training is not None:
-            self._over.append(self._training)
-        self._enter(self._training)
+        self._next(self._training)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -102,6 +96,10 @@ class PrefixCache(Observer):
     def abort(self) -> None:
         """The training batch has no end."""
         self.batch_end()
+
+    def epoch_end(self) -> None:
+        """Load what the program has kept of the epoch: the dataset may have changed when that is read."""
+        self._settle()
 
     def optimizer_step(self, step: int) -> None:
         """The prefix may have changed."""
@@ -132,6 +130,12 @@ class PrefixCache(Observer):
                 levels.close(remove)
             self.lines, self._replaced = {}, []
             self._training = self._front = None
+
+    def _next(self, batch: CachedBatch | None, settled_but: int = 0) -> None:
+        self._settle(settled_but)
+        if batch is not None:
+            self._over.append(batch)
+        self._enter(batch)
 
     def _enter(self, batch: CachedBatch | None) -> None:
         """Have a batch go through the front; another one may be there still."""

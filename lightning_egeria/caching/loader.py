@@ -7,22 +7,16 @@ import copy
 import dataclasses
 import functools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
-from torch.utils.data.sampler import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
 
-from lightning_egeria.batches.reading import LoaderCopies
+from lightning_egeria.batches.order import draws_at_once, has_samples_once
+from lightning_egeria.batches.reading import LoaderCopies, stop_workers
 from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker, whole
@@ -33,17 +27,7 @@ from lightning_egeria.lazy.sending import joined
 from lightning_egeria.lazy.tensors import LazyTensor
 from lightning_egeria.training.loops import is_asked_by_loop
 
-# Reading these ahead moves no draw of a random number: see `_draws_at_once`.
-_KNOWN_SAMPLERS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 LOOK_AHEAD_BATCHES = 3
-
-
-def _draws_at_once(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler draws random numbers before the first batch and behind the last, as far as it is known."""
-    sampler = loader.sampler
-    if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples > len(sampler.data_source)):
-        return False  # it draws some of them at a time
-    return type(loader.batch_sampler) is BatchSampler and type(sampler) in _KNOWN_SAMPLERS
 
 
 def why_not(loader: Any) -> str | None:
@@ -63,18 +47,6 @@ def why_not(loader: Any) -> str | None:
     except TypeError:
         return "the DataLoader has no length"
     return None
-
-
-def has_samples_once(loader: DataLoader[Any]) -> bool:
-    """Whether no sample comes twice in an epoch, as far as the sampler is known."""
-    sampler = loader.sampler
-    if type(loader.batch_sampler) is not BatchSampler:
-        return False
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
-    if type(sampler) is SubsetRandomSampler:
-        return len(set(sampler.indices)) == len(sampler.indices)
-    return type(sampler) in (SequentialSampler, DistributedSampler)
 
 
 class Line:
@@ -108,6 +80,7 @@ class Line:
         self.stream = make_stream(self._dataset, elsewhere)
         self._epochs, self._arrived = epochs, arrived
         self._copies = LoaderCopies()
+        self._last: Callable[[], Any] = lambda: None  # iterator, while somebody holds it
         kind = type(loader)
 
         def batches(loader: Any) -> Iterator[Any]:
@@ -126,7 +99,9 @@ class Line:
         self.stream.begin_epoch(epoch, epochs)
         self.stream.accounts.loads_ahead = loader.num_workers > 0
         # At once, as the user's does: it draws a random number and starts the workers.
-        return self._batches(iter(self._planned(loader)))
+        iterator = iter(self._planned(loader))
+        self._last = weakref.ref(iterator)
+        return self._batches(iterator)
 
     def joined(self, parts: Sequence[tuple[Looked, Index]], anew: bool) -> tuple[Any, CachedBatch] | None:
         """Return some rows of batches as one batch; None if the cache does not know all of them.
@@ -175,6 +150,7 @@ class Line:
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""
         self._copies.close()
+        stop_workers(self._last())  # after an error, they may have stores open
         self.stream.close(remove)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -187,18 +163,18 @@ class Line:
                     return
                 waited = time.perf_counter() - started
                 self.stream.accounts.race.arrived(loaded.plan.number, waited)
-                batch, cached = self.stream.receive(loaded, waited)
+                *given, cached = self.stream.receive(loaded, waited)
                 self.last = cached if cached is not None else loaded.plan
                 del loaded
                 self._arrived(cached)
-                yield batch
-                del batch, cached
+                del cached
+                yield given.pop()  # what the program does not hold must not be held here
         finally:
             self._arrived(None)
 
     def _planned(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """A DataLoader that is asked for plans instead of indices."""
-        ahead = LOOK_AHEAD_BATCHES if _draws_at_once(loader) and loader.num_workers == 0 else 0
+        ahead = LOOK_AHEAD_BATCHES if draws_at_once(loader) and loader.num_workers == 0 else 0
         return self._copies.of(
             loader,
             dataset=self._dataset,

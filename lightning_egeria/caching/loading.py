@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ class PlannedDataset:
         stored = self._stored(plan)
         missing = [position for position in range(size) if position not in stored]
         loaded, drew = self._watched(plan, missing) if missing else ([], None)
+        if drew is None and not self._come_alone(plan, missing, loaded):
+            whole = loaded if len(missing) == size else self.fetch(plan.ids, plan.seeds)
+            return Loaded(self.collate_plain(whole), dataclasses.replace(plan, mode=Mode.PLAIN), together=True)
         structures = [plan.structure] * bool(stored) + [with_leaves(one, itertools.repeat(None)) for one in loaded]
         if any(repr(one) != repr(structures[0]) for one in structures):
             rest = iter(self.fetch([plan.ids[position] for position in stored], _some(plan.seeds, stored)))
@@ -129,8 +133,8 @@ class PlannedDataset:
         leaves = dict(zip(positions, map(_tensors, samples), strict=True))
         return [leaves[position][number] for position, number in places]
 
-    def fetch(self, ids: Iterable[Any], seeds: tuple[int, ...] | None) -> list[Any]:
-        """Load samples as a DataLoader does."""
+    def fetch(self, ids: Iterable[Any], seeds: tuple[int, ...] | None) -> Any:
+        """Load samples as a DataLoader does: a list of them, or what the dataset's own ``__getitems__`` returns."""
         if seeds is not None:
             samples = []
             with preserved_random_state():
@@ -141,9 +145,7 @@ class PlannedDataset:
                     samples.append(self.dataset[sample_id])
             return samples
         several = getattr(self.dataset, "__getitems__", None)
-        if several is not None:
-            return list(several(list(ids)))
-        return [self.dataset[sample_id] for sample_id in ids]
+        return several(list(ids)) if several is not None else [self.dataset[sample_id] for sample_id in ids]
 
     def close(self) -> None:
         """Close the stores that were read. Safe to call twice."""
@@ -153,7 +155,20 @@ class PlannedDataset:
         self._stores = {}
         self._memory = FieldMemory()
 
-    def _watched(self, plan: Plan, positions: list[int]) -> tuple[list[Any], str | None]:
+    def _come_alone(self, plan: Plan, positions: list[int], samples: Any) -> bool:
+        """Whether samples are those that the dataset returns one by one; they are compared in a trial only."""
+        if plan.seeds is not None or not hasattr(self.dataset, "__getitems__"):
+            return True
+        if not isinstance(samples, Sequence) or len(samples) != len(positions):
+            return False
+        if plan.mode is not Mode.TRIAL:
+            return True
+        with preserved_random_state(), contextlib.suppress(Exception):  # it may have no samples, but batches only
+            alone = [self.dataset[plan.ids[position]] for position in positions]
+            return list(map(_fields_of, samples)) == list(map(_fields_of, alone))
+        return False
+
+    def _watched(self, plan: Plan, positions: list[int]) -> tuple[Any, str | None]:
         """Load samples; return them, and what that drew from or changed."""
         moving, state = moving_of(self.dataset), RandomState.current()
         samples = self.fetch([plan.ids[position] for position in positions], _some(plan.seeds, positions))
@@ -289,7 +304,7 @@ def _is_tensor(leaf: Any) -> bool:
     return type(leaf) is Tensor and has_values(leaf)
 
 
-def _fields_of(sample: Any, inputs: Iterable[int] | None) -> bytes | None:
+def _fields_of(sample: Any, inputs: Iterable[int] | None = None) -> bytes | None:
     """The encoded leaves of a sample, with descriptions in the place of its inputs; None if one cannot be encoded.
 
     As long as nobody knows the inputs, they are None: then it has both.

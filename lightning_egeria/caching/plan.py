@@ -102,6 +102,7 @@ class Loaded:
         structure: structure of the samples; None if they differ.
         drew: what loading the samples drew from or changed: a global random generator, or an attribute of the dataset.
         differ: whether samples differ in their structure, so that the batch has none.
+        together: whether the dataset makes batches of them, so that samples have no entries.
         kept: the samples; None if they are not wanted.
     """
 
@@ -112,6 +113,7 @@ class Loaded:
     structure: Any = None
     drew: str | None = None
     differ: bool = False
+    together: bool = False
     kept: Kept | None = None
 
     def pin_memory(self, device: Any = None) -> Loaded:

@@ -56,6 +56,7 @@ class Stream:
         accounts: tell whether the cache pays.
         front: the frozen front; None if nothing is cached.
         levels: the cached boundaries.
+        level_at: returns the one of a depth; None if there is none.
         keys: numbers of the computations seen so far.
         outside: tensors of the program.
     """
@@ -77,6 +78,7 @@ class Stream:
         self.front: Front | None = None
         self.keys, self.outside = Keys(), Outside()
         self.levels = LevelSet(directory, limits, self.stats, notices, dataset.close)
+        self.level_at = self.levels.at
         self._name, self._dataset, self._views = name, dataset, views
         self._load_elsewhere, self._notices = load_elsewhere, notices
         self._planner = Planner(dataset, self.levels, views, seed, observes, notices)
@@ -124,10 +126,6 @@ class Stream:
         read_again = self._epochs is None or self._epoch + max(1, self._views) < self._epochs
         return read_again and self.levels.recording.active
 
-    def level_at(self, depth: int) -> Level | None:
-        """Return the level of a boundary."""
-        return self.levels.at(depth)
-
     @property
     def sizes(self) -> BatchSizes:
         """Sizes of batches whose rows have the same bits."""
@@ -149,7 +147,7 @@ class Stream:
 
     def plan(self, ids: Sequence[Any]) -> Plan:
         """Plan the next batch."""
-        if self.front is not None and self.front.renewals != self._renewals:
+        if self.front is not None and (self.front.renewals != self._renewals or self._trials.has_outgrown):
             self._begin_anew(self.front)
         try:
             return self._planner.plan(ids, self.front, self._fronts, self.accounts.race.takes)
@@ -185,6 +183,8 @@ class Stream:
         """Return the user's batch, and the batch under the cache; None for one without."""
         plan = loaded.plan
         reads = self._planner.received(loaded)
+        if loaded.together and self.front is not None:
+            self.stop("the dataset's __getitems__ makes batches, whose samples are not those of its __getitem__")
         if self.front is not None and (plan.mode is Mode.PLAIN or plan.front != self._fronts):
             self.stats.misses += len(plan.ids)
         if plan.mode is Mode.PLAIN:

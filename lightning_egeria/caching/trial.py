@@ -122,6 +122,11 @@ class Trials:
         """Another front is frozen, or the same with other weights."""
         self.exact, self._without_result = True, 0
 
+    @property
+    def has_outgrown(self) -> bool:
+        """Whether the dataset has more samples now than there is room for in a store."""
+        return any(len(level.stamps) < len(self._dataset) * max(1, self._views) for level in self._levels.all)
+
     def shows_nothing(self, reason: str) -> None:
         """A whole batch showed nothing; another one is tried.
 

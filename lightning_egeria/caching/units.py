@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -21,6 +22,7 @@ from lightning_egeria.lazy.units import Context, UnitCall, are_fixed, is_plain
 from lightning_egeria.network.folding import folded
 from lightning_egeria.network.forwards import own_forward, restore_forward
 from lightning_egeria.network.prefix import FrozenPrefix
+from lightning_egeria.snapshots.digests import overlap
 from lightning_egeria.training.rehearsal import is_apart
 
 _GLOBAL_HOOKS = (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks)
@@ -238,6 +240,9 @@ class FrontUnit:
         constants = tuple((place, leaf) for place, leaf in enumerate(found) if is_plain(leaf))
         if not are_fixed((value for _, value in constants), [*values, *results]):
             self._refuse("returns a number that may depend on values of tensors")
+            return output, None, None
+        if any(overlap(one, other) for one, other in itertools.combinations(results, 2)):
+            self._refuse("returns tensors that share memory")
             return output, None, None
         if not results or len(results) + len(constants) < len(found):
             self._refuse("returns something else than tensors without a gradient and plain numbers")

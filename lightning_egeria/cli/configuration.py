@@ -42,6 +42,8 @@ def check(config: DictConfig) -> None:
             check_value(key, value, _OWN[key], "egeria-train")
         elif near := near_match(key, [*groups, *_OWN]) if key not in groups else "":
             raise ArgumentError(f"{key}: no such setting.{near}")  # without a near match, it may be for interpolations
+    if not 0 <= content["seed"] < 2**32:
+        raise ArgumentError(f"seed: expected a number from 0 to {2**32 - 1}, got {content['seed']}")
     for name, callback in (content.get("callbacks") or {}).items():
         if not isinstance(callback, dict) or "_target_" not in callback:
             near = near_match(name, [other for other in content["callbacks"] if other != name], "callbacks.")
@@ -72,6 +74,10 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     lightnings = any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__)
     if isinstance(error, EgeriaError) or lightnings:
         return line_of(error)
+    run_dir = next((one.partition("=")[2] for one in arguments if one.startswith("run_dir=")), "runs")
+    path = error.filename if isinstance(error, OSError) else None
+    if path is not None and Path(run_dir).absolute().is_relative_to(Path(path).absolute()):
+        return f"run_dir={run_dir}: this folder cannot be made ({line_of(error)})"
     if isinstance(error, OverrideParseException):
         key, equals, _ = error.override.partition("=")
         form = f"A value with = , : or brackets needs two pairs of quotes: \"{key}='VALUE'\""

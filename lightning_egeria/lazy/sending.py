@@ -24,11 +24,15 @@ class Sent:
 
     Attributes:
         steps: for each node, its row or its operation, as plain values.
+        names: of the nodes, so that tensors with nodes in common have them in common again; None for one without.
+        bases: places of the nodes whose memory they share; None for one with its own.
         value: the tensor, if it is there.
         rows: values of rows, one behind the other: to send many tensors takes long.
     """
 
     steps: tuple[Any, ...]
+    names: tuple[int | None, ...]
+    bases: tuple[int | None, ...]
     value: Tensor | None
     rows: Tensor | None = None
 
@@ -50,10 +54,18 @@ class _Step:
 def send(batch: Any, keep_rows: bool = False) -> Any:
     """Return the batch with its lazy tensors as plain descriptions; a tensor without a name is sent as it is.
 
+    A tensor that is there twice has one description, and what shares memory here does so where it arrives.
+
     Args:
         batch: a batch of one tape.
         keep_rows: send the rows that are loaded too, besides the tensors that they are stacked to.
     """
+    known: dict[int, Any] = {}
+
+    def once(lazy: LazyTensor) -> Any:
+        if id(lazy) not in known:
+            known[id(lazy)] = describe(lazy)
+        return known[id(lazy)]
 
     def describe(lazy: LazyTensor) -> Any:
         order = lazy.node.before(lambda _: False)
@@ -77,9 +89,11 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
             else:
                 steps.append((node.value,))
         rows = torch.stack([node.value for node in together if node.value is not None]) if together else None
-        return Sent(tuple(steps), value, rows)
+        names = tuple(node.number for node in order)
+        bases = tuple(places.get(node.base) if node.base is not None else None for node in order)
+        return Sent(tuple(steps), names, bases, value, rows)
 
-    return change_leaves(batch, LazyTensor, describe)
+    return change_leaves(batch, LazyTensor, once)
 
 
 def _alike(nodes: Sequence[Node]) -> dict[Node, _Row]:
@@ -112,17 +126,26 @@ def joined(parts: Sequence[tuple[LazyTensor, Sequence[int]]]) -> Sent | None:
         return None
     flat, spec = pytree.tree_flatten((([_Step(at) for at in range(len(rows))],), {}))
     stack = str(torch.ops.aten.stack.default), tuple(flat), spec, stacked(rows[0][1], len(rows)), None
-    return Sent((*rows, stack), None)
+    return Sent((*rows, stack), (None,) * (len(rows) + 1), (None,) * (len(rows) + 1), None)
 
 
 def receive(batch: Any, tape: Tape) -> Any:
     """Return the batch with lazy tensors on ``tape`` for what `send` has described."""
     rows: dict[tuple[int, int], Node] = {}
+    named: dict[int, Node] = {}
+    shown: dict[int, Tensor] = {}
+
+    def once(sent: Sent) -> Tensor:
+        if id(sent) not in shown:
+            shown[id(sent)] = arrive(sent)
+        return shown[id(sent)]
 
     def arrive(sent: Sent) -> Tensor:
         nodes: list[Node] = []
-        for step in sent.steps:
-            if len(step) == 3:
+        for step, name, base in zip(sent.steps, sent.names, sent.bases, strict=True):
+            if name in named:
+                nodes.append(named[name])
+            elif len(step) == 3:
                 row, meta, value = step
                 if isinstance(value, _Row):
                     value = sent.rows[value.number] if sent.rows is not None else None
@@ -132,17 +155,20 @@ def receive(batch: Any, tape: Tape) -> Any:
             elif len(step) == 1:
                 nodes.append(tape.outside(step[0]))
             else:
-                name, flat, spec, meta, stack = step
+                func, flat, spec, meta, stack = step
                 arguments = [nodes[leaf.number] if isinstance(leaf, _Step) else leaf for leaf in flat]
-                made = tape.record(name, operation(name), arguments, spec, [meta])
+                made = tape.record(func, operation(func), arguments, spec, [meta])
                 if made is None:
-                    raise TypeError(f"an argument of {name} has no name")
+                    raise TypeError(f"an argument of {func} has no name")
                 made[0].value = stack
+                made[0].base = nodes[base] if base is not None else None
                 nodes.append(made[0])
+            if name is not None:
+                named[name] = nodes[-1]
         nodes[-1].value = sent.value
         return show(nodes[-1])
 
-    return change_leaves(batch, Sent, arrive)
+    return change_leaves(batch, Sent, once)
 
 
 def operation(name: str) -> Any:

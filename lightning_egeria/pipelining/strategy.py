@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_egeria.errors import ArgumentError
+from lightning_egeria.errors import ArgumentError, check_integers
 from lightning_egeria.pipelining.pipeline import GraphPipeline
 from lightning_egeria.pipelining.planner import Limits
 from lightning_egeria.pipelining.processes import Processes
@@ -67,9 +67,14 @@ class GraphPipelineStrategy(DDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         devices = limits.devices if limits is not None else devices
-        for name, value in (("devices", devices), ("micro_batches", micro_batches)):
-            if value is not None and value < 1:
-                raise ArgumentError(f"{name} must be at least 1, got {value}")
+        check_integers(1, micro_batches=micro_batches, devices=1 if devices is None else devices)
+        given: object = stages
+        if not (
+            given is None or (isinstance(given, Mapping) and all(isinstance(p, list | tuple) for p in given.values()))
+        ):
+            raise ArgumentError(
+                f"stages must name lists of module paths, such as {{'image': ['image']}}, got {given!r:.80}"
+            )
         places = [torch.device("cpu")] * devices if devices is not None else None
         super().__init__(parallel_devices=places, timeout=timeout)
         self._micro_batches, self._stages, self._limits, self._recompute = micro_batches, stages, limits, recompute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_egeria.errors import PerSampleLossError
 from lightning_egeria.network.trainable import nothing_trains
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.training.callback import freezing_of
+from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.rehearsal import rehearsal
 
 PerSampleLoss = Callable[[pl.LightningModule, Any], Tensor]
@@ -42,6 +44,7 @@ class Scorer:
         self._trainer = trainer
         self._from_cache = from_cache
         self._per_sample_loss = per_sample_loss
+        self._notices = Notices("selective backprop")
         self._copies = False  # the training step changes its batch in place
 
     def check(self, moved: Callable[[], Any], samples: int, number: int) -> None:
@@ -63,10 +66,14 @@ class Scorer:
             versions = [leaf._version for leaf in tensor_leaves(batch)]
             random = RandomState.current()
             losses = self._losses(batch, samples, number)
+            draws = RandomState.current() != random
             self._copies = self._copies or versions != [leaf._version for leaf in tensor_leaves(batch)]
             if shuffled is not None:
                 random.restore()
+                half = copy.deepcopy(Rows.of(shuffled, samples).take(np.arange(samples // 2)).batch())
                 self._check_order(shuffled, losses[order], number)
+                if self._per_sample_loss is None and not draws and samples > 2:
+                    self._check_others(half, losses[order][: samples // 2], number)
 
     def _check_order(self, batch: Any, expected: NDArray[np.float64], number: int) -> None:
         try:
@@ -79,6 +86,16 @@ class Scorer:
                 "losses. Return them in the order of the batch, or pass SelectiveBackprop(..., "
                 "per_sample_loss=function), which takes the module and a batch"
             )
+
+    def _check_others(self, batch: Any, expected: NDArray[np.float64], number: int) -> None:
+        with contextlib.suppress(Exception):  # a step that needs a batch of this size
+            found = self._losses(batch, len(expected), number)
+            if np.abs(found - expected).max() > 0.1 * np.abs(expected).max():
+                self._notices.warn(
+                    "the loss of a sample depends on the other samples of its batch (is it contrastive?), so batches "
+                    "of selected samples have other losses than whole ones. Compare with a run without selection",
+                    once="others",
+                )
 
     def losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
         """Return the loss of each sample, shape ``(samples,)``.

@@ -133,6 +133,25 @@ def with_gaps(tensor: Tensor, most_bytes: int) -> Tensor:
     return whole.as_strided(tensor.shape, tensor.stride())
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether a change of one tensor in place may change the other.
+
+    >>> whole = torch.zeros(4, 6)
+    >>> overlap(whole, whole[:, 0]), overlap(*whole.chunk(2, 1)), overlap(whole, torch.zeros(4, 6))
+    (True, False, False)
+    """
+    if not has_values(one) or not has_values(other):
+        return one is other
+    if not one.numel() or one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if one.dtype != other.dtype:
+        return True
+    taken = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    shape = [size if stride else 1 for size, stride in zip(one.shape, one.stride(), strict=True)]
+    taken.as_strided(shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether its memory holds its values and nothing else, as they are.
 

@@ -51,8 +51,8 @@ class ObserverCallback(pl.Callback):
         """Run after an optimizer step, before the observers' ``optimizer_step``. Does nothing by default."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Abort the last batch if it has no end: the module's ``on_train_batch_start`` may return -1."""
-        self.observers.abort()
+        """The epoch is over. Its last batch may have no end: the module's ``on_train_batch_start`` may return -1."""
+        self.observers.epoch_end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Abort a batch that has no end."""

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_egeria.batches.tree import tensor_leaves
+from lightning_egeria.snapshots.module_attributes import ModuleAttributes
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.snapshots.training_state import TrainingState
 from lightning_egeria.training.freezer import Freezer
@@ -32,6 +33,7 @@ class _Batch:
         batch: its first argument, a copy in host memory.
         index: its second argument.
         step: number of optimizer steps before it.
+        epoch: number of the epoch.
         random: random state before it.
         settings: of each parameter group before it.
         stepped: whether the optimizer stepped with it.
@@ -41,6 +43,7 @@ class _Batch:
     batch: Any
     index: int
     step: int
+    epoch: int
     random: RandomState
     settings: list[dict[str, Any]]
     stepped: bool = False
@@ -50,10 +53,11 @@ class _Batch:
 class Branches(Observer):
     """Keeps the batches of training from now on, and repeats the steps from this moment at other frozen depths.
 
-    A branch takes the same batches, random numbers and learning rates as the run did, through the user's
-    ``training_step``, precision, gradient clipping and ``optimizer_step``, so it ends where the run would have ended,
-    had it frozen to that depth at this moment. Callbacks do not see it, and ``self.log`` does nothing in it. Create
-    it between two optimizer steps with automatic optimization, and pass on the moments of training.
+    A branch takes the same batches, random numbers, learning rates, attributes of modules and numbers of steps as the
+    run did, through the user's ``training_step``, precision, gradient clipping and ``optimizer_step``, so it ends where
+    the run would have ended, had it frozen to that depth at this moment. Callbacks do not see it, and ``self.log`` does
+    nothing in it. Create it between two optimizer steps with automatic optimization, and pass on the moments of
+    training.
 
     Args:
         trainer: the Trainer.
@@ -64,6 +68,7 @@ class Branches(Observer):
         self._trainer = trainer
         self._freezer = freezer
         self._parent = self._state()
+        self._attributes = ModuleAttributes(freezer.prefix.module, without=("_buffers",))  # the state has them
         self._batches: list[_Batch] = []
         self._bytes = 0
 
@@ -99,7 +104,8 @@ class Branches(Observer):
         kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
         self._bytes += sum(leaf.nbytes for leaf in tensor_leaves(kept))
         index = self._trainer.fit_loop.epoch_loop.batch_idx
-        self._batches.append(_Batch(kept, index, step, RandomState.current(), self._settings()))
+        epoch = self._trainer.current_epoch
+        self._batches.append(_Batch(kept, index, step, epoch, RandomState.current(), self._settings()))
 
     def forward_end(self, loss: Tensor) -> None:
         """Note the loss of the run."""
@@ -119,6 +125,7 @@ class Branches(Observer):
         The frozen depth is then that of the run; freeze to that of the branch next. Every rank must call it.
         """
         freezer, settings = self._freezer, self._settings()
+        counted = self._trainer.global_step, self._trainer.current_epoch
         prefix, run = freezer.prefix, freezer.prefix.state_dict()
         repeats = Repeats(self, self._state())
         try:
@@ -132,6 +139,7 @@ class Branches(Observer):
             with preserved_random_state():
                 repeats.best.restore()
             self._set(settings)
+            self._count(*counted)
             prefix.load_state_dict(run)
             freezer.update_reducer()
 
@@ -155,10 +163,17 @@ class Branches(Observer):
         for group, values in zip(groups, settings, strict=True):
             group.update(copy.deepcopy(values))
 
+    def _count(self, step: int, epoch: int) -> None:
+        """Set what ``trainer.global_step`` and ``trainer.current_epoch`` return."""
+        loop: Any = self._trainer.fit_loop
+        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+        loop.epoch_progress.current.completed = epoch
+
     def _from_start(self, depth: int) -> None:
         """Return to the moment of the start, and freeze."""
         prefix = self._freezer.prefix
         prefix.set_depth(0)
+        self._attributes.restore()
         self._parent.restore()
         if depth:
             self._freezer.ranks.share_buffers(prefix.buffers(depth))
@@ -183,6 +198,7 @@ class Branches(Observer):
         optimizer: Any = module.optimizers()
         losses: list[float] = []
         self._set(kept.settings)
+        self._count(kept.step, kept.epoch)
         freezer.batch_start(kept.batch, kept.step)
 
         def closure() -> Tensor | None:

@@ -50,6 +50,9 @@ class Observer:
     def abort(self) -> None:
         """The batch has no end: training stopped, or Lightning skipped the step."""
 
+    def epoch_end(self) -> None:
+        """The epoch is over, with its validation."""
+
 
 class Observers(Observer):
     """Calls several observers at each moment, in a fixed order.
@@ -121,3 +124,9 @@ class Observers(Observer):
             self._in_batch = False
             for observer in reversed(list(self._observers)):
                 observer.abort()
+
+    def epoch_end(self) -> None:
+        """Call all, last to first, after aborting a batch that had no end."""
+        self.abort()
+        for observer in reversed(list(self._observers)):
+            observer.epoch_end()

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import lightning.pytorch as pl
 
+from lightning_egeria.errors import ArgumentError
 from lightning_egeria.training.adapter import ObserverCallback
 from lightning_egeria.training.observers import Observer
 
@@ -23,10 +24,16 @@ class DeviceTurns(ObserverCallback):
 
     Args:
         path: a file for each device, the same for all its jobs; made if it does not exist. On a local disk.
+
+    Raises:
+        ArgumentError: if it is a folder, or no path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
+        given: object = path
+        if not isinstance(given, str | os.PathLike) or Path(given).is_dir():
+            raise ArgumentError(f"path must be that of a file, such as 'device-0.lock', got {path!r}")
         self.path = Path(path)
         self._turns: _Turns | None = None
 

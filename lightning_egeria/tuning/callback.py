@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import ArgumentError, CheckpointError, check_integers
+from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError, check_integers
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.loops import resumes_at_an_end
@@ -87,7 +87,8 @@ class BranchTuner(pl.Callback):
             raise ArgumentError(f"at_epochs must be numbers of epochs, such as (0, 10), got {at_epochs!r}")
         if monitor is not None and not isinstance(monitor, str):
             raise ArgumentError(f"monitor must be the name of a metric of validation, got {monitor!r}")
-        if not max_share > 0:
+        share: object = max_share
+        if not (isinstance(share, int | float) and share > 0):
             raise ArgumentError(f"max_share must be a positive share of the run's steps, got {max_share!r}")
         if monitor is None and stop_patience is not None:
             raise ArgumentError("stop_patience needs the name of a validation metric as monitor")
@@ -285,6 +286,12 @@ class BranchTuner(pl.Callback):
         if self._due is None or accumulated or (self.tunables.needs_freezer and freezer_of(trainer) is None):
             return  # the first step of training finds the layer modules
         assert self._feed is not None
+        try:
+            self.tunables.check(trainer)  # schedulers may be other ones since the start, as with weight averaging
+        except UnsupportedError as error:
+            self.notices.warn(f"step {trainer.global_step}: no search, because {error}")
+            self._due = None
+            return
         sizes = len(self.tunables.batch_size.sizes) if self.tunables.batch_size is not None else 0
         most = self.ranks.share(most_steps(trainer, self._feed, 1 + sizes))
         limits = self._limits(trainer, most)
@@ -307,7 +314,10 @@ class BranchTuner(pl.Callback):
 
     def _new_searcher(self, spaces: Mapping[str, Space]) -> Searcher:
         factory = SEARCHERS[self.searcher] if isinstance(self.searcher, str) else self.searcher
-        return factory(spaces, self.seed + len(self.searches))
+        searcher = factory(spaces, self.seed + len(self.searches))
+        if not (hasattr(searcher, "ask") and hasattr(searcher, "tell")):
+            raise ArgumentError(f"searcher must return an object with ask and tell, got {searcher!r:.60}")
+        return searcher
 
     def _limits(self, trainer: pl.Trainer, most: int) -> Limits:
         total = self.max_share * trainer.estimated_stepping_batches - self.search_steps

@@ -23,6 +23,7 @@ from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
 from lightning_egeria.tuning.feed import BranchFeed, Feed, ReadAhead
+from lightning_egeria.tuning.record import describe
 from lightning_egeria.tuning.rounds import Order, Result
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS
@@ -39,6 +40,7 @@ class _Branch:
         batches: number of batches it has trained on.
         losses: loss of each, the mean of all ranks.
         seconds: time that took.
+        ended: the setting that was in use after them.
     """
 
     setting: Setting
@@ -46,6 +48,7 @@ class _Branch:
     batches: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+    ended: Setting = dataclasses.field(default_factory=dict)
 
 
 class Trials:
@@ -110,6 +113,8 @@ class Trials:
         failed = None
         try:
             if self._continue(branch, order.steps):
+                branch.ended = self.tunables.get(self._trainer)
+                failed = self._without_effect(branch)
                 branch.state = FitState(self._trainer, self._freezer, self._store)
                 self._train_without_learning(len(branch.losses))
             else:
@@ -128,6 +133,16 @@ class Trials:
             self._free()
         cost = branch.seconds if self.tunables.changes_cost else float(order.steps)
         return self._relative(branch.losses, cost, failed)
+
+    def _without_effect(self, branch: _Branch) -> str | None:
+        """Say that a value made no difference: another one became the same after as many batches."""
+        for other in self._branches.values():
+            for name, value in branch.setting.items():
+                apart = other.batches == branch.batches and other.setting[name] != value
+                if apart and other.ended.get(name) == branch.ended[name]:
+                    now, others = describe({name: branch.ended[name]}), describe({name: other.setting[name]})
+                    return f"something sets {name!r} itself: {now} after this trial, as after that of {others}"
+        return None
 
     def leave(self) -> None:
         """Return to the beginning."""

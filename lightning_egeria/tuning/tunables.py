@@ -49,6 +49,9 @@ class Custom:
         set: sets a value; called with the Trainer and the value.
         changes_cost: whether a step takes another time with another value.
 
+    Raises:
+        ArgumentError: if the space is none, or a function cannot be called.
+
     >>> from lightning_egeria.tuning.spaces import Choice
     >>> smoothing = Custom(
     ...     Choice([0.0, 0.1]),
@@ -66,6 +69,12 @@ class Custom:
         set: Callable[[pl.Trainer, Value], None],
         changes_cost: bool = False,
     ) -> None:
+        functions: tuple[object, object] = get, set
+        if not hasattr(space, "draw") or not all(map(callable, functions)):
+            raise ArgumentError(
+                "Custom needs a Choice, Uniform or LogUniform and two functions, "
+                f"got {space!r:.60}, {get!r:.60} and {set!r:.60}"
+            )
         self.space = space
         self.changes_cost = changes_cost
         self._get = get
@@ -199,7 +208,8 @@ class Tunables:
     """
 
     def __init__(self, spaces: Mapping[str, Space | Custom]) -> None:
-        if not spaces:
+        given: object = spaces
+        if not isinstance(given, Mapping) or not spaces:
             raise ArgumentError("tunables must name at least one thing to tune, such as {'lr': LogUniform(1e-4, 1)}")
         for name, space in spaces.items():
             if not isinstance(name, str):
@@ -221,11 +231,14 @@ class Tunables:
         """Raise `UnsupportedError` if this fit cannot tune one of them."""
         for name, tunable in self._tunables.items():
             tunable.check(trainer)
-            wrong = [value for value in self._ends(name) if not _fits(name, tunable.get(trainer), value)]
+            low, high = _LIMITS.get(name, (-math.inf, math.inf))
+            if isinstance(tunable, FrozenDepth) and (freezer := freezer_of(trainer)) is not None:
+                high = freezer.chain.max_depth
+            wrong = [value for value in self._ends(name) if not _fits(name, tunable.get(trainer), value, low, high)]
             if wrong:
                 raise UnsupportedError(
-                    f"{name!r} cannot be {wrong[0]!r}: it is {tunable.get(trainer)!r} now, and takes {_takes(name)}. "
-                    "Change its values"
+                    f"{name!r} cannot be {wrong[0]!r}: it is {tunable.get(trainer)!r} now, and takes "
+                    f"{_takes(name, low, high)}. Change its values"
                 )
 
     def _ends(self, name: str) -> list[Value]:
@@ -258,20 +271,22 @@ _LIMITS: dict[str, tuple[float, float]] = {  # the least value, and the largest
 }
 
 
-def _fits(name: str, now: Value, value: Value) -> bool:
+def _fits(name: str, now: Value, value: Value, low: float, high: float) -> bool:
     """Whether a value is of the kind of the present one, and within the limits of its tunable."""
-    low, high = _LIMITS.get(name, (-math.inf, math.inf))
+    if name == "frozen_depth" and type(value) is not int:
+        return False
     if isinstance(now, bool | str) or isinstance(value, bool | str):
         return type(now) is type(value)
     return low <= value <= high and not (name == "lr" and value == 0) and not (name == "momentum" and value == 1)
 
 
-def _takes(name: str) -> str:
+def _takes(name: str, low: float, high: float) -> str:
     if name == "lr":
         return "a positive number"
     if name not in _LIMITS:
         return "values of that kind"
-    low, high = _LIMITS[name]
+    if name == "frozen_depth":
+        return "a Choice of whole numbers" + (f" from 0 to {high:g}" if math.isfinite(high) else "")
     return f"numbers of at least {low:g}" if math.isinf(high) else f"numbers from {low:g} to {high:g}"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from programs.harness import Run
-from programs.parts import Classifier, ConvNet, at, images, loader
+from programs.parts import Chain, Classifier, ConvNet, at, images, loader
 
 from lightning_egeria.stores.manifest import ENTRIES, INDEX, MANIFEST, Manifest, read_manifest
 from lightning_egeria.stores.store import ActivationStore
@@ -139,3 +139,40 @@ def test_exception_leaves_nothing_open(tmp_path):
         run.fit(module, None, at(10, stop), max_epochs=4)
     assert open_files() <= before
     assert "forward" not in vars(module.net.a) | vars(module.net.a[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_leaves_no_entries(tmp_path, monkeypatch, error, workers):
+    """Though workers may have stores open."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    module, run, stored = Classifier(), Run(True, tmp_path / "run"), []
+
+    def stop(trainer, module):
+        stored.extend((tmp_path / "home").rglob(ENTRIES))
+        raise error
+
+    with pytest.raises((error, SystemExit)):
+        run.fit(module, loader(num_workers=workers), at(14, stop), max_epochs=4, cache={"cache_dir": None})
+    assert stored
+    assert not [*(tmp_path / "home").rglob(ENTRIES)]
+
+
+def test_an_error_of_a_frozen_layer_leaves_nothing(tmp_path, monkeypatch):
+    """It is told once, by the batch that has it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+    class Embedding(Classifier):
+        def __init__(self):
+            super().__init__(Chain(torch.nn.Sequential(torch.nn.Embedding(24, 8), torch.nn.Flatten(1))))
+
+    ids = torch.arange(24)[:, None]
+    module, run = Embedding(), Run(True, tmp_path / "run")
+
+    def spoil(trainer, module):
+        ids[20] = 99
+
+    data = torch.utils.data.TensorDataset(ids, torch.zeros(24, dtype=torch.int64))
+    with pytest.raises(IndexError, match="out of range"):
+        run.fit(module, loader(data, shuffle=False), at(2, spoil), cache={"cache_dir": None}, schedule={1: 1})
+    assert not [*(tmp_path / "home").rglob(ENTRIES)]

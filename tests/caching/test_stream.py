@@ -382,7 +382,7 @@ def test_texts_always_as_long_as_the_batch_end_the_cache(drive):
 def rounded(drive, order, depth=2, size=6):
     """The outputs of the network with the boundary's output as an entry gives it back."""
     parts = [drive.plain.a, drive.plain.b, drive.plain.c, drive.plain.head]
-    form = drive.stream.level_at(depth).form
+    form = drive.stream.levels.at(depth).form
     found = []
     for start in range(0, len(order), size):
         x = torch.stack([drive.data.data[i][0] for i in order[start : start + size]])
@@ -401,7 +401,7 @@ def test_rounded_outputs_are_the_same_served_or_computed(drive, precision, row_b
         assert equal(one.epoch(SHUFFLED), rounded(one, SHUFFLED))
         one.settle()
     assert (one.stats.hits, one.stats.misses, one.stats.wrong) == (36, 24, 0)
-    assert one.stream.level_at(2).form.row_bytes == row_bytes
+    assert one.stream.levels.at(2).form.row_bytes == row_bytes
 
 
 def test_rounded_entries_lead_to_no_deeper_ones(drive):
@@ -416,8 +416,8 @@ def test_rounded_entries_lead_to_no_deeper_ones(drive):
 
 def test_runs_of_another_precision_share_no_entries(drive):
     one = recorded(drive())
-    folder = one.stream.level_at(2).store.folder
+    folder = one.stream.levels.at(2).store.folder
     one.close()
     other = recorded(drive(precision="bf16"))
-    assert other.stream.level_at(2).store.folder != folder
+    assert other.stream.levels.at(2).store.folder != folder
     assert other.stats.misses == 24

@@ -223,6 +223,7 @@ def test_a_press_of_the_tab_key_does_not_wait_for_torch():
         (["model.net.depth=21"], ["depth must be 6n + 2", "21"]),  # raised while Hydra instantiates
         (["data=cifar10", "data.root=nowhere"], ["nowhere", "cifar-10-batches-py", "labels.npz"]),  # raised by fit
         (["callbacks.freezing.policy.tolerance=0"], ["tolerance"]),
+        (["seed=-1"], ["seed: expected a number from 0 to 4294967295, got -1"]),
         (["callbacks.freezing.layer_modules=[net.layer9]"], ["net.layer9"]),
     ],
 )

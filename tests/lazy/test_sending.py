@@ -14,7 +14,7 @@ from lightning_egeria.lazy.tensors import plain, show
 
 
 def test_what_is_sent_can_be_pickled():
-    sent = pickle.loads(pickle.dumps(Sent((((0, 0), None, None),), torch.ones(2))))
+    sent = pickle.loads(pickle.dumps(Sent((((0, 0), None, None),), (0,), (None,), torch.ones(2))))
     assert sent.value.equal(torch.ones(2))
 
 
@@ -97,3 +97,18 @@ def test_rows_that_are_there_are_not_loaded_again():
 
 def test_rows_of_a_computed_tensor_have_no_name():
     assert joined([(Source(X).batch(), [0]), (Source(X).batch() * 2, [0])]) is None
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_shares_memory_does_so_where_it_arrives(loaded):
+    source = Source(X)
+    batch = source.batch()
+    if loaded:
+        plain(batch)
+    sent = send({"x": batch, "again": batch, "view": batch[:, :2], "copy": batch.clone()})
+    tape = Tape(Keys(), len(X), lambda places: [X[position] for position, _ in places], lambda: None)
+    arrived = receive(sent if loaded else pickle.loads(pickle.dumps(sent)), tape)
+    assert arrived["again"] is arrived["x"]
+    arrived["x"].add_(1)
+    assert plain(arrived["view"]).equal(X[:, :2] + 1)
+    assert plain(arrived["copy"]).equal(X)

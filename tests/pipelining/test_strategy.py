@@ -89,5 +89,11 @@ def test_samples_come_in_the_order_of_one_process(tmp_path):
 
 @pytest.mark.parametrize("name", ["devices", "micro_batches"])
 def test_wrong_arguments_are_named(name):
-    with pytest.raises(ArgumentError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ArgumentError, match=f"{name} must be an integer of at least 1, got 0"):
         GraphPipelineStrategy(**{name: 0})
+
+
+@pytest.mark.parametrize("arguments", [{"devices": "auto"}, {"stages": ["a", "b"]}, {"stages": {"a": "net"}}])
+def test_arguments_of_another_type_are_named(arguments):
+    with pytest.raises(ArgumentError, match=f"{next(iter(arguments))} must"):
+        GraphPipelineStrategy(**arguments)

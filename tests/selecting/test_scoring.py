@@ -135,3 +135,18 @@ def test_linear_and_metrics_keep_their_state():
     module = Counting()
     scorer_of(module).losses(BATCH, 6, 0)
     assert module.steps == 0
+
+
+class Contrastive(Classifier):
+    def training_step(self, batch):
+        one, other = (F.normalize(self.net(batch[0] + shift), dim=1) for shift in (0, 0.1))
+        return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+
+
+def test_a_loss_that_depends_on_the_others_is_told(recwarn):
+    with pytest.warns(UserWarning, match="the loss of a sample depends on the other samples of its batch"):
+        scorer_of(Contrastive()).check(lambda: BATCH, 6, 0)
+    recwarn.clear()
+    for module in (Classifier(), Noisy()):
+        scorer_of(module).check(lambda: BATCH, 6, 0)
+    assert not recwarn

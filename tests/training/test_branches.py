@@ -143,6 +143,21 @@ def test_a_branch_ends_where_the_run_would_have(optimizer, arguments, kept):
     assert callback.seen[2] == pytest.approx(callback.run, rel=0, abs=0)
 
 
+def test_a_branch_sees_the_numbers_of_the_run():
+    numbers = []
+
+    class Counting(Noted):
+        def training_step(self, batch, batch_idx):
+            numbers.append((self.global_step, self.current_epoch, batch_idx, self.steps))
+            return super().training_step(batch, batch_idx)
+
+    fit(Counting(), Branching([1, 0], 1), limit_train_batches=3)
+    first, branches, rest = numbers[1:4], numbers[4:10], numbers[10:]
+    assert first == [(1, 0, 1, 1), (2, 0, 2, 2), (3, 1, 0, 3)]
+    assert branches == 2 * first
+    assert rest[:2] == [(4, 1, 1, 4), (5, 1, 2, 5)]
+
+
 def test_without_a_kept_branch_the_run_goes_on_untouched():
     runs = []
     for callback in (Frozen(2), Branching([1, 0], None)):

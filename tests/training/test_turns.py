@@ -11,6 +11,7 @@ from models import Classifier, equal, fit
 from test_contract import classifier
 
 from lightning_egeria import DeviceTurns
+from lightning_egeria.errors import ArgumentError
 
 
 class Log(L.Callback):
@@ -90,3 +91,9 @@ def test_a_failed_job_leaves_the_device(tmp_path):
         assert_free(tmp_path / name)
     fit(Classifier(), turns)
     assert_free(tmp_path / "device")
+
+
+@pytest.mark.parametrize("path", [None, 3, "."])
+def test_a_path_that_is_no_file_is_named(path):
+    with pytest.raises(ArgumentError, match="path must be that of a file"):
+        DeviceTurns(path)

@@ -3,9 +3,12 @@
 import logging
 
 import lightning as L
+import pytest
 from models import Classifier, fit
 
+from lightning_egeria import BranchTuner, PrefixFreezing
 from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import ArgumentError
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.tuning.feed import Feed
 from lightning_egeria.tuning.rounds import Limits, Result
@@ -57,3 +60,45 @@ def test_finished_trials_are_not_repeated():
     assert (branch["speed"], branch["label"]) == (4.5, "converging")
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.8  # the winner was trained after all
     assert len(module.losses) == 15
+
+
+class WarmingUp(Classifier):
+    """Sets its own learning rate in each step, as the hook's documentation shows."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * min(1, (self.trainer.global_step + 1) / 50)
+
+
+def test_a_value_that_something_else_sets_is_no_setting(caplog):
+    searches = Searches({})
+    with caplog.at_level(logging.INFO):
+        fit(WarmingUp(), searches)
+    assert [branch["failed"] is None for branch in searches.record.branches] == [True, False, False, False]
+    assert "something sets 'lr' itself: lr=0.012 after this trial, as after that of lr=0.01" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
+def test_a_scheduler_that_comes_later_forbids_searches(caplog):
+    averaging = L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    tuner = BranchTuner({"lr": Choice([0.01, 0.1])}, at_epochs=(2,), first_steps=1)
+    with pytest.warns(UserWarning, match="step 10: no search, because the scheduler SWALR is not one of torch"):
+        fit(Classifier(), averaging, tuner)
+    assert tuner.setting is None
+    assert not tuner.searches
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
+@pytest.mark.parametrize(("depths", "found"), [([0, 99], "99"), ([98, 1], "98")])
+def test_depths_beyond_the_chain_are_named(depths, found):
+    tuner = BranchTuner({"frozen_depth": Choice(depths)}, first_steps=1)
+    with pytest.warns(UserWarning, match=f"cannot be {found}: it is 0 now, and takes .* whole numbers from 0 to 2"):
+        fit(Classifier(), PrefixFreezing(), tuner)
+    assert not tuner.searches
+
+
+def test_what_is_no_searcher_is_named():
+    tuner = BranchTuner({"lr": Choice([0.01, 0.1])}, searcher=lambda spaces, seed: 3, first_steps=1)
+    with pytest.raises(ArgumentError, match="an object with ask and tell, got 3"):
+        fit(Classifier(), tuner)

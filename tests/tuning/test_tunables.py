@@ -7,7 +7,8 @@ import torch
 from models import Classifier, ConvNet
 from torch import nn
 
-from lightning_egeria.errors import UnsupportedError
+from lightning_egeria import PrefixFreezing
+from lightning_egeria.errors import ArgumentError, UnsupportedError
 from lightning_egeria.tuning.spaces import Choice, Uniform
 from lightning_egeria.tuning.tunables import Custom, Tunables
 
@@ -114,3 +115,23 @@ def test_a_custom_tunable_is_set_only_where_it_differs():
     box["value"] = None
     with pytest.raises(UnsupportedError, match="returned None, expected a number"):
         tunables.check(trainer)
+
+
+@pytest.mark.parametrize("space", [Uniform(0, 2.9), Choice([True, False]), Choice([-1, 0]), Choice([0.5, 1])])
+def test_depths_are_whole_numbers(space):
+    trainer = trainer_of()
+    trainer.callbacks = [PrefixFreezing()]
+    with pytest.raises(UnsupportedError, match=r"takes a Choice of whole numbers\. Change its values"):
+        Tunables({"frozen_depth": space}).check(trainer)
+
+
+@pytest.mark.parametrize("arguments", [([1, 2], len, len), (Choice([1, 2]), None, len), (Choice([1, 2]), len, None)])
+def test_a_custom_tunable_needs_a_space_and_two_functions(arguments):
+    with pytest.raises(ArgumentError, match="Custom needs a Choice"):
+        Custom(*arguments)
+
+
+@pytest.mark.parametrize("tunables", [["lr"], {}, None])
+def test_tunables_are_a_mapping(tunables):
+    with pytest.raises(ArgumentError, match="tunables must name at least one thing"):
+        Tunables(tunables)

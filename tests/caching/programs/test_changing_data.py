@@ -20,7 +20,7 @@ from programs.parts import (
     vectors,
 )
 from torch.nn import functional as F
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 EPOCHS = 5
 
@@ -283,3 +283,47 @@ def test_file_is_rewritten_between_two_fits(compare):
 
 def _set_rate(trainer, rate):
     trainer.optimizers[0].param_groups[0]["lr"] = rate
+
+
+@WORKERS
+@pytest.mark.parametrize("between", ["epochs", "batches"])
+def test_a_dataset_grows(compare, between, workers):
+    def program(run):
+        data = Subset(vectors(), list(range(12)))
+
+        def grow(trainer, module, *_):
+            if trainer.global_step in (4, 9):
+                data.indices.extend(range(len(data), len(data) + 6))
+
+        grows = on(on_train_epoch_end=grow) if between == "epochs" else on(on_train_batch_end=grow)
+        run.fit(Validated(), loader(data, num_workers=workers), grows, val=loader(data, shuffle=False), max_epochs=8)
+
+    compare(program)
+
+
+@pytest.mark.parametrize("read", ["in the next epoch", "at the end of its epoch"])
+def test_a_batch_is_kept_and_the_dataset_changes(compare, read):
+    """It holds what it was trained on."""
+
+    def program(run):
+        data, kept = Samples(lambda data, index: (data.x[index] * data.task, data.y[index]), task=1), []
+
+        def keep(trainer, module, outputs, batch, index):
+            kept.append(batch)
+            del kept[:-2]
+
+        def switch(trainer, module):
+            data.task = 2 if trainer.current_epoch >= 3 else 1
+            if read == "at the end of its epoch":
+                run.note([x.sum() for x, _ in kept])
+
+        def replay(module, x, y):
+            loss = F.cross_entropy(module.net(x), y)
+            if data.task == 2 and read == "in the next epoch":
+                old, labels = kept[0]
+                loss = loss + F.cross_entropy(module.net(old), labels)
+            return loss
+
+        run.fit(Stepping(replay), loader(data), on(on_train_batch_end=keep, on_train_epoch_end=switch), max_epochs=6)
+
+    compare(program)

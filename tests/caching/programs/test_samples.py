@@ -335,3 +335,50 @@ def test_lists_of_several_lengths_are_told(compare, caplog):
     with caplog.at_level("INFO"):
         compare(lambda run: run.fit(Classifier(), loader(Samples(sample), collate_fn=collate)), served=None)
     assert caplog.text.count("samples differ in their structure (lists of several lengths, or None?)") == 1
+
+
+class Together(Samples):
+    """Loads a batch at once, by ``load(dataset, ids)``."""
+
+    def __init__(self, load):
+        super().__init__(lambda data, index: (data.x[index], data.y[index]))
+        self.load = load
+
+    def __getitems__(self, ids):
+        return self.load(self, ids)
+
+
+def _alone(data, ids):
+    return [data[index] for index in ids]
+
+
+def _ready(data, ids):
+    return data.x[ids], data.y[ids]
+
+
+def _scaled(data, ids):
+    return list(zip(data.x[ids] / data.x[ids].abs().max(), data.y[ids], strict=True))
+
+
+def _cleaned(data, ids):
+    return [data[index] for index in ids if index % 7 != 6]
+
+
+def _nothing_alone(data, ids):
+    return [(data.x[index], data.y[index]) for index in ids]
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    ("load", "served"), [(_alone, True), (_ready, False), (_scaled, False), (_cleaned, False), (_nothing_alone, False)]
+)
+def test_a_dataset_loads_batches_at_once(compare, load, served, workers):
+    def program(run):
+        data = Together(load)
+        if load is _nothing_alone:
+            data.sample = None
+        collate = (lambda batch: batch) if load is _ready else None
+        run.fit(Classifier(), loader(data, collate_fn=collate, num_workers=workers), max_epochs=4)
+
+    told = compare(program, served=served)
+    assert served or "__getitems__" in " ".join(told.messages)
