@@ -169,7 +169,6 @@ class FrozenPrefixCache(WrappingDataModule):
         device_bytes = self.device_bytes if training else 0
         limits = Limits(max_bytes, self.min_free_bytes, self._host, device_bytes, self.entry_precision)
         views, observes = (self.augmentation_views, owner.will_compare) if training else (0, lambda _: False)
-
         stats = self._stats if training else self._validation_stats
 
         def make_stream(dataset: PlannedDataset, elsewhere: Any) -> Stream:
@@ -220,7 +219,9 @@ class FrozenPrefixCache(WrappingDataModule):
 
     def _reason_against(self, owner: PrefixFreezing | None) -> str | None:
         if owner is None:
-            others = ", ".join(type(c).__name__ for c in self._callbacks() if "inetuning" in type(c).__name__)
+            others = ", ".join(
+                type(c).__name__ for c in getattr(self.trainer, "callbacks", []) if "inetuning" in type(c).__name__
+            )
             return (
                 "there is no KnowledgeGuidedFreezing among the callbacks, and the cache follows no other freezing code"
                 + (f" ({others} is not asked)" if others else "")
@@ -230,9 +231,6 @@ class FrozenPrefixCache(WrappingDataModule):
         if getattr(self.trainer, "fast_dev_run", False):
             return "fast_dev_run"
         return None
-
-    def _callbacks(self) -> list[Any]:
-        return list(getattr(self.trainer, "callbacks", []))
 
     def _tell_the_end(self) -> None:
         for name, stats in (("training", self._stats), ("validation", self._validation_stats)):

@@ -93,9 +93,7 @@ class PrefixCache(Observer):
         self._training = None
         self._end()
 
-    def abort(self) -> None:
-        """The training batch has no end."""
-        self.batch_end()
+    abort = batch_end  # a batch without an end
 
     def epoch_end(self) -> None:
         """Load what the program has kept of the epoch: the dataset may have changed when that is read."""
@@ -124,6 +122,8 @@ class PrefixCache(Observer):
         finally:  # what the program has kept may be lost, but nothing else stays
             if self._front is not None:
                 self._front.end()
+            for line in self.lines.values():
+                line.stop_workers()
             for line in self.lines.values():
                 line.close(remove)
             for levels in self._replaced:

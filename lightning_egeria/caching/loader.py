@@ -147,10 +147,14 @@ class Line:
         """Keep the samples of each batch, so that some of them can be collated anew."""
         self.stream.keep_samples()
 
+    def stop_workers(self) -> None:
+        """Stop the workers, which may have stores of all lines open. Safe to call twice."""
+        self._copies.close()
+        stop_workers(self._last())
+
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""
-        self._copies.close()
-        stop_workers(self._last())  # after an error, they may have stores open
+        self.stop_workers()
         self.stream.close(remove)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:

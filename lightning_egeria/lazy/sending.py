@@ -54,23 +54,25 @@ class _Step:
 def send(batch: Any, keep_rows: bool = False) -> Any:
     """Return the batch with its lazy tensors as plain descriptions; a tensor without a name is sent as it is.
 
-    A tensor that is there twice has one description, and what shares memory here does so where it arrives.
+    A tensor that is there twice has one description, and what shares memory here does so where it arrives: if one of
+    them cannot be described, all are sent as they are.
 
     Args:
         batch: a batch of one tape.
         keep_rows: send the rows that are loaded too, besides the tensors that they are stacked to.
     """
     known: dict[int, Any] = {}
+    lazies: list[LazyTensor] = []
+    change_leaves(batch, LazyTensor, lazies.append)
+    as_they_are = {one.node.root for one in lazies if not _can_be_described(one.node)}
 
     def once(lazy: LazyTensor) -> Any:
         if id(lazy) not in known:
-            known[id(lazy)] = describe(lazy)
+            known[id(lazy)] = plain(lazy) if lazy.node.root in as_they_are else describe(lazy)
         return known[id(lazy)]
 
     def describe(lazy: LazyTensor) -> Any:
         order = lazy.node.before(lambda _: False)
-        if lazy.node.name == UNKNOWN or len(order) > MAX_STEPS or any(len(node.siblings) > 1 for node in order):
-            return plain(lazy)
         loaded = all(node.value is not None for node in order if node.row is not None)
         value = plain(lazy) if loaded else None
         places = {node: at for at, node in enumerate(order)}
@@ -94,6 +96,11 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
         return Sent(tuple(steps), names, bases, value, rows)
 
     return change_leaves(batch, LazyTensor, once)
+
+
+def _can_be_described(node: Node) -> bool:
+    order = node.before(lambda _: False)
+    return node.name != UNKNOWN and len(order) <= MAX_STEPS and all(len(one.siblings) <= 1 for one in order)
 
 
 def _alike(nodes: Sequence[Node]) -> dict[Node, _Row]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from programs.harness import Run
-from programs.parts import Chain, Classifier, ConvNet, at, images, loader
+from programs.parts import Chain, Classifier, ConvNet, Validated, at, images, loader
 
 from lightning_egeria.stores.manifest import ENTRIES, INDEX, MANIFEST, Manifest, read_manifest
 from lightning_egeria.stores.store import ActivationStore
@@ -146,14 +146,23 @@ def test_exception_leaves_nothing_open(tmp_path):
 def test_an_error_leaves_no_entries(tmp_path, monkeypatch, error, workers):
     """Though workers may have stores open."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    module, run, stored = Classifier(), Run(True, tmp_path / "run"), []
+    module, run, stored = Validated(), Run(True, tmp_path / "run"), []
 
     def stop(trainer, module):
         stored.extend((tmp_path / "home").rglob(ENTRIES))
         raise error
 
+    val, cache = loader(shuffle=False, num_workers=workers), {"cache_dir": None}
     with pytest.raises((error, SystemExit)):
-        run.fit(module, loader(num_workers=workers), at(14, stop), max_epochs=4, cache={"cache_dir": None})
+        run.fit(
+            module,
+            loader(num_workers=workers),
+            at(14, stop),
+            val=val,
+            max_epochs=4,
+            num_sanity_val_steps=2,
+            cache=cache,
+        )
     assert stored
     assert not [*(tmp_path / "home").rglob(ENTRIES)]
 

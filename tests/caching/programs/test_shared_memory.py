@@ -24,6 +24,10 @@ def _view_of_a_view(x):
     return half, half[:, :3]
 
 
+def _parts(x):
+    return x, x.chunk(2, 1)[0]
+
+
 def _apart(x):
     return x, x.clone()
 
@@ -46,7 +50,7 @@ class Normalising(Classifier):
 
 @WORKERS
 @pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("pair", [_twice, _view, _view_first, _view_of_a_view, _apart])
+@pytest.mark.parametrize("pair", [_twice, _view, _view_first, _view_of_a_view, _parts, _apart])
 def test_a_change_in_place_of_a_part_of_the_batch(compare, pair, place, workers):
     def collate(samples):
         x, y = default_collate(samples)
