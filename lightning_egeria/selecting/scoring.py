@@ -73,7 +73,7 @@ class Scorer:
                 half = copy.deepcopy(Rows.of(shuffled, samples).take(np.arange(samples // 2)).batch())
                 self._check_order(shuffled, losses[order], number)
                 if self._per_sample_loss is None and not draws and samples > 2:
-                    self._check_others(half, losses[order][: samples // 2], number)
+                    self._check_others(half, losses[order][: samples // 2], samples, number)
 
     def _check_order(self, batch: Any, expected: NDArray[np.float64], number: int) -> None:
         try:
@@ -87,10 +87,12 @@ class Scorer:
                 "per_sample_loss=function), which takes the module and a batch"
             )
 
-    def _check_others(self, batch: Any, expected: NDArray[np.float64], number: int) -> None:
+    def _check_others(self, batch: Any, expected: NDArray[np.float64], samples: int, number: int) -> None:
         with contextlib.suppress(Exception):  # a step that needs a batch of this size
             found = self._losses(batch, len(expected), number)
-            if np.abs(found - expected).max() > 0.1 * np.abs(expected).max():
+            # A sum may be divided by the number of samples.
+            away = min(np.abs(found - share * expected).max() for share in (1, samples / len(found)))
+            if away > 0.1 * np.abs(found).max():
                 self._notices.warn(
                     "the loss of a sample depends on the other samples of its batch (is it contrastive?), so batches "
                     "of selected samples have other losses than whole ones. Compare with a run without selection",

@@ -143,10 +143,15 @@ class Contrastive(Classifier):
         return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
 
 
+class Summed(Classifier):
+    def training_step(self, batch):
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") / len(batch[1])
+
+
 def test_a_loss_that_depends_on_the_others_is_told(recwarn):
     with pytest.warns(UserWarning, match="the loss of a sample depends on the other samples of its batch"):
         scorer_of(Contrastive()).check(lambda: BATCH, 6, 0)
     recwarn.clear()
-    for module in (Classifier(), Noisy()):
+    for module in (Classifier(), Noisy(), Summed()):
         scorer_of(module).check(lambda: BATCH, 6, 0)
     assert not recwarn
