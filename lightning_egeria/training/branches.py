@@ -33,7 +33,7 @@ class _Batch:
         batch: its first argument, a copy in host memory.
         index: its second argument.
         step: number of optimizer steps before it.
-        epoch: number of the epoch.
+        counters: of the training loop and of schedulers before it.
         random: random state before it.
         settings: of each parameter group before it.
         stepped: whether the optimizer stepped with it.
@@ -43,7 +43,7 @@ class _Batch:
     batch: Any
     index: int
     step: int
-    epoch: int
+    counters: list[Any]
     random: RandomState
     settings: list[dict[str, Any]]
     stepped: bool = False
@@ -104,8 +104,8 @@ class Branches(Observer):
         kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
         self._bytes += sum(leaf.nbytes for leaf in tensor_leaves(kept))
         index = self._trainer.fit_loop.epoch_loop.batch_idx
-        epoch = self._trainer.current_epoch
-        self._batches.append(_Batch(kept, index, step, epoch, RandomState.current(), self._settings()))
+        counters = [copy.deepcopy(one.state_dict()) for one in self._counters()]
+        self._batches.append(_Batch(kept, index, step, counters, RandomState.current(), self._settings()))
 
     def forward_end(self, loss: Tensor) -> None:
         """Note the loss of the run."""
@@ -125,7 +125,7 @@ class Branches(Observer):
         The frozen depth is then that of the run; freeze to that of the branch next. Every rank must call it.
         """
         freezer, settings = self._freezer, self._settings()
-        counted = self._trainer.global_step, self._trainer.current_epoch
+        counters = [copy.deepcopy(one.state_dict()) for one in self._counters()]
         prefix, run = freezer.prefix, freezer.prefix.state_dict()
         repeats = Repeats(self, self._state())
         try:
@@ -139,7 +139,7 @@ class Branches(Observer):
             with preserved_random_state():
                 repeats.best.restore()
             self._set(settings)
-            self._count(*counted)
+            self._count(counters)
             prefix.load_state_dict(run)
             freezer.update_reducer()
 
@@ -163,11 +163,16 @@ class Branches(Observer):
         for group, values in zip(groups, settings, strict=True):
             group.update(copy.deepcopy(values))
 
-    def _count(self, step: int, epoch: int) -> None:
-        """Set what ``trainer.global_step`` and ``trainer.current_epoch`` return."""
-        loop: Any = self._trainer.fit_loop
-        loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
-        loop.epoch_progress.current.completed = epoch
+    def _counters(self) -> list[Any]:
+        """What counts epochs, batches and steps: ``trainer.global_step`` and ``current_epoch`` follow from it."""
+        loop = self._trainer.fit_loop
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        inner = loop.epoch_loop.batch_progress, loop.epoch_loop.automatic_optimization.optim_progress
+        return [loop.epoch_progress, *inner, *schedulers]
+
+    def _count(self, states: list[Any]) -> None:
+        for counter, state in zip(self._counters(), states, strict=True):
+            counter.load_state_dict(copy.deepcopy(state))
 
     def _from_start(self, depth: int) -> None:
         """Return to the moment of the start, and freeze."""
@@ -198,7 +203,7 @@ class Branches(Observer):
         optimizer: Any = module.optimizers()
         losses: list[float] = []
         self._set(kept.settings)
-        self._count(kept.step, kept.epoch)
+        self._count(kept.counters)
         freezer.batch_start(kept.batch, kept.step)
 
         def closure() -> Tensor | None:

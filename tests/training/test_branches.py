@@ -148,7 +148,9 @@ def test_a_branch_sees_the_numbers_of_the_run():
 
     class Counting(Noted):
         def training_step(self, batch, batch_idx):
+            schedule, loop = self.lr_schedulers(), self.trainer.fit_loop.epoch_loop
             numbers.append((self.global_step, self.current_epoch, batch_idx, self.steps))
+            assert schedule.last_epoch == self.global_step == loop.total_batch_idx
             return super().training_step(batch, batch_idx)
 
     fit(Counting(), Branching([1, 0], 1), limit_train_batches=3)
