@@ -40,7 +40,7 @@ class StaticFreezing(PrefixFreezing):
 class ProbeThenTune(PrefixFreezing):
     """LP-FT (Kumar et al., ICLR 2022): the head alone learns in the first half of the run, then everything does.
 
-    Each half has a learning rate schedule of its own: `two_cycles`.
+    Each half has its own learning rate schedule: `two_cycles`.
 
     Args:
         total_steps: steps of the run.

@@ -64,7 +64,8 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
     known: dict[int, Any] = {}
     lazies: list[LazyTensor] = []
     change_leaves(batch, LazyTensor, lazies.append)
-    as_they_are = {one.node.root for one in lazies if not _can_be_described(one.node)}
+    orders = {id(lazy): lazy.node.before(lambda _: False) for lazy in lazies}
+    as_they_are = {lazy.node.root for lazy in lazies if not _can_be_described(lazy.node, orders[id(lazy)])}
 
     def once(lazy: LazyTensor) -> Any:
         if id(lazy) not in known:
@@ -72,7 +73,7 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
         return known[id(lazy)]
 
     def describe(lazy: LazyTensor) -> Any:
-        order = lazy.node.before(lambda _: False)
+        order = orders[id(lazy)]
         loaded = all(node.value is not None for node in order if node.row is not None)
         value = plain(lazy) if loaded else None
         places = {node: at for at, node in enumerate(order)}
@@ -98,8 +99,7 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
     return change_leaves(batch, LazyTensor, once)
 
 
-def _can_be_described(node: Node) -> bool:
-    order = node.before(lambda _: False)
+def _can_be_described(node: Node, order: Sequence[Node]) -> bool:
     return node.name != UNKNOWN and len(order) <= MAX_STEPS and all(len(one.siblings) <= 1 for one in order)
 
 

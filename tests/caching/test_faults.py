@@ -168,7 +168,7 @@ def test_an_error_leaves_no_entries(tmp_path, monkeypatch, error, workers):
 
 
 def test_an_error_of_a_frozen_layer_leaves_nothing(tmp_path, monkeypatch):
-    """It is told once, by the batch that has it."""
+    """The batch that has it raises it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
     class Embedding(Classifier):
