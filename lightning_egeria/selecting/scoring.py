@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -69,15 +70,17 @@ class Scorer:
             self._copies = self._copies or versions != [leaf._version for leaf in tensor_leaves(batch)]
             if shuffled is not None:
                 random.restore()
-                few = samples // 2 if self._per_sample_loss is None and not draws and samples > 2 else 0
-                half = copy.deepcopy(Rows.of(shuffled, samples).take(np.arange(few)).batch()) if few else None
+                half = copy.deepcopy(Rows.of(shuffled, samples).take(np.arange(samples // 2)).batch())
                 self._check_order(shuffled, losses[order], number)
-                if half is not None:
-                    self._check_others(half, losses[order][:few], samples, number)
+                if self._per_sample_loss is None and not draws and samples > 2:
+                    self._check_others(half, losses[order][: samples // 2], samples, number)
 
     def _check_order(self, batch: Any, expected: NDArray[np.float64], number: int) -> None:
-        found = self._losses_if_any(batch, len(expected), number)
-        if found is not None and _are_elsewhere(expected, found):
+        try:
+            found = self._losses(batch, len(expected), number)
+        except Exception:  # a step that needs its samples sorted
+            return
+        if _are_elsewhere(expected, found):
             raise PerSampleLossError(
                 "the losses of the samples are in another order than the samples, so samples would get the wrong "
                 "losses. Return them in the order of the batch, or pass SelectiveBackprop(..., "
@@ -85,24 +88,16 @@ class Scorer:
             )
 
     def _check_others(self, batch: Any, expected: NDArray[np.float64], samples: int, number: int) -> None:
-        found = self._losses_if_any(batch, len(expected), number)
-        if found is None:
-            return
-        # A sum may be divided by the number of samples.
-        away = min(np.abs(found - share * expected).max() for share in (1, samples / len(found)))
-        if away > 0.1 * np.abs(found).max():
-            self._notices.warn(
-                "the loss of a sample depends on the other samples of its batch (is it contrastive?), so batches of "
-                "selected samples have other losses than whole ones. Compare with a run without selection",
-                once="others",
-            )
-
-    def _losses_if_any(self, batch: Any, samples: int, number: int) -> NDArray[np.float64] | None:
-        """The losses of samples that are not a batch of the program's; None if the step fails on them."""
-        try:
-            return self._losses(batch, samples, number)
-        except Exception:  # of the user's training step: it needs samples that are sorted, or so many of them
-            return None
+        with contextlib.suppress(Exception):  # a step that needs a batch of this size
+            found = self._losses(batch, len(expected), number)
+            # A sum may be divided by the number of samples.
+            away = min(np.abs(found - share * expected).max() for share in (1, samples / len(found)))
+            if away > 0.1 * np.abs(found).max():
+                self._notices.warn(
+                    "the loss of a sample depends on the other samples of its batch (is it contrastive?), so batches "
+                    "of selected samples have other losses than whole ones. Compare with a run without selection",
+                    once="others",
+                )
 
     def losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
         """Return the loss of each sample, shape ``(samples,)``.
