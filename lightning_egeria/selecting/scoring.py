@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +45,7 @@ class Scorer:
         self._per_sample_loss = per_sample_loss
         self._notices = Notices("selective backprop")
         self._copies = False  # the training step changes its batch in place
+        self._draws = False  # it drew random numbers when losses were last computed
 
     def check(self, moved: Callable[[], Any], samples: int, number: int) -> None:
         """Compute losses to find out whether they can be had. No random number of the process moves.
@@ -64,23 +64,18 @@ class Scorer:
             # What a cache holds of a batch is in its order.
             shuffled = None if self._from_cache else copy.deepcopy(Rows.of(batch, samples).take(order).batch())
             versions = [leaf._version for leaf in tensor_leaves(batch)]
-            random = RandomState.current()
             losses = self._losses(batch, samples, number)
-            draws = RandomState.current() != random
             self._copies = self._copies or versions != [leaf._version for leaf in tensor_leaves(batch)]
             if shuffled is not None:
-                random.restore()
-                half = copy.deepcopy(Rows.of(shuffled, samples).take(np.arange(samples // 2)).batch())
+                few = samples // 2 if self._per_sample_loss is None and not self._draws and samples > 2 else 0
+                half = copy.deepcopy(Rows.of(shuffled, samples).take(np.arange(few)).batch()) if few else None
                 self._check_order(shuffled, losses[order], number)
-                if self._per_sample_loss is None and not draws and samples > 2:
-                    self._check_others(half, losses[order][: samples // 2], samples, number)
+                if half is not None:
+                    self._check_others(half, losses[order][:few], samples, number)
 
     def _check_order(self, batch: Any, expected: NDArray[np.float64], number: int) -> None:
-        try:
-            found = self._losses(batch, len(expected), number)
-        except Exception:  # a step that needs its samples sorted
-            return
-        if _are_elsewhere(expected, found):
+        found = self._losses_if_any(batch, len(expected), number)
+        if found is not None and _are_elsewhere(expected, found):
             raise PerSampleLossError(
                 "the losses of the samples are in another order than the samples, so samples would get the wrong "
                 "losses. Return them in the order of the batch, or pass SelectiveBackprop(..., "
@@ -88,16 +83,24 @@ class Scorer:
             )
 
     def _check_others(self, batch: Any, expected: NDArray[np.float64], samples: int, number: int) -> None:
-        with contextlib.suppress(Exception):  # a step that needs a batch of this size
-            found = self._losses(batch, len(expected), number)
-            # A sum may be divided by the number of samples.
-            away = min(np.abs(found - share * expected).max() for share in (1, samples / len(found)))
-            if away > 0.1 * np.abs(found).max():
-                self._notices.warn(
-                    "the loss of a sample depends on the other samples of its batch (is it contrastive?), so batches "
-                    "of selected samples have other losses than whole ones. Compare with a run without selection",
-                    once="others",
-                )
+        found = self._losses_if_any(batch, len(expected), number)
+        if found is None:
+            return
+        # A sum may be divided by the number of samples.
+        away = min(np.abs(found - share * expected).max() for share in (1, samples / len(found)))
+        if away > 0.1 * np.abs(found).max():
+            self._notices.warn(
+                "the loss of a sample depends on the other samples of its batch (is it contrastive?), so batches of "
+                "selected samples have other losses than whole ones. Compare with a run without selection",
+                once="others",
+            )
+
+    def _losses_if_any(self, batch: Any, samples: int, number: int) -> NDArray[np.float64] | None:
+        """The losses of samples that are not a batch of the program's; None if the step fails on them."""
+        try:
+            return self._losses(batch, samples, number)
+        except Exception:  # of the user's training step: it needs samples that are sorted, or so many of them
+            return None
 
     def losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
         """Return the loss of each sample, shape ``(samples,)``.
@@ -127,12 +130,14 @@ class Scorer:
             module.eval()
             for part, mode in as_trained:
                 part.training = mode
+            random = RandomState.current()
             if self._per_sample_loss is None:
                 takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
                 arguments = (batch, number) if takes_number else (batch,)
                 losses = _explained(lambda: per_sample_losses(lambda: module.training_step(*arguments), samples))
             else:
                 losses = _checked(self._per_sample_loss(module, batch), samples)
+            self._draws = RandomState.current() != random
             return losses.double().cpu().numpy()
 
 
