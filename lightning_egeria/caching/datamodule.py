@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -131,6 +132,7 @@ class FrozenPrefixCache(WrappingDataModule):
                 self._cache, self._host = PrefixCache(owner, self._notices), Budget(self.host_bytes)
                 self._stats, self._validation_stats = CacheStats(), CacheStats()
                 owner.observers.add(self._cache)
+                atexit.register(self._close)  # for a callback that raises in `on_exception`
 
     def train_dataloader(self) -> Any:
         """Return the user's DataLoader, with a plan behind each batch if it can have one."""
@@ -244,6 +246,7 @@ class FrozenPrefixCache(WrappingDataModule):
                 )
 
     def _close(self) -> None:
+        atexit.unregister(self._close)
         if self._bar_entry is not None:
             self._bar_entry.remove()
         if self._cache is not None:

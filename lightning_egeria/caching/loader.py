@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import time
 import weakref
 from collections import deque
@@ -18,8 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_egeria.batches.order import draws_at_once, has_samples_once
 from lightning_egeria.batches.reading import LoaderCopies, stop_workers
 from lightning_egeria.batches.rows import Index, Rows
+from lightning_egeria.batches.spare_worker import Requests, SpareWorker
 from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, load_in_worker, whole
+from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, whole
 from lightning_egeria.caching.outputs import Output
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.caching.stream import Stream
@@ -76,11 +76,12 @@ class Line:
         self.wrap: Callable[[Any], Any] | None = None
         self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
         self.loader: Any = copy.copy(loader)
-        elsewhere = functools.partial(load_in_worker, self.loader, self._dataset) if loader.num_workers else None
-        self.stream = make_stream(self._dataset, elsewhere)
+        self.stream = make_stream(self._dataset, self._load_elsewhere if loader.num_workers else None)
         self._epochs, self._arrived = epochs, arrived
         self._copies = LoaderCopies()
         self._last: Callable[[], Any] = lambda: None  # iterator, while somebody holds it
+        self._planned_loader: DataLoader[Any] | None = None
+        self._spare: SpareWorker | None = None
         kind = type(loader)
 
         def batches(loader: Any) -> Iterator[Any]:
@@ -99,8 +100,14 @@ class Line:
         self.stream.begin_epoch(epoch, epochs)
         self.stream.accounts.loads_ahead = loader.num_workers > 0
         # At once, as the user's does: it draws a random number and starts the workers.
-        iterator = iter(self._planned(loader))
+        planned = self._planned(loader)
+        iterator = iter(planned)
         self._last = weakref.ref(iterator)
+        if planned is not self._planned_loader:  # its workers start now
+            self._planned_loader = planned
+            self._stop_spare()
+            if loader.num_workers and (self.stream.front is not None or loader.persistent_workers):
+                self._start_spare()
         return self._batches(iterator)
 
     def joined(self, parts: Sequence[tuple[Looked, Index]], anew: bool) -> tuple[Any, CachedBatch] | None:
@@ -151,11 +158,28 @@ class Line:
         """Stop the workers, which may have stores of all lines open. Safe to call twice."""
         self._copies.close()
         stop_workers(self._last())
+        self._planned_loader = None
+        self._stop_spare()
 
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""
         self.stop_workers()
         self.stream.close(remove)
+
+    def _load_elsewhere(self, plan: Plan, places: list[tuple[int, int]]) -> list[Tensor]:
+        """Load tensors of samples as the workers do."""
+        found: list[Tensor] = (self._spare or self._start_spare()).load(plan, places)
+        return found
+
+    def _start_spare(self) -> SpareWorker:
+        requests = Requests(self.loader.dataset, self._dataset.tensors)
+        self._spare = SpareWorker(self.loader, requests, WorkerInit(self.loader.worker_init_fn))
+        return self._spare
+
+    def _stop_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.close()
+        self._spare = None
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         try:

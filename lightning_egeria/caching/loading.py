@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, default_collate_fn_map
 
+from lightning_egeria.batches.spare_worker import Requests
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
@@ -236,46 +237,10 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         """Run at the start of a worker process."""
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, (PlannedDataset, Rows)):
+        if info is not None and isinstance(info.dataset, (PlannedDataset, Requests)):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._function is not None:
             self._function(worker)
-
-
-class Rows:
-    """Loads tensors of samples on request, for a worker process."""
-
-    def __init__(self, planned: PlannedDataset) -> None:
-        self._planned = planned
-
-    @property
-    def dataset(self) -> Any:
-        """The user's dataset."""
-        return self._planned.dataset
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitems__(self, request: tuple[Plan, list[tuple[int, int]]]) -> list[Tensor]:
-        return self._planned.tensors(*request)
-
-
-def load_in_worker(
-    loader: DataLoader[Any], planned: PlannedDataset, plan: Plan, places: list[tuple[int, int]]
-) -> list[Tensor]:
-    """Load tensors of samples in a new worker process, set up as those of a DataLoader."""
-    with preserved_random_state():
-        rows: Any = DataLoader(
-            Rows(planned),  # type: ignore[arg-type]  # it is asked for requests instead of indices
-            batch_sampler=[(plan, places)],  # type: ignore[list-item]  # a request
-            collate_fn=as_it_is,
-            num_workers=1,
-            worker_init_fn=WorkerInit(loader.worker_init_fn),
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=torch.Generator(),
-        )
-        (found,) = rows
-    return list(found)
 
 
 def whole(plan: Plan, samples: Kept, load: Callable[[list[tuple[int, int]]], list[Tensor]]) -> list[Any]:

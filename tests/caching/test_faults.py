@@ -185,3 +185,35 @@ def test_an_error_of_a_frozen_layer_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(IndexError, match="out of range"):
         run.fit(module, loader(data, shuffle=False), at(2, spoil), cache={"cache_dir": None}, schedule={1: 1})
     assert not [*(tmp_path / "home").rglob(ENTRIES)]
+
+
+ENDS_BADLY = """
+import sys
+from pathlib import Path
+from programs.harness import Run
+from programs.parts import Classifier, at, on
+from lightning_egeria.stores.manifest import ENTRIES
+
+def stop(trainer, module):
+    raise ZeroDivisionError
+
+def fails(*args):
+    print(len([*Path(sys.argv[1]).rglob(ENTRIES)]))
+    raise ValueError
+
+run = Run(True, Path(sys.argv[1]) / "run")
+run.fit(Classifier(), None, on(on_exception=fails), at(14, stop), max_epochs=4, cache={"cache_dir": None})
+"""
+
+
+@pytest.mark.slow
+def test_an_error_in_on_exception_leaves_no_entries(tmp_path):
+    """Lightning ends nothing then."""
+    folders = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": folders}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_BADLY, str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    assert "ValueError" in done.stderr
+    assert int(done.stdout.split()[-1]) > 0
+    assert not [*tmp_path.rglob(ENTRIES)]

@@ -87,3 +87,41 @@ def test_options_of_workers(compare, options):
 
 def test_sample_knows_its_worker(compare):
     compare(lambda run: run.fit(Three(), loader(KnowsItsWorker(), num_workers=2)), served=None)
+
+
+class Items(Dataset):
+    def __init__(self):
+        self.items = [vectors()[index] for index in range(SAMPLES)]
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+def _shrinks(data):
+    del data.items[SAMPLES // 2 :]
+
+
+def _doubles(data):
+    data.items = [(2 * x, y) for x, y in data.items]
+
+
+@pytest.mark.parametrize(
+    ("change", "persistent"),
+    [
+        (_shrinks, False),
+        (_doubles, True),
+        pytest.param(_shrinks, True, marks=pytest.mark.slow),
+        pytest.param(_doubles, False, marks=pytest.mark.slow),
+    ],
+)
+def test_data_that_change_while_workers_load(compare, change, persistent):
+    def program(run):
+        data = Items()
+        changes = on(on_train_batch_end=lambda *args: change(data) if run.batches == 13 else None)
+        workers = loader(data, num_workers=2, persistent_workers=persistent)
+        run.fit(Classifier(), workers, _reads(run), changes, max_epochs=5)
+
+    compare(program)
