@@ -252,6 +252,11 @@ def _joined(column: Sequence[tuple[Any, Index]]) -> Any:
     return joined([(values, rows.tolist()) for values, rows in column])
 
 
+def _has_twice(order: Sequence[int] | None) -> bool:
+    """Whether a collate function has taken a sample twice, so that rows are not samples."""
+    return order is not None and len(set(order)) < len(order)
+
+
 class CachedLookahead:
     """A `batches.reading.Lookahead` of the training loader.
 
@@ -277,7 +282,7 @@ class CachedLookahead:
         if not isinstance(last, CachedBatch):
             return last.ids if last is not None else ()
         ids, order = last.plan.ids, last.tape.order
-        return ids if order is None else tuple(ids[position] for position in order)
+        return ids if order is None or _has_twice(order) else tuple(ids[position] for position in order)
 
     def wrap_collate(self, wrap: Callable[[Any], Any]) -> None:
         """Have the collate function wrapped where nothing is cached."""
@@ -286,7 +291,9 @@ class CachedLookahead:
     def last(self, batch: Rows) -> Looked | None:
         """Return what is known of the last batch; None of one without the cache."""
         last = self._line.last
-        return Looked(last, batch, self.last_ids()) if isinstance(last, CachedBatch) else None
+        if not isinstance(last, CachedBatch) or _has_twice(last.tape.order):
+            return None
+        return Looked(last, batch, self.last_ids())
 
     def joined(self, parts: Sequence[tuple[Looked | None, Index]], anew: bool = True) -> Any:
         """Return some rows of batches as one; None if the cache does not know all of them."""

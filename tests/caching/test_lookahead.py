@@ -104,6 +104,35 @@ def test_samples_are_those_of_the_rows_where_collate_sorts():
     assert cache.stats.hits > 0
 
 
+@pytest.mark.filterwarnings("ignore:cache. the cache of training is off")
+def test_a_collate_function_takes_samples_twice():
+    """So rows of a tensor are not samples."""
+
+    def joined(samples):
+        both = torch.stack([sample[0] for sample in samples] * 2)
+        return {"x": both[: len(samples)], "more": [both[6:]], "y": torch.stack([sample[1] for sample in samples])}
+
+    class Both(Classifier):
+        def training_step(self, batch, batch_idx):
+            x = batch["x"] + batch["more"][0].mean()
+            return super().training_step((x, batch["y"]), batch_idx)
+
+    def loss(module, batch):
+        return nn.functional.cross_entropy(module.net(batch["x"]), batch["y"], reduction="none")
+
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(0)
+        module = Both(ConvNet(dropout=0))
+        batches = DataLoader(images(48), 8, shuffle=True, collate_fn=joined)
+        source = FrozenPrefixCache(batches, min_free_bytes=0) if cached else batches
+        data = SelectiveBackprop(source, mode="in_batch", per_sample_loss=loss)
+        fit(module, scripted({3: 1}), data=data, epochs=3)
+        found.append(module)
+    assert found[0].losses == found[1].losses
+    assert equal(*found)
+
+
 def test_without_a_freeze_it_is_out_of_the_way():
     found = []
     for cached in (False, True):
