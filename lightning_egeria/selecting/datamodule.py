@@ -97,6 +97,8 @@ class SelectiveBackprop(WrappingDataModule):
             raise ArgumentError(f"share must be a number in (0, 1], got {share!r}")
         if share is not None and mode == "queue":
             raise ArgumentError("share is for mode='in_batch'; with mode='queue', beta decides how much is kept")
+        if schedule == "used" and mode == "in_batch":
+            raise ArgumentError("schedule='used' is for mode='queue'; with mode='in_batch' each batch is trained")
         check_integers(0, staleness=staleness, seed=seed)
         if per_sample_loss is not None and not callable(per_sample_loss):
             raise ArgumentError(f"per_sample_loss must be a function, got {per_sample_loss!r}")

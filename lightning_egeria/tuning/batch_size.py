@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.training.adapted_loader import AdaptedLoader
@@ -217,7 +217,7 @@ class BatchSize:
 
     def _adapt(self, loader: Any, trainer: pl.Trainer, tell: Callable[[str], None]) -> Any:
         try:
-            own = getattr(loader, "batch_sampler", None)
+            own = loader.batch_sampler if isinstance(loader, DataLoader) else None
             if own is not None and type(own) is not BatchSampler:
                 raise UnsupportedError(
                     f"the batch sampler {type(own).__name__} chooses which samples are in a batch, so batch_size "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -218,6 +218,8 @@ class Tunables:
                 raise ArgumentError(
                     f"the values of {name!r} must be Choice, Uniform, LogUniform or Custom, got {space!r:.60}"
                 )
+        for name, other in _same_value(spaces):
+            raise ArgumentError(f"{name!r} and {other!r} set the same value. Leave out one of them")
         self.spaces = {name: one.space if isinstance(one, Custom) else one for name, one in spaces.items()}
         self._tunables = {
             name: one if isinstance(one, Custom) else _named(name, one)
@@ -294,6 +296,16 @@ def freezer_of(trainer: pl.Trainer) -> Freezer | None:
     """Return the freezer of the Trainer's callback that freezes; None without one, and before its first step."""
     freezing = freezing_of(trainer)
     return freezing.freezer if freezing is not None else None
+
+
+def _same_value(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of names of one value: that of all parameter groups is read from the first one."""
+    first = {name.removeprefix("groups.0."): name for name in names if name.startswith("groups.0.")}
+    known = set(names)
+    yield from ((name, first[name]) for name in sorted(known & set(first)))
+    for beta in ("betas.0", "groups.0.betas.0"):
+        if "momentum" in known and beta in known:
+            yield "momentum", beta
 
 
 _NAMED: dict[str, Callable[[], Tunable]] = {

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # 
         ({"share": 0.5}, "share is for mode='in_batch'"),
         ({"mode": "batch"}, "mode must be one of 'queue', 'in_batch', got 'batch'"),
         ({"schedule": "epoch"}, "schedule must be one of 'seen', 'used', got 'epoch'"),
+        ({"schedule": "used", "mode": "in_batch"}, "schedule='used' is for mode='queue'"),
         ({"history": 0}, "history must be an integer of at least 1, got 0"),
         ({"staleness": 1.5}, "staleness must be an integer of at least 0, got 1.5"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),

@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from models import Classifier, ConvNet, equal, fit, images
 from planned import Planned
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
@@ -215,6 +216,8 @@ def test_what_cannot_change_is_refused():
         fit(Slow(), tuner(), data=chosen)
     with pytest.raises(TrainingDataError, match="come from a dict"):
         fit(Slow(), tuner(), data={"a": data()})
+    with pytest.raises(TrainingDataError, match="come from a CombinedLoader"):
+        fit(Slow(), tuner(), data=CombinedLoader([data(), data()]))
     with pytest.raises(TrainingDataError, match="the order of Unrepeatable cannot be repeated"):
         fit(Slow(), tuner((RATE, 16)), data=DataLoader(samples(), sampler=Unrepeatable(), batch_size=8))
 

@@ -135,3 +135,10 @@ def test_a_custom_tunable_needs_a_space_and_two_functions(arguments):
 def test_tunables_are_a_mapping(tunables):
     with pytest.raises(ArgumentError, match="tunables must name at least one thing"):
         Tunables(tunables)
+
+
+@pytest.mark.parametrize("names", [("lr", "groups.0.lr"), ("momentum", "betas.0"), ("betas.0", "groups.0.betas.0")])
+def test_two_tunables_of_one_value_are_refused(names):
+    with pytest.raises(ArgumentError, match=f"'{names[0]}' and '{names[1]}' set the same value"):
+        Tunables(dict.fromkeys(names, Choice([0.1, 0.2])))
+    Tunables({names[0]: Choice([0.1, 0.2]), "groups.1.lr": Choice([0.1])})
