@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria.batches.rows import Index, Rows
+from lightning_egeria.batches.worker_calls import CallableWorkers
 
 T = TypeVar("T")
 
@@ -134,6 +135,20 @@ class LoaderCopies:
             self.close()
             self._kept = (settings, copy)
         return copy
+
+    def with_calls(self, loader: DataLoader[Any], **parts: Any) -> tuple[DataLoader[Any], CallableWorkers | None]:
+        """Return a copy whose workers can be called as long as the copy is there, and its workers.
+
+        Args:
+            loader: as in `of`.
+            parts: as in `of`.
+        """
+        if not loader.num_workers:
+            return self.of(loader, **parts), None
+        context = CallableWorkers(loader.multiprocessing_context)
+        copy = self.of(loader, multiprocessing_context=context, persistent_workers=True, **parts)
+        found: Any = copy.multiprocessing_context  # of the epoch before, if its workers were kept
+        return copy, found
 
     def close(self) -> None:
         """Stop workers that were kept for the next epoch. Safe to call twice."""

@@ -173,8 +173,8 @@ class FrozenPrefixCache(WrappingDataModule):
         views, observes = (self.augmentation_views, owner.will_compare) if training else (0, lambda _: False)
         stats = self._stats if training else self._validation_stats
 
-        def make_stream(dataset: PlannedDataset, elsewhere: Any) -> Stream:
-            return Stream(name, dataset, directory, limits, views, self.seed, observes, elsewhere, self._notices, stats)
+        def make_stream(dataset: PlannedDataset, load: Any) -> Stream:
+            return Stream(name, dataset, directory, limits, views, self.seed, observes, load, self._notices, stats)
 
         arrived = cache.arrived_for_training if training else cache.arrived_for_validation
         line = Line(loader, make_stream, self._epochs if training else lambda once: (0, None), arrived)

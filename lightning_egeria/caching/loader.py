@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_egeria.batches.order import draws_at_once, has_samples_once
 from lightning_egeria.batches.reading import LoaderCopies, stop_workers
 from lightning_egeria.batches.rows import Index, Rows
-from lightning_egeria.batches.spare_worker import Requests, SpareWorker
+from lightning_egeria.batches.worker_calls import CallableWorkers
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, whole
 from lightning_egeria.caching.outputs import Output
@@ -54,7 +54,7 @@ class Line:
 
     Args:
         loader: the user's DataLoader; `why_not` returns None for it.
-        make_stream: makes the stream; gets the dataset, and a function that loads samples in a worker process, or None.
+        make_stream: makes the stream; gets the dataset, and a function that loads tensors of a batch's samples.
         epochs: returns the number of the epoch, and of all epochs or None.
         arrived: called with each batch that is handed on, or None for one without the cache; and at the end.
 
@@ -76,12 +76,12 @@ class Line:
         self.wrap: Callable[[Any], Any] | None = None
         self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
         self.loader: Any = copy.copy(loader)
-        self.stream = make_stream(self._dataset, self._load_elsewhere if loader.num_workers else None)
+        self.stream = make_stream(self._dataset, self._load)
         self._epochs, self._arrived = epochs, arrived
         self._copies = LoaderCopies()
         self._last: Callable[[], Any] = lambda: None  # iterator, while somebody holds it
-        self._planned_loader: DataLoader[Any] | None = None
-        self._spare: SpareWorker | None = None
+        self._copy: DataLoader[Any] | None = None  # its workers are there until the next one is made
+        self._workers: CallableWorkers | None = None
         kind = type(loader)
 
         def batches(loader: Any) -> Iterator[Any]:
@@ -100,14 +100,9 @@ class Line:
         self.stream.begin_epoch(epoch, epochs)
         self.stream.accounts.loads_ahead = loader.num_workers > 0
         # At once, as the user's does: it draws a random number and starts the workers.
-        planned = self._planned(loader)
-        iterator = iter(planned)
+        self._copy, self._workers = self._planned(loader)
+        iterator = iter(self._copy)
         self._last = weakref.ref(iterator)
-        if planned is not self._planned_loader:  # its workers start now
-            self._planned_loader = planned
-            self._stop_spare()
-            if loader.num_workers and (self.stream.front is not None or loader.persistent_workers):
-                self._start_spare()
         return self._batches(iterator)
 
     def joined(self, parts: Sequence[tuple[Looked, Index]], anew: bool) -> tuple[Any, CachedBatch] | None:
@@ -132,6 +127,7 @@ class Line:
         else:
             lazy, fields = ([getattr(one.cached, name)[row] for one, row in places] for name in ("lazy", "fields"))
             loaded = Loaded(batch, plan, tuple(lazy), tuple(fields))
+        loaded.workers = tuple(one.cached.loaded.workers[at] for one, rows in parts for at in one.positions(rows))
         given, cached = self.stream.receive(loaded, time.perf_counter() - started)
         if cached is None:
             return None
@@ -158,28 +154,24 @@ class Line:
         """Stop the workers, which may have stores of all lines open. Safe to call twice."""
         self._copies.close()
         stop_workers(self._last())
-        self._planned_loader = None
-        self._stop_spare()
+        self._copy = None
 
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""
         self.stop_workers()
         self.stream.close(remove)
 
-    def _load_elsewhere(self, plan: Plan, places: list[tuple[int, int]]) -> list[Tensor]:
-        """Load tensors of samples as the workers do."""
-        found: list[Tensor] = (self._spare or self._start_spare()).load(plan, places)
-        return found
-
-    def _start_spare(self) -> SpareWorker:
-        requests = Requests(self.loader.dataset, self._dataset.tensors)
-        self._spare = SpareWorker(self.loader, requests, WorkerInit(self.loader.worker_init_fn))
-        return self._spare
-
-    def _stop_spare(self) -> None:
-        if self._spare is not None:
-            self._spare.close()
-        self._spare = None
+    def _load(self, loaded: Loaded, places: list[tuple[int, int]]) -> list[Tensor]:
+        """Load tensors of samples in the processes that have loaded the samples, or here if these have ended."""
+        found: dict[tuple[int, int], Tensor] = {}
+        for worker in dict.fromkeys(loaded.workers[position] for position, _ in places):
+            wanted = [(position, number) for position, number in places if loaded.workers[position] == worker]
+            if worker is not None and self._workers is not None and self._workers.has(worker):
+                tensors = self._workers.call(worker, loaded.plan, wanted)
+            else:
+                tensors = self._dataset.tensors(loaded.plan, wanted)
+            found.update(zip(wanted, tensors, strict=True))
+        return [found[place] for place in places]
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         try:
@@ -200,10 +192,10 @@ class Line:
         finally:
             self._arrived(None)
 
-    def _planned(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """A DataLoader that is asked for plans instead of indices."""
+    def _planned(self, loader: DataLoader[Any]) -> tuple[DataLoader[Any], CallableWorkers | None]:
+        """A DataLoader that is asked for plans instead of indices, and its workers."""
         ahead = LOOK_AHEAD_BATCHES if draws_at_once(loader) and loader.num_workers == 0 else 0
-        return self._copies.of(
+        return self._copies.with_calls(
             loader,
             dataset=self._dataset,
             batch_sampler=_Plans(loader.batch_sampler, self.stream, ahead),

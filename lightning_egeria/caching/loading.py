@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, default_collate_fn_map
 
-from lightning_egeria.batches.spare_worker import Requests
+from lightning_egeria.batches.worker_calls import answer_calls, this_worker
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
@@ -119,6 +119,7 @@ class PlannedDataset:
             plan,
             tuple(position in samples.stored for position in range(size)),
             tuple(fields.get(position) for position in range(size)),
+            (this_worker(),) * size,
         )
 
     def tensors(self, plan: Plan, places: list[tuple[int, int]]) -> list[Tensor]:
@@ -237,7 +238,8 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         """Run at the start of a worker process."""
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, (PlannedDataset, Requests)):
+        if info is not None and isinstance(info.dataset, PlannedDataset):
+            answer_calls(info.dataset.tensors)
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._function is not None:
             self._function(worker)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_egeria.batches.tree import change_leaves
+from lightning_egeria.batches.worker_calls import Worker
 from lightning_egeria.lazy.tensors import LazyTensor
 
 
@@ -99,6 +100,7 @@ class Loaded:
         plan: its plan, with the mode that it was really loaded in.
         lazy: whether each sample came from a store, without its inputs.
         fields: encoded fields of each sample that was loaded; None for one that cannot be encoded.
+        workers: worker process that has loaded each sample; None for this process.
         structure: structure of the samples; None if they differ.
         drew: what loading the samples drew from or changed: a global random generator, or an attribute of the dataset.
         differ: whether samples differ in their structure, so that the batch has none.
@@ -110,6 +112,7 @@ class Loaded:
     plan: Plan
     lazy: tuple[bool, ...] = ()
     fields: tuple[bytes | None, ...] = ()
+    workers: tuple[Worker | None, ...] = ()
     structure: Any = None
     drew: str | None = None
     differ: bool = False

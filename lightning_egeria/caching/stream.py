@@ -47,7 +47,7 @@ class Stream:
         views: variants of each sample to cache; 0 loads samples as they come.
         seed: seed of the views.
         observes: whether a batch so many ahead needs its real input.
-        load_elsewhere: loads tensors of samples in a process like the loader's workers; None loads them in this one.
+        load: loads tensors of samples of a batch.
         notices: takes messages.
         stats: counts what is done; None makes one.
 
@@ -70,7 +70,7 @@ class Stream:
         views: int,
         seed: int,
         observes: Callable[[int], bool],
-        load_elsewhere: Callable[[Plan, list[tuple[int, int]]], list[Tensor]] | None,
+        load: Callable[[Loaded, list[tuple[int, int]]], list[Tensor]],
         notices: Notices,
         stats: CacheStats | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Stream:
         self.levels = LevelSet(directory, limits, self.stats, notices, dataset.close)
         self.level_at = self.levels.at
         self._name, self._dataset, self._views = name, dataset, views
-        self._load_elsewhere, self._notices = load_elsewhere, notices
+        self._load, self._notices = load, notices
         self._planner = Planner(dataset, self.levels, views, seed, observes, notices)
         self._trials = Trials(name, dataset, self._planner, self.levels, self.outside, views, seed)
         self.accounts = Accounts(self.stats)
@@ -197,7 +197,7 @@ class Stream:
     def load(self, batch: CachedBatch, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load tensors of samples."""
         with self.accounts.loading():
-            return (self._load_elsewhere or self._dataset.tensors)(batch.plan, places)
+            return self._load(batch.loaded, places)
 
     def judge_length(self, level: Level, node: Node) -> None:
         """Find out whether entries of a level serve batches of other lengths, unless that is known."""

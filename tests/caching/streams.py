@@ -57,8 +57,12 @@ class Drive:
         host = Budget(limits.pop("host_bytes", 10**9))
         room = Limits(**{"max_bytes": 10**9, "min_free_bytes": 0, "host": host, "device_bytes": 0} | limits)
         directory, self.notices = CacheDirectory(folder / "cache"), Notices("cache")
+
+        def load(loaded, places):
+            return self.planned.tensors(loaded.plan, places)
+
         self.stream = Stream(
-            "training", self.planned, directory, room, views, 0, observes, None, self.notices, CacheStats()
+            "training", self.planned, directory, room, views, 0, observes, load, self.notices, CacheStats()
         )
         self.front, self.batches = new_front(depth, self.net), []
         self.stream.start(self.front, keep=False)
