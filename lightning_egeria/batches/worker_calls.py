@@ -42,18 +42,18 @@ class CallableWorkers(BaseContext):
     """
 
     def __init__(self, base: BaseContext | None) -> None:
-        self._base = cast(Any, base if base is not None else multiprocessing.get_context())
-        self.Process = self._base.Process
+        self._chosen = cast(Any, base if base is not None else multiprocessing.get_context())
+        self.Process = self._chosen.Process
         self._owner = os.getpid()
         self._queues: dict[int, _Queue] = {}
 
     def get_context(self, method: str | None = None) -> Any:
         """Return the context that the user chose, or that of a method."""
-        return self._base.get_context(method)
+        return self._chosen.get_context(method)
 
     def Queue(self, maxsize: int = 0) -> _Queue:  # noqa: N802  # as DataLoader calls it
         """Return a queue for one worker."""
-        found = _Queue(next(_numbers), self._base)
+        found = _Queue(next(_numbers), self._chosen)
         self._queues[found.number] = found
         return found
 

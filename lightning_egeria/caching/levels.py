@@ -100,6 +100,7 @@ class Level:
         lengths: of the rows of a ragged form, ``[entries]``; 0 where it is not known.
         padded: whether entries of a ragged form serve batches of other lengths.
         doubts: as in `LevelSet`.
+        returned: number of samples that were loaded again and were those of their entries.
     """
 
     depth: int
@@ -113,9 +114,11 @@ class Level:
     lengths: npt.NDArray[np.int32]
     padded: Lengths = dataclasses.field(default_factory=Lengths)
     doubts: int = 0
+    returned: int = 0
 
     def verify(self, entry: int, doubts: int) -> None:
         """An entry was compared with its sample, which was planned when there had been so many doubts."""
+        self.returned += 1
         if doubts == self.doubts:  # else the sample may have been loaded before it changed
             self.verified[entry] = True
 

@@ -28,6 +28,7 @@ CHECK_EVERY_N_BATCHES = 200
 FIRST_CHECK = 20
 CHECKED_SHARE = 8  # of a batch, an eighth, is compared in the first batch of an epoch
 LEAST_CHECKED = 2  # samples
+LEAST_RETURNED = 16  # samples that must be the same again before any is left out
 QUICK_S = 0.0005  # a look at the dataset that takes less is taken before each batch
 
 
@@ -181,12 +182,11 @@ class Planner:
     def doubt_samples(self) -> None:
         """A sample has changed that was not in doubt: all are compared with their entries before these are used."""
         if self.leaves_out:
-            self._notices.inform(
-                "samples change where the cache cannot see it (a generator of their own, or an attribute out of "
-                "reach?), so they are loaded and compared with their entries",
-                once="samples",
-            )
             self._levels.forget_verified(None, self._views)
+        self.load_all(
+            "samples change where the cache cannot see it (a generator of their own, or an attribute out of reach?), "
+            "so they are loaded and compared with their entries"
+        )
 
     def load_all(self, reason: str) -> None:
         """Leave out no more inputs, and tell why."""
@@ -233,7 +233,8 @@ class Planner:
                 reads.append(self._read(plan, level, places, entries, front))
         checked = self._places_to_check(stored) if checks and proven else np.empty(0, np.int64)
         plan = dataclasses.replace(plan, checks=tuple(checked.tolist()))
-        if not self.leaves_out or not self.inputs or proven is None:
+        new = all(level.returned < min(LEAST_RETURNED, len(self._dataset)) for level in levels)
+        if not self.leaves_out or not self.inputs or proven is None or new:  # if samples are random, it shows first
             return plan
         stored[checked] = -1  # they are loaded
         stamps = np.zeros(size, np.uint64)

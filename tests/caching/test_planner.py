@@ -59,6 +59,14 @@ def test_stored_samples_are_left_out(drive):
     assert [number >= 0 for number in first.stored] == [False, False, True, True, True, True]
 
 
+def test_none_is_left_out_before_some_came_back(drive, monkeypatch):
+    monkeypatch.setattr("lightning_egeria.caching.planner.LEAST_RETURNED", 10)
+    one = recorded(drive())
+    one.epoch()
+    assert len(one.data.loaded) == 12  # two batches of six
+    assert one.stats.not_loaded == 12
+
+
 def test_doubtful_samples_are_loaded_at_the_last_look(drive):
     one = recorded(drive(), order=[0, 1, 2, 3, 4, 5])
     _, plan = plans(one, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
