@@ -1,5 +1,7 @@
 """Worker processes of the training loader."""
 
+import functools
+import multiprocessing
 import random
 
 import numpy as np
@@ -123,5 +125,58 @@ def test_data_that_change_while_workers_load(compare, change, persistent):
         changes = on(on_train_batch_end=lambda *args: change(data) if run.batches == 13 else None)
         workers = loader(data, num_workers=2, persistent_workers=persistent)
         run.fit(Classifier(), workers, _reads(run), changes, max_epochs=5)
+
+    compare(program)
+
+
+class OfItsWorker(Dataset):
+    """Samples are those of the worker that loads them, which is set up once."""
+
+    offset = None
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        assert get_worker_info().num_workers == 2
+        x, y = vectors()[index]
+        return x + self.offset + random.Random(get_worker_info().seed + index).gauss(0, self.noise), y
+
+
+def _set_up(noise, worker):
+    data = get_worker_info().dataset
+    assert data.offset is None
+    data.offset, data.noise = torch.randn(1), noise
+
+
+@pytest.mark.parametrize(
+    ("noise", "persistent"),
+    [
+        (0, True),
+        (0.1, False),
+        pytest.param(0, False, marks=pytest.mark.slow),
+        pytest.param(0.1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_samples_of_their_worker(compare, noise, persistent):
+    def program(run):
+        start = functools.partial(_set_up, noise)
+        data = loader(OfItsWorker(), num_workers=2, persistent_workers=persistent, worker_init_fn=start)
+        run.fit(Classifier(), data, _reads(run), max_epochs=5)
+
+    compare(program, served=None)
+
+
+@pytest.mark.slow
+def test_a_child_process_reads_the_batch(compare):
+    def program(run):
+        def read(trainer, module, outputs, batch, number):
+            if run.batches % 3 == 2:
+                child = multiprocessing.get_context("fork").Process(target=lambda: batch[0].sum())
+                child.start()
+                child.join()
+                run.note(torch.tensor(child.exitcode))
+
+        run.fit(Classifier(), loader(num_workers=2), on(on_train_batch_end=read), max_epochs=4)
 
     compare(program)
