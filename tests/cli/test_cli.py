@@ -190,6 +190,7 @@ def test_the_help_has_the_docstrings(capsys, monkeypatch, option, name, words):
         assert word in text
 
 
+@pytest.mark.slow
 def test_short_names_are_known_after_the_import_of_the_package(tmp_path):
     program = """
 from contextlib import suppress

@@ -29,6 +29,7 @@ def test_one_process_trains_as_without_a_pipeline():
     assert plan.devices == 1
 
 
+@pytest.mark.slow
 def test_four_ranks_train_as_one_and_fail_together():
     results = all_well(in_ranks(4, many_checks, FOUR, 4))
     first = results[0]
