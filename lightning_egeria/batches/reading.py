@@ -109,7 +109,7 @@ class BatchSource:
 
 
 class LoaderCopies:
-    """Copies of the user's DataLoader with other parts, kept for the next epoch if its workers are."""
+    """Copies of the user's DataLoader with other parts; the last one is used again if its workers are."""
 
     _SETTINGS = (
         *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -127,17 +127,17 @@ class LoaderCopies:
             parts: arguments of the DataLoader that are not the user's.
         """
         settings = (loader.batch_sampler, loader.num_workers, loader.worker_init_fn, loader.generator)
-        if self._kept is not None and self._kept[0] == settings:
+        if loader.persistent_workers and self._kept is not None and self._kept[0] == settings:
             return self._kept[1]
         arguments = {name: getattr(loader, name) for name in self._SETTINGS if hasattr(loader, name)}
         copy: DataLoader[Any] = DataLoader(**{**arguments, **parts})
         if loader.persistent_workers:
             self.close()
-            self._kept = (settings, copy)
+        self._kept = (settings, copy)
         return copy
 
     def with_calls(self, loader: DataLoader[Any], **parts: Any) -> tuple[DataLoader[Any], CallableWorkers | None]:
-        """Return a copy whose workers can be called as long as the copy is there, and its workers.
+        """Return a copy whose workers can be called until the next copy is made, and its workers.
 
         Args:
             loader: as in `of`.
@@ -151,16 +151,11 @@ class LoaderCopies:
         return copy, found
 
     def close(self) -> None:
-        """Stop workers that were kept for the next epoch. Safe to call twice."""
-        if self._kept is not None and (iterator := vars(self._kept[1]).get("_iterator")) is not None:
-            stop_workers(iterator)
+        """Stop workers that the last copy has kept. Safe to call twice."""
+        iterator = vars(self._kept[1]).get("_iterator") if self._kept is not None else None
+        if iterator is not None:
+            iterator._shutdown_workers()
         self._kept = None
-
-
-def stop_workers(iterator: Any) -> None:
-    """Stop the worker processes of an iterator of a DataLoader, if it has any. Safe to call twice."""
-    if (stop := getattr(iterator, "_shutdown_workers", None)) is not None:
-        stop()
 
 
 def numbered(batches: Iterator[T], total: int | None) -> Iterator[tuple[int, T, bool]]:

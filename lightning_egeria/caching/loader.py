@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria.batches.order import draws_at_once, has_samples_once
-from lightning_egeria.batches.reading import LoaderCopies, stop_workers
+from lightning_egeria.batches.reading import LoaderCopies
 from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.batches.worker_calls import CallableWorkers
 from lightning_egeria.caching.batch import CachedBatch
@@ -79,8 +78,6 @@ class Line:
         self.stream = make_stream(self._dataset, self._load)
         self._epochs, self._arrived = epochs, arrived
         self._copies = LoaderCopies()
-        self._last: Callable[[], Any] = lambda: None  # iterator, while somebody holds it
-        self._copy: DataLoader[Any] | None = None  # its workers are there until the next one is made
         self._workers: CallableWorkers | None = None
         kind = type(loader)
 
@@ -100,10 +97,8 @@ class Line:
         self.stream.begin_epoch(epoch, epochs)
         self.stream.accounts.loads_ahead = loader.num_workers > 0
         # At once, as the user's does: it draws a random number and starts the workers.
-        self._copy, self._workers = self._planned(loader)
-        iterator = iter(self._copy)
-        self._last = weakref.ref(iterator)
-        return self._batches(iterator)
+        planned, self._workers = self._planned(loader)
+        return self._batches(iter(planned))
 
     def joined(self, parts: Sequence[tuple[Looked, Index]], anew: bool) -> tuple[Any, CachedBatch] | None:
         """Return some rows of batches as one batch; None if the cache does not know all of them.
@@ -153,8 +148,6 @@ class Line:
     def stop_workers(self) -> None:
         """Stop the workers, which may have stores of all lines open. Safe to call twice."""
         self._copies.close()
-        stop_workers(self._last())
-        self._copy = None
 
     def close(self, remove: bool) -> None:
         """Stop the workers and the stream; ``remove`` its stores, or leave them. Safe to call twice."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,7 +46,6 @@ class Scorer:
         self._per_sample_loss = per_sample_loss
         self._notices = Notices("selective backprop")
         self._copies = False  # the training step changes its batch in place
-        self._draws = False  # it drew random numbers when losses were last computed
 
     def check(self, moved: Callable[[], Any], samples: int, number: int) -> None:
         """Compute losses to find out whether they can be had. No random number of the process moves.
@@ -64,10 +64,13 @@ class Scorer:
             # What a cache holds of a batch is in its order.
             shuffled = None if self._from_cache else copy.deepcopy(Rows.of(batch, samples).take(order).batch())
             versions = [leaf._version for leaf in tensor_leaves(batch)]
-            losses = self._losses(batch, samples, number)
+            with self._rehearsed():
+                random = RandomState.current()
+                losses = self._read(batch, samples, number)
+                draws = RandomState.current() != random
             self._copies = self._copies or versions != [leaf._version for leaf in tensor_leaves(batch)]
             if shuffled is not None:
-                few = samples // 2 if self._per_sample_loss is None and not self._draws and samples > 2 else 0
+                few = samples // 2 if self._per_sample_loss is None and not draws and samples > 2 else 0
                 half = copy.deepcopy(Rows.of(shuffled, samples).take(np.arange(few)).batch()) if few else None
                 self._check_order(shuffled, losses[order], number)
                 if half is not None:
@@ -123,6 +126,12 @@ class Scorer:
         return freezer.prefix.with_own_mode() if freezer is not None else []
 
     def _losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
+        with self._rehearsed():
+            return self._read(batch, samples, number)
+
+    @contextlib.contextmanager
+    def _rehearsed(self) -> Iterator[None]:
+        """Let the module be in evaluation mode, without gradients and traces."""
         module = self._trainer.lightning_module
         without = nothing_trains(module) if self._from_cache else torch.no_grad()
         with rehearsal(module), without, self._trainer.precision_plugin.train_step_context():
@@ -130,15 +139,17 @@ class Scorer:
             module.eval()
             for part, mode in as_trained:
                 part.training = mode
-            random = RandomState.current()
-            if self._per_sample_loss is None:
-                takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-                arguments = (batch, number) if takes_number else (batch,)
-                losses = _explained(lambda: per_sample_losses(lambda: module.training_step(*arguments), samples))
-            else:
-                losses = _checked(self._per_sample_loss(module, batch), samples)
-            self._draws = RandomState.current() != random
-            return losses.double().cpu().numpy()
+            yield
+
+    def _read(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
+        module = self._trainer.lightning_module
+        if self._per_sample_loss is None:
+            takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+            arguments = (batch, number) if takes_number else (batch,)
+            losses = _explained(lambda: per_sample_losses(lambda: module.training_step(*arguments), samples))
+        else:
+            losses = _checked(self._per_sample_loss(module, batch), samples)
+        return losses.double().cpu().numpy()
 
 
 def _are_elsewhere(expected: NDArray[np.float64], found: NDArray[np.float64]) -> bool:

@@ -298,14 +298,12 @@ def freezer_of(trainer: pl.Trainer) -> Freezer | None:
     return freezing.freezer if freezing is not None else None
 
 
-def _same_value(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of names of one value: that of all parameter groups is read from the first one."""
-    first = {name.removeprefix("groups.0."): name for name in names if name.startswith("groups.0.")}
+def _same_value(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return pairs of names of one value: that of all parameter groups is read from the first one."""
     known = set(names)
-    yield from ((name, first[name]) for name in sorted(known & set(first)))
-    for beta in ("betas.0", "groups.0.betas.0"):
-        if "momentum" in known and beta in known:
-            yield "momentum", beta
+    pairs = [(name, f"groups.0.{name}") for name in sorted(known)]
+    pairs += [("momentum", "betas.0"), ("momentum", "groups.0.betas.0")]
+    return [pair for pair in pairs if known.issuperset(pair)]
 
 
 _NAMED: dict[str, Callable[[], Tunable]] = {
