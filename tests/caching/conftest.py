@@ -4,6 +4,8 @@ import pytest
 from programs import harness
 from streams import Drive
 
+from lightning_egeria.stores.background import WriteBehind
+
 
 @pytest.fixture
 def compare(tmp_path):
@@ -24,3 +26,16 @@ def drive(tmp_path, monkeypatch):
     yield make
     for one in opened:
         one.close()
+
+
+@pytest.fixture
+def written_at_once(monkeypatch):
+    """Training waits until an entry is written, so that how many samples come from the cache is always the same."""
+    submit = WriteBehind.submit
+
+    def waits(self, job, size):
+        taken = submit(self, job, size)
+        self.finish()
+        return taken
+
+    monkeypatch.setattr(WriteBehind, "submit", waits)

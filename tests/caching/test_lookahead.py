@@ -58,6 +58,7 @@ def _it_pays(monkeypatch):
         {"mode": "in_batch", "beta": 0, "share": 0.5},
     ],
 )
+@pytest.mark.usefixtures("written_at_once")
 def test_selection_and_training_are_those_without_the_cache(options):
     plain, selection, _ = run(False, **options)
     module, other, cache = run(True, **options)

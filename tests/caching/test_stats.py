@@ -8,7 +8,7 @@ from races import Clock
 
 from lightning_egeria.caching import stats
 from lightning_egeria.caching.stats import RACES, Accounts, CacheStats
-from lightning_egeria.profiling.race import TURN, TURNS
+from lightning_egeria.profiling.race import TURN
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_slow_entries_do_not_pay_and_it_is_told_once(accounts):
 def test_whole_steps_decide_whether_it_pays(accounts, clock, cached, pays):
     assert judged(accounts) is None
     assert accounts.race.is_on
-    assert clock.race(accounts.race, cached, plain=0.1) == TURNS * TURN
+    assert clock.race(accounts.race, cached, plain=0.1) == TURN
     assert not accounts.race.is_on
     found, text = accounts.judgement(CPU)
     assert (found, text) == (pays, f"a step takes {cached * 1e3:.1f} ms with it and 100.0 ms without")

@@ -245,6 +245,7 @@ def test_reading_the_input_in_most_batches_loads_it(drive, caplog):
     with caplog.at_level("INFO"):
         for _ in range(8):
             one.epoch(step=lambda net, x, y: net(x) + x.mean())
+            one.settle()
     assert "reads the input in most batches" in caplog.text
     assert one.stats.hits > 100
     one.data.loaded.clear()

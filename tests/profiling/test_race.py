@@ -33,6 +33,19 @@ def test_steps_that_are_compared_follow_one_of_their_kind(clock):
     assert race.seconds(0.0) == (pytest.approx(0.2), pytest.approx(0.1))
 
 
+@pytest.mark.parametrize(("odd", "turns"), [((), 1), ((3,), 1), ((2, 3, 4), TURNS), ((TURN + 3, TURN + 4, TURN + 5), TURNS)])
+def test_a_second_turn_where_the_first_is_not_clear(clock, odd, turns):
+    race = Race()
+    race.begin(CPU)
+    found = []
+    for number in range(5 * TURN):
+        fast = number in odd  # another kind of step than its turn
+        found.append(clock.race(race, cached=1.1 if fast else 0.1, plain=0.05 if fast else 1.0, batches=[number]))
+    assert sum(found) == turns * TURN
+    assert not race.is_on
+    assert race.seconds(0.0) == (pytest.approx(0.1), pytest.approx(1.0))
+
+
 def test_time_between_two_passes_is_no_step(clock):
     race = Race()
     race.begin(CPU)

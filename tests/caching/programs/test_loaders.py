@@ -124,6 +124,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("options", grid(SAMPLERS, every=4))
 @WORKERS
+@pytest.mark.usefixtures("written_at_once")
 def test_sampler(compare, options, workers):
     if workers and options is SAMPLERS["tensor indices"]:
         pytest.skip("torch keeps a thread in this process that shares tensors with workers")
