@@ -162,10 +162,11 @@ def made_by(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
 def titles_of(runs: Sequence[Run]) -> Mapping[str, str]:
     """The methods by name, those that freeze to a given depth last."""
     fixed = {run.method: match for run in runs if (match := FROZEN.fullmatch(run.method))}
-    return TITLES | {
-        name: f"{match[1]} from the start{', with the cache' if match[2] else ''}"
-        for name, match in sorted(fixed.items(), key=lambda one: int(one[1][1]))
-    }
+    titles = TITLES | {}
+    for name, match in sorted(fixed.items(), key=lambda one: int(one[1]["depth"])):
+        when = f"after {match['percent']} % of the run" if match["percent"] else "from the start"
+        titles[name] = f"{match['depth']} {when}{', with the cache' if match['cached'] else ''}"
+    return titles
 
 
 def frozen_at_the_end(runs: Sequence[Run]) -> str:

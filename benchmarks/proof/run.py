@@ -123,7 +123,7 @@ def freezing_of(
         # Deeper than any chain: what `freeze_until` allows is frozen.
         return StaticFreezing(1, 10**6, **limits | {"freeze_until": FIXED[method]})
     if (fixed := FROZEN.fullmatch(method)) is not None:
-        return StaticFreezing(1, int(fixed[1]), **limits)
+        return StaticFreezing(max(1, total * int(fixed["percent"] or 0) // 100), int(fixed["depth"]), **limits)
     if method == "lpft":
         return ProbeThenTune(total, **limits)
     if method == "gradual":
