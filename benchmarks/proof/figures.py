@@ -162,7 +162,7 @@ def made_by(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
 def titles_of(runs: Sequence[Run]) -> Mapping[str, str]:
     """The methods by name, those that freeze to a given depth last."""
     fixed = {run.method: match for run in runs if (match := FROZEN.fullmatch(run.method))}
-    titles = TITLES | {}
+    titles = dict(TITLES)
     for name, match in sorted(fixed.items(), key=lambda one: int(one[1]["depth"])):
         when = f"after {match['percent']} % of the run" if match["percent"] else "from the start"
         titles[name] = f"{match['depth']} {when}{', with the cache' if match['cached'] else ''}"
