@@ -55,12 +55,12 @@ def set_up_comparison(
     waits = arguments.deterministic
     if waits is None:
         waits = torch.are_deterministic_algorithms_enabled()
-    precision, crops = arguments.reference_precision, None
+    precision, crops, reason = arguments.reference_precision, None, "as requested"
     if state is not None:
         precision, crops = state["precision"] or precision, state["crops"] or None
     if precision == "auto" and waits:
-        precision = "float32"  # the fastest precision may differ from run to run
-    make = functools.partial(ReferenceModel, freezer.chain, samples, precision, crops)
+        precision, reason = "float32", "the run is deterministic"  # the fastest may differ from run to run
+    make = functools.partial(ReferenceModel, freezer.chain, samples, precision, crops, reason)
     background = arguments.background
     if background is None:
         background = has_idle_core(trainer.strategy.root_device)

@@ -86,16 +86,22 @@ class ReferenceModel:
         precision: ``"auto"`` takes the fastest. A precision that changes plasticity by more than `NOISE_SHARE` of it,
             and by more than `NEGLIGIBLE`, is replaced by a higher one for good.
         crops: whether the reference needs only the compared samples of a batch; None finds out.
+        reason: for the precision, where it is not ``"auto"``.
     """
 
     def __init__(
-        self, chain: LayerChain, samples: int, precision: Precision = "auto", crops: bool | None = None
+        self,
+        chain: LayerChain,
+        samples: int,
+        precision: Precision = "auto",
+        crops: bool | None = None,
+        reason: str = "as requested",
     ) -> None:
         self._chain = chain
         self._samples = samples
         self._precision = precision
         self._network: SnapshotNetwork | None = None
-        self._reason = "as requested"
+        self._reason = reason
         self._lowered = False
         self._crops = crops
         self._takes_batch_statistics: bool | None = None

@@ -18,7 +18,7 @@ def trainer(steps=1000):
     return SimpleNamespace(estimated_stepping_batches=steps, strategy=strategy)
 
 
-def set_up(state=None, **arguments):
+def set_up(state=None, told=None, **arguments):
     net = deep_mlp()
     freezer = Freezer(net, LayerChain.trace(net, lambda: net(torch.rand(5, 4)).sum()))
     given = {
@@ -29,7 +29,8 @@ def set_up(state=None, **arguments):
         "timeout_s": 7.0,
         "deterministic": None,
     }
-    return net, set_up_comparison(trainer(), freezer, Asked(), Told(), state, SimpleNamespace(**given | arguments))
+    chosen = SimpleNamespace(**given | arguments)
+    return net, set_up_comparison(trainer(), freezer, Asked(), told or Told(), state, chosen)
 
 
 def precision_of(net, comparison):
@@ -79,6 +80,16 @@ def test_the_setting_of_torch_is_the_default():
 )
 def test_the_precision_of_the_checkpoint_comes_first(arguments, precision):
     assert precision_of(*set_up(**arguments)) == precision
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [({"deterministic": True}, "the run is deterministic"), ({"reference_precision": "float32"}, "as requested")],
+)
+def test_the_reason_for_the_precision_is_told(arguments, reason):
+    told = Told()
+    precision_of(*set_up(told=told, **arguments))
+    assert told.lines == [f"the reference model runs in float32: {reason}"]
 
 
 @pytest.mark.parametrize("background", [False, True])
