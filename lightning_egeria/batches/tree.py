@@ -70,13 +70,3 @@ def _with_changed_fields(value: Any, kinds: type | tuple[type, ...], change: Cal
     for name, field in after.items():
         object.__setattr__(copied, name, field)
     return copied
-
-
-def replace_tensor(value: Any, number: int, new: Tensor) -> Any:
-    """Return the tree with tensor ``number`` replaced by ``new``.
-
-    >>> replace_tensor({"a": Tensor([1.0]), "b": [Tensor([2.0])]}, 1, Tensor([3.0]))
-    {'a': tensor([1.]), 'b': [tensor([3.])]}
-    """
-    count = iter(range(number + 1))
-    return change_leaves(value, Tensor, lambda leaf: new if next(count, None) == number else leaf)
