@@ -198,15 +198,15 @@ def results_folder(tmp_path, monkeypatch):
     results.costs_of.cache_clear()
 
 
-@pytest.mark.parametrize("method", ["slope", "linear", "freezeout", "autofreeze", "static", "shortened"])
+@pytest.mark.parametrize("method", ["slope", "linear", "freezeout", "autofreeze", "calibrated_static", "shortened"])
 def test_a_control_trains(data, method):
     steps = 6 if method == "shortened" else None
     arguments = {} if steps is None else {"steps": steps}
-    result = trained(method, data, **({"depth": 2} if method == "static" else {}), **arguments)
+    result = trained(method, data, **({"depth": 2} if method == "calibrated_static" else {}), **arguments)
     assert result["method"] == method
     assert [point["step"] for point in result["curve"]] == ([4, 6] if method == "shortened" else [4, 8, 12])
     assert sum(result["curve"][-1]["batches"].values()) == result["steps"]
-    if method in ("linear", "static"):
+    if method in ("linear", "calibrated_static"):
         assert result["events"]
 
 

@@ -19,6 +19,7 @@ import lightning
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from torch.optim.swa_utils import update_bn
 
 from benchmarks.proof.controls import (
     AutoFreeze,
@@ -44,6 +45,8 @@ from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME
 # An answer that comes late makes another decision, and so does another precision, which goes by what is fast: on a busy
 # machine, no two runs would be the same.
 SYNCHRONOUS = {"background": False, "deterministic": False, "reference_precision": "float32"}
+# Prefix of a method: statistics of batch normalisation are computed from the training data before the first step.
+CALIBRATED = "calibrated_"
 # Of methods that come with a learning rate schedule of their own.
 SCHEDULES = {
     "freezeout": ["scheduler=none"],
@@ -166,12 +169,16 @@ def run(
     Returns:
         What is kept of it.
     """
+    kept_as, calibrated, method = label or method, method.startswith(CALIBRATED), method.removeprefix(CALIBRATED)
     smaller = [f"data.batch_size={batch_size}"] if batch_size is not None else []
     config = configured(workload, size, data, [*SCHEDULES.get(method, []), *smaller, *overrides])
     lightning.seed_everything(seed, workers=True, verbose=False)
     datamodule = hydra.utils.instantiate(config.data)
     total, per_epoch = steps_of(config, datamodule)
     model = hydra.utils.instantiate(config.model)
+    if calibrated:
+        with torch.random.fork_rng():
+            update_bn(datamodule.train_dataloader(), model)
     freezing = freezing_of(method, config, total, per_epoch, depth)
     partial = StructuredPartialBackprop() if method == "partial" else None
     with tempfile.TemporaryDirectory() as cache_dir, quiet():
@@ -193,12 +200,12 @@ def run(
         if not curve.points or curve.points[-1]["step"] < trainer.global_step:  # it ended between two validations
             trainer.validate(model, datamodule=datamodule, verbose=False)
     savings = freezing.savings() if isinstance(freezing, KnowledgeGuidedFreezing) else None
-    told = repr(label or method) if " " in (label or method) else label or method
+    told = repr(kept_as) if " " in kept_as else kept_as
     command = f"python -m benchmarks.proof.compare {workload} --size {size} --methods {told} --seeds {seed}"
     return {
         "workload": workload,
         "size": size,
-        "method": label or method,
+        "method": kept_as,
         "seed": seed,
         "overrides": list(overrides),
         "command": command,
