@@ -68,7 +68,7 @@ class Branches(Observer):
         self._trainer = trainer
         self._freezer = freezer
         self._parent = self._state()
-        self._attributes = ModuleAttributes(freezer.prefix.module, without=("_buffers", "log", "log_dict"))  # the state has buffers
+        self._attributes = ModuleAttributes(freezer.prefix.module, without=("_buffers", "log", "log_dict"))
         self._batches: list[_Batch] = []
         self._bytes = 0
 
