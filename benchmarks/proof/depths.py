@@ -2,8 +2,8 @@
 
     python -m benchmarks.proof.depths WORKLOAD --data FOLDER [--size small] [--seed 0] [--steps 32] --depths 7 5 3 0
 
-The run freezes to the first depth after its first step. After so many steps more, these are repeated at the other
-depths, and the losses of each are compared with those of the last one.
+From the state after the first step, so many steps are trained at each depth, and the losses of each are compared with
+those of the last one.
 """
 
 import argparse
@@ -12,23 +12,23 @@ from typing import Any
 
 import hydra
 import lightning
-from torch import Tensor
 
 from benchmarks.proof.run import configured, quiet, trainer_of
 from benchmarks.proof.workloads import WORKLOADS
-from lightning_egeria import Decision, Freezer, Observer, PrefixFreezing
+from lightning_egeria import PrefixFreezing
 from lightning_egeria.freezing.trial import worth
 from lightning_egeria.training.branches import Branches
+from lightning_egeria.training.feed import Feed
 
 LENGTHS = (8, 12, 16, 24, 32, 48, 64)  # of trials, as far as the steps go
 
 
 class Branching(PrefixFreezing):
-    """Repeats the first steps at other depths, and ends the training.
+    """Trains some steps behind the first one at several depths, and ends the training.
 
     Args:
-        depths: the first is that of the run.
-        steps: optimizer steps to repeat.
+        depths: deepest first.
+        steps: optimizer steps of each.
 
     Attributes:
         losses: of each batch, by depth.
@@ -38,40 +38,22 @@ class Branching(PrefixFreezing):
         super().__init__()
         self.depths, self.steps = depths, steps
         self.losses: dict[int, list[float]] = {}
-        self.branches: Branches | None = None
 
-    def start_method(
-        self, trainer: lightning.Trainer, freezer: Freezer, gathered: Mapping[str, Tensor] | None, state: Any
-    ) -> Sequence[Observer]:
-        self.trainer = trainer
-        return []
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        feed = Feed.install(trainer, self, lambda: self.compare(trainer, feed))
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self.branches is not None:
-            self.branches.batch_start(batch, trainer.global_step)
-
-    def on_before_backward(self, trainer: lightning.Trainer, pl_module: Any, loss: Tensor) -> None:
-        super().on_before_backward(trainer, pl_module, loss)
-        if self.branches is not None:
-            self.branches.forward_end(loss)
-
-    def choose_depth(self, step: int) -> Decision | None:
-        if step == 1:
-            self.branches = Branches(self.trainer, self.freezer)
-            return Decision(self.depths[0], "the first of the depths")
-        if self.branches is None:
-            return None
-        self.branches.stepped()
-        if self.branches.steps < self.steps:
-            return None
-        branches, self.branches = self.branches, None
-        self.losses[self.depths[0]] = branches.losses
-        with branches.repeating() as repeats:
-            for depth in self.depths[1:]:
-                self.losses[depth] = repeats.at(depth)
-        self.trainer.should_stop = True
-        return None
+    def compare(self, trainer: lightning.Trainer, feed: Feed) -> None:
+        if trainer.global_step != 1:
+            return
+        branches = Branches(trainer, self.freezer, feed)
+        for depth in self.depths:
+            losses = branches.at(depth, self.steps * trainer.accumulate_grad_batches)
+            if losses is None:
+                raise ValueError(f"an epoch has fewer than {self.steps} steps")
+            self.losses[depth] = losses
+        branches.leave()
+        trainer.should_stop = True
 
 
 def table(losses: Mapping[int, Sequence[float]]) -> str:

@@ -14,14 +14,16 @@ from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceCompar
 from lightning_egeria.freezing.comparison_setup import set_up_comparison
 from lightning_egeria.freezing.display import MetricsLog, share_of_step, tell_why_nothing_froze
 from lightning_egeria.freezing.guide import Guide
-from lightning_egeria.freezing.policy import Policy
+from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import answer_auto
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.savings import Savings, savings_table
 from lightning_egeria.freezing.summary import summarize
 from lightning_egeria.freezing.trial import Frontier
 from lightning_egeria.network.normalisation import normalisation_layers
+from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.callback import PrefixFreezing
+from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
@@ -114,12 +116,6 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """The losses that the trial of pre-trained weights saw at each depth; None before, and without a trial."""
         return self._guide.frontier if self._guide is not None else None
 
-    @property
-    def repeats_steps(self) -> bool:
-        """Whether a trial of pre-trained weights is under way, which repeats the steps of the run."""
-        trial = self._guide.trial if self._guide is not None else None
-        return trial is not None and not trial.over
-
     def savings(self) -> Savings:
         """Return what freezing did in the last `fit`, so far.
 
@@ -138,6 +134,46 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """Look at the normalisation layers before the first forward moves their statistics."""
         self._norms = normalisation_layers(pl_module)
         super().on_train_start(trainer, pl_module)
+        self._read_ahead(trainer)  # Lightning skips `on_train_epoch_start` when it resumes within an epoch
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read batches ahead in this epoch if there may be a trial of depths."""
+        self._read_ahead(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the Trainer its own data fetcher back."""
+        super().on_train_epoch_end(trainer, pl_module)
+        Feed.remove(trainer, self)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Do the same as `teardown`, which Lightning does not call after an error."""
+        super().on_exception(trainer, pl_module, exception)
+        Feed.remove(trainer, self)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave nothing on the Trainer."""
+        super().teardown(trainer, pl_module, stage)
+        Feed.remove(trainer, self)
+
+    def _read_ahead(self, trainer: pl.Trainer) -> None:
+        if getattr(trainer, "fast_dev_run", False) or not Branches.possible(trainer):
+            return
+        policy = FreezingPolicy() if self.policy is None else self.policy
+        trial = self._guide.trial if self._guide is not None and self.freezer is not None else None
+        may_want_one = isinstance(policy, FreezingPolicy) and policy.pretrained and policy.trial_progress is not None
+        if (trial is not None and not trial.over) or (self.freezer is None and may_want_one):
+            feed = Feed.install(trainer, self, lambda: self._try_depths(trainer, feed))
+
+    def _try_depths(self, trainer: pl.Trainer, feed: Feed) -> None:
+        decision = self._guide.try_depths(feed) if self._guide is not None and self.freezer is not None else None
+        if decision is None or self.freezer is None:
+            return
+        self.freezer.step = trainer.global_step
+        event = self.freezer.freeze_to(decision.depth, decision.reason)
+        if event is not None:
+            self.report(event)
+        else:
+            self.notices.inform(f"step {trainer.global_step}: nothing freezes: {decision.reason}")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -163,7 +199,8 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             self._guide.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        return [comparison, MetricsLog(trainer, self._guide), *self._guide.start_trial(trainer, self._norms)]
+        self._guide.start_trial(trainer, self._norms, self.takes_frozen_layers)
+        return [comparison, MetricsLog(trainer, self._guide)]
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""

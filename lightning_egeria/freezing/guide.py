@@ -14,8 +14,8 @@ from lightning_egeria.freezing.pretrained import untrained_behind
 from lightning_egeria.freezing.trial import DepthTrial, Frontier
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.checkpoints import checkpoint_read
+from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer
-from lightning_egeria.training.observers import Observer
 
 
 class Guide:
@@ -49,22 +49,34 @@ class Guide:
         """What the trial saw; None before its end, and without one."""
         return self.trial.frontier if self.trial is not None else None
 
-    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool] | None) -> list[Observer]:
-        """Start a trial of depths if the policy wants one and it is possible; return its observers.
+    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool] | None, in_evaluation: bool) -> None:
+        """Have a trial of depths if the policy wants one and it is possible.
 
         Args:
             trainer: the Trainer.
             norms: as in `untrained_behind`: in front of an untrained part a trial would show little.
+            in_evaluation: whether all frozen modules are in evaluation mode.
         """
         if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
-            return []
+            return
         if not Branches.possible(trainer):
             self.policy.compare_layers()
-            return []
+            return
         self.policy.start_trial()
         untrained = untrained_behind(norms, self.freezer.chain, self.freezer.ranks)
-        self.trial = DepthTrial(trainer, self.freezer, self.policy, untrained)
-        return [self.trial]
+        notices = self.comparison.notices
+        self.trial = DepthTrial(trainer, self.freezer, self.policy, notices, untrained, in_evaluation)
+
+    def try_depths(self, feed: Feed) -> Decision | None:
+        """Hold the trial of depths before a batch, if it begins there, and return its decision.
+
+        Args:
+            feed: batches of the Trainer.
+        """
+        if self.trial is None or self.trial.over:
+            return None
+        with self.comparison.costs.evaluating():
+            return self.trial.run(feed)
 
     def needs_input(self, batches_ahead: int, accumulation: int) -> bool:
         """Whether the real input of the batch ``batches_ahead`` after the last one may be needed.
@@ -73,7 +85,7 @@ class Guide:
             batches_ahead: at least 1.
             accumulation: batches per optimizer step.
         """
-        if self.trial is not None and self.trial.will_keep(batches_ahead):
+        if self.trial is not None and not self.trial.over:
             return True
         return self.comparison.will_compare(batches_ahead, accumulation)
 
@@ -85,8 +97,7 @@ class Guide:
             learning_rate: learning rate of this step.
         """
         if self.trial is not None and not self.trial.over:
-            with self.comparison.costs.evaluating():
-                return self.trial.decide(learning_rate)
+            return self.trial.decide(step, learning_rate)
         ranks, due = self.freezer.ranks, self.comparison.is_due(step)
         decision = self._decide(step, learning_rate, due) if ranks.leads else None
         if not ranks.several:

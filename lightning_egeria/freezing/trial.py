@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.freezing.trial_plan import Budget, candidate_depths, safe_depth, trial_steps
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.training.branches import Branches
+from lightning_egeria.training.feed import MOST_BYTES, Feed
 from lightning_egeria.training.freezer import Decision, Freezer
-from lightning_egeria.training.observers import Observer
+from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.unseen import saving_later
+
+STEPS_BEFORE = 2  # of the run, before the trial
 
 
 def worth(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -106,23 +109,26 @@ class Frontier:
         return f"{text}; steps are worth {', '.join(shares)}"
 
 
-class DepthTrial(Observer):
-    """Freezes deep at once, and finds by trial how deep to stay.
+class DepthTrial:
+    """Finds by trial how deep to freeze.
 
-    After a few steps it repeats them with fewer layer modules frozen, from the same weights, on the same batches. It
-    goes shallower as long as steps teach clearly more there and the budget lasts, and training goes on from the winner.
-    Each loss is of a batch that the weights have not trained on yet. Where the budget ends first, or layers behind
-    the trained ones are untrained, half of the chain freezes at most, tables of embeddings in front not counted.
+    After the second step it trains the next steps with all but a few layer modules frozen, unseen, and again, from the
+    same weights and on the same batches, with fewer frozen. It goes shallower as long as steps teach clearly more there
+    and the budget lasts. Training then takes these steps frozen to the winner. Each loss is of a batch that the weights
+    have not trained on yet. Where the budget ends first, or layers behind the trained ones are untrained, half of the
+    chain freezes at most, tables of embeddings in front not counted.
 
     The first two steps of the run train everything, so that what a full step costs is known. While the learning rate
-    is 0, all steps do.
+    is 0, all steps do, and while fewer steps are left in the epoch than the trial takes.
 
     Args:
         trainer: the Trainer.
         freezer: freezer of the model.
         policy: gets the answer by `FreezingPolicy.conclude`.
+        notices: takes log lines.
         untrained: path of a layer behind the trained ones that is not, so that there is nothing to try; None: there
             is none.
+        in_evaluation: whether all frozen modules are in evaluation mode, as they are under the cache.
 
     Attributes:
         over: whether there is an answer.
@@ -134,70 +140,69 @@ class DepthTrial(Observer):
         trainer: pl.Trainer,
         freezer: Freezer,
         policy: FreezingPolicy,
+        notices: Notices,
         untrained: str | None = None,
+        in_evaluation: bool = False,
     ) -> None:
         self.over = False
         self.frontier: Frontier | None = None
         self._trainer = trainer
         self._freezer = freezer
         self._policy = policy
+        self._notices = notices
         self._untrained = untrained
+        self._in_evaluation = in_evaluation
         chain, run_steps = freezer.chain, _steps_of(trainer)
         self._steps = trial_steps(run_steps)
         self._budget = Budget(run_steps, self._steps, len(chain))
         self._depths = candidate_depths(len(chain), chain.max_depth)
         self._safe = safe_depth(len(chain), chain.max_depth, _tables(freezer.prefix.module, chain))
-        self._branches: Branches | None = None
-        self._may_begin = False  # the first step is over
+        self._begins = False  # with the next batch
 
-    def will_keep(self, batches_ahead: int) -> bool:
-        """Whether it keeps the batch that comes ``batches_ahead`` after the last one."""
-        kept = self._branches.batches if self._branches is not None else 0
-        return not self.over and kept + batches_ahead <= self._steps * self._trainer.accumulate_grad_batches
-
-    def batch_start(self, batch: Any, step: int) -> None:
-        """Keep the batch."""
-        if self._branches is not None:
-            self._branches.batch_start(batch, step)
-
-    def forward_end(self, loss: Tensor) -> None:
-        """Keep the loss."""
-        if self._branches is not None:
-            self._branches.forward_end(loss)
-
-    def decide(self, learning_rate: float) -> Decision | None:
-        """Return the decision after an optimizer step, the same on all ranks; None keeps the depth.
+    def decide(self, step: int, learning_rate: float) -> Decision | None:
+        """Return the decision after an optimizer step, the same on all ranks; None where it comes later.
 
         Args:
+            step: number of optimizer steps so far.
             learning_rate: learning rate of this step; while it is 0, the trial does not begin.
         """
-        if self._branches is not None:
-            self._branches.stepped()
-            if not self._freezer.ranks.share(self._branches.steps >= self._steps or self._branches.full):
-                return None
-            branches, self._branches = self._branches, None
-            return self._conclude(branches)
-        if self._freezer.depth:
-            self._freezer.freeze_to(0, "the trial of depths begins again")  # resumed within one
-        elif not self._may_begin or learning_rate == 0:
-            self._may_begin = True
+        if step < STEPS_BEFORE or learning_rate == 0:
             return None
         first, *others = self._depths
-        why_not = None
         if self._untrained is not None:
-            why_not = f"what the untrained {self._untrained!r} learns would hide what other layers do"
-        elif others and not self._budget.allows(others[0], ahead=first):
-            why_not = "the run is too short to try depths"
-        if why_not is not None:
-            self.over = True
-            self._policy.conclude(self._safe)
-            return Decision(self._safe, f"trained weights: {why_not}, so half of it freezes")
-        self._branches = Branches(self._trainer, self._freezer)
-        return Decision(first, f"trained weights: shallower depths are tried on the next {self._steps} batches")
+            return self._half(f"what the untrained {self._untrained!r} learns would hide what other layers do")
+        if others and not self._budget.allows(others[0], ahead=first):
+            return self._half("the run is too short to try depths")
+        if (length := self._trainer.num_training_batches // self._accumulated) < self._steps:
+            return self._half(f"an epoch of {length:.0f} steps is too short to try depths")
+        self._begins = True
+        return None
 
-    def _conclude(self, branches: Branches) -> Decision:
+    def run(self, feed: Feed) -> Decision | None:
+        """Hold the trial before a batch and return its decision; None while it does not begin. Every rank must call it.
+
+        Args:
+            feed: batches of the Trainer, between two optimizer steps.
+        """
+        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        batches = self._steps * self._accumulated
+        if not self._begins or ready % self._accumulated or self._trainer.num_training_batches - ready < batches:
+            return None
+        (most,) = self._freezer.ranks.least([max(1, MOST_BYTES // max(1, feed.first_bytes()))])
+        if most < batches:
+            return self._half(f"{batches} batches are too large to keep for a trial of depths")
+        self._notices.inform(f"depths are tried on the next {self._steps} steps, which then follow")
+        branches = Branches(self._trainer, self._freezer, feed, self._in_evaluation)
+        with saving_later(self._trainer) as waiting:
+            try:
+                frontier, ended = self._compare(branches, batches)
+            finally:
+                branches.leave()
+        for path, weights_only in self._freezer.ranks.share(waiting):
+            self._trainer.save_checkpoint(path, weights_only)
+        if frontier is None:
+            return self._half("the epoch ended while depths were tried")
         self.over = True
-        frontier, ended = self._compare(branches)
         self.frontier = frontier
         if not frontier.learned:
             self._policy.compare_layers()
@@ -207,26 +212,38 @@ class DepthTrial(Observer):
         more = "; shallower depths would cost too much to try" if ended else ""
         return Decision(depth, frontier.describe() + more)
 
-    def _compare(self, branches: Branches) -> tuple[Frontier, bool]:
-        """Try depths, deepest first; training goes on from the winner.
+    @property
+    def _accumulated(self) -> int:
+        return self._trainer.accumulate_grad_batches
+
+    def _half(self, why: str) -> Decision:
+        self.over = True
+        self._policy.conclude(self._safe)
+        return Decision(self._safe, f"trained weights: {why}, so half of it freezes")
+
+    def _compare(self, branches: Branches, batches: int) -> tuple[Frontier | None, bool]:
+        """Try depths, deepest first.
 
         Returns:
-            What was seen, and whether the budget ended before the answer.
+            What was seen, None if the epoch ended; and whether the budget ended before the answer.
         """
         enough, budget = self._policy.trial_progress, self._budget
         assert enough is not None  # or there would be no trial
-        first, *others = self._depths
-        frontier = Frontier(enough)
-        frontier.add(first, branches.losses)
-        with branches.repeating() as repeats:
-            for depth in others:
-                best = frontier.depth
-                if not budget.allows(depth, ahead=best):
-                    return frontier, True
-                if not frontier.add(depth, repeats.at(depth)):
-                    break
-                repeats.keep()
-                budget.lose(best)
+        frontier, trained = Frontier(enough), None
+        for depth in self._depths:
+            best = frontier.depth
+            if trained is not None and not budget.allows(depth, ahead=best):
+                return frontier, True
+            losses = branches.at(depth, batches)
+            if losses is None:
+                return None, False
+            if trained is None:  # a batch without a loss has none at any depth
+                trained = [at for at, loss in enumerate(losses) if loss != -math.inf]
+                frontier.add(depth, [losses[at] for at in trained])
+                continue
+            if not frontier.add(depth, [losses[at] for at in trained]):
+                break
+            budget.lose(best)
         return frontier, False
 
 
@@ -242,4 +259,4 @@ def _steps_of(trainer: pl.Trainer) -> float:
 
 
 def _mean(losses: Sequence[float]) -> float:
-    return sum(losses) / len(losses)
+    return sum(losses) / len(losses) if losses else math.nan

@@ -155,7 +155,7 @@ class StructuredPartialBackprop(LayerFinding):
 
         def bounds() -> tuple[int, int]:
             frozen = source.frozen_depth if source is not None else 0
-            return frozen, frozen if source is not None and source.repeats_steps else max(frozen, chain.max_depth)
+            return frozen, max(frozen, chain.max_depth)
 
         self._steps = SuffixSteps(
             pl_module,

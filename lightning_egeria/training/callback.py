@@ -103,11 +103,6 @@ class PrefixFreezing(LayerFinding):
         return None
 
     @property
-    def repeats_steps(self) -> bool:
-        """Whether the method compares these steps with repeated whole ones, so that they must be whole; False here."""
-        return False
-
-    @property
     def frozen_depth(self) -> int:
         """Number of frozen layer modules, now or when `fit` ended."""
         return self.events[-1].depth if self.events else 0
@@ -188,6 +183,7 @@ class PrefixFreezing(LayerFinding):
             freezer.prefix.set_depth(len(chain))
             return
         self._search.trainable.follow(chain.prefix_parameters(len(chain))[0], trainer.optimizers)
+        self.learning_rate = self._search.trainable.learning_rate(trainer.optimizers)  # it was another group's
         self._bar_entry = BarEntry(trainer, "frozen", lambda: f"{freezer.depth}/{len(chain)}")
         with checkpoint_read():
             less = freezer.load_state_dict(state["prefix"]) if state is not None else None

@@ -12,12 +12,12 @@ from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError, check_integers
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.loops import resumes_at_an_end
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.panels import Panel
 from lightning_egeria.training.progress import BarEntry
 from lightning_egeria.tuning.display import closing_lines, panels_of_searches
-from lightning_egeria.tuning.feed import Feed
 from lightning_egeria.tuning.plateau import Advice, Plateau
 from lightning_egeria.tuning.record import SearchRecord
 from lightning_egeria.tuning.rounds import Limits, Result
@@ -261,16 +261,12 @@ class BranchTuner(pl.Callback):
         self._resumed = True
 
     def _read_ahead(self, trainer: pl.Trainer) -> None:
-        loop: Any = trainer.fit_loop
         if self._due is None or self._feed is not None or getattr(trainer, "fast_dev_run", False):
             return
-        self._feed = Feed(loop._data_fetcher, lambda: self._search_if_due(trainer))
-        loop._data_fetcher = self._feed
+        self._feed = Feed.install(trainer, self, lambda: self._search_if_due(trainer))
 
     def _release(self, trainer: pl.Trainer) -> None:
-        loop: Any = trainer.fit_loop
-        if self._feed is not None and loop._data_fetcher is self._feed:
-            loop._data_fetcher = self._feed.fetcher
+        Feed.remove(trainer, self)
         self._feed = None
 
     def _leave(self, trainer: pl.Trainer) -> None:

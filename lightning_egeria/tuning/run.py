@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.unseen import saving_later
 from lightning_egeria.tuning.record import SearchRecord, describe
 from lightning_egeria.tuning.rounds import FIFTHS, Limits, Order, Outcome, Result, search
 from lightning_egeria.tuning.searchers import Searcher
@@ -72,7 +72,7 @@ class SearchRun:
         self._notices.inform(f"step {self._step}: a search begins, because {reason}")
         run = search(new_searcher(trials.tunables.spaces), trials.present, limits) if self._ranks.leads else None
         result: Result | None = None
-        with _saving_later(self._trainer) as waiting, self._back_after_an_error():
+        with saving_later(self._trainer) as waiting, self._back_after_an_error():
             while True:
                 message = self._ranks.share(_next_message(run, result))
                 if "order" not in message:
@@ -149,18 +149,3 @@ def _next_message(run: Generator[Order, Result, Outcome] | None, result: Result 
     except StopIteration as end:
         outcome: Outcome = end.value
         return {**vars(outcome), "branches": [branch.state() for branch in outcome.branches]}
-
-
-@contextlib.contextmanager
-def _saving_later(trainer: pl.Trainer) -> Iterator[list[tuple[str, bool]]]:
-    """Keep calls of ``trainer.save_checkpoint`` for later: a signal handler may call it within a trial."""
-    waiting: list[tuple[str, bool]] = []
-
-    def save_checkpoint(filepath: Any, weights_only: bool = False, *args: Any, **kwargs: Any) -> None:
-        waiting.append((os.fspath(filepath), bool(weights_only)))
-
-    vars(trainer)["save_checkpoint"] = save_checkpoint
-    try:
-        yield waiting
-    finally:
-        vars(trainer).pop("save_checkpoint", None)

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tuning.feed import MOST_BYTES, Feed
+from lightning_egeria.training.feed import MOST_BYTES, Feed
 
 TRIED = ("SingleDeviceStrategy", "DDPStrategy")
 TOO_SHORT = (

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.snapshots.tensor_store import TensorStore
+from lightning_egeria.training.feed import BranchFeed, Feed, ReadAhead
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
-from lightning_egeria.training.rehearsal import with_callbacks, without_logs
-from lightning_egeria.tuning.feed import BranchFeed, Feed, ReadAhead
+from lightning_egeria.training.unseen import BranchRecorder, advance, unseen
 from lightning_egeria.tuning.record import describe
 from lightning_egeria.tuning.rounds import Order, Result
 from lightning_egeria.tuning.spaces import Setting
@@ -230,12 +228,15 @@ class Trials:
         self._parent.restore()
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         losses: list[float] = []
-        with _unseen(trainer, _Recorder(None)), torch.no_grad():
-            for position, item in zip(range(done, batches), self._batches(size).from_here(done), strict=False):
+        with unseen(trainer, BranchRecorder(None)), torch.no_grad():
+            items = self._batches(size).from_here(done, alike=True)
+            for position, item in zip(range(done, batches), items, strict=False):
                 batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(item[0]))
                 batch = trainer.strategy.batch_to_device(batch)
-                arguments = (batch, self._first + position) if takes_index else (batch,)
-                output: Any = trainer.strategy.training_step(*arguments)
+                number = self._first + position
+                _call_lightning_module_hook(trainer, "on_train_batch_start", batch, number)
+                output: Any = trainer.strategy.training_step(*((batch, number) if takes_index else (batch,)))
+                _call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, number)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 losses.append(math.nan if loss is None else float(loss) / trainer.accumulate_grad_batches)
         known += self._ranks.mean(losses)
@@ -248,15 +249,15 @@ class Trials:
             self._batches(self._size).from_here(branch.batches), wait if self.tunables.changes_cost else _nothing
         )
         chunk = max(1, batches // WINDOWS)
-        recorder = _Recorder(self._freezer)
+        recorder = BranchRecorder(self._freezer)
         started = time.perf_counter()
         while branch.batches < batches and all(map(math.isfinite, branch.losses[-chunk:])):
             count = min(chunk, batches - branch.batches)
-            with _unseen(self._trainer, recorder):
+            with unseen(self._trainer, recorder):
                 for _ in range(count):
                     self._advance(feed)
             branch.batches += count
-            branch.losses += self._ranks.mean(recorder.take())
+            branch.losses += self._ranks.mean([loss for loss in recorder.take() if loss is not None])
         wait()
         branch.seconds += time.perf_counter() - started - feed.seconds
         if not branch.losses:
@@ -266,68 +267,19 @@ class Trials:
             )
 
     def _advance(self, feed: BranchFeed) -> None:
-        """Train on a batch, as `_TrainingEpochLoop.run` does, without validation."""
-        loop: Any = self._trainer.fit_loop.epoch_loop
-        loop.restarting = False
         try:
-            loop.advance(feed)
+            advance(self._trainer, feed)
         except StopIteration:
             raise UnsupportedError(
                 "on_train_batch_start returned -1 in a trial, which ends the epoch, and a trial ends before its epoch. "
                 "Use limit_train_batches or a shorter loader, or no BranchTuner"
             ) from None
-        loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-        if not loop._should_accumulate():
-            loop._batches_that_stepped += 1
 
     def _free(self) -> None:
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self._trainer.strategy.root_device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class _Recorder(pl.Callback):
-    """The only callback of a branch: notes losses, and tells the freezer of the moments of training."""
-
-    def __init__(self, freezer: Freezer | None) -> None:
-        self._freezer = freezer
-        self._losses: list[Tensor] = []
-        self._steps_before = 0
-
-    def take(self) -> list[float]:
-        """Return the losses since the last call."""
-        losses, self._losses = self._losses, []
-        return [float(loss) for loss in losses]
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._steps_before = trainer.global_step
-        if self._freezer is not None:
-            self._freezer.batch_start(None, trainer.global_step)
-
-    def on_after_backward(self, *args: Any) -> None:
-        if self._freezer is not None:
-            self._freezer.backward_end()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):
-            self._losses.append(loss.detach().clone())
-        if self._freezer is not None:
-            self._freezer.batch_end()
-            if trainer.global_step > self._steps_before:
-                self._freezer.optimizer_step(trainer.global_step)
-
-
-@contextlib.contextmanager
-def _unseen(trainer: pl.Trainer, recorder: _Recorder) -> Iterator[None]:
-    loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers[:1]]
-    try:
-        with with_callbacks(trainer, recorder), without_logs(trainer.lightning_module):
-            yield
-    finally:
-        trainer.loggers = loggers
 
 
 def _nothing() -> None:

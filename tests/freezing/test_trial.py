@@ -4,7 +4,6 @@ import copy
 import logging
 import math
 
-import lightning as L
 import pytest
 import torch
 from models import (
@@ -13,6 +12,7 @@ from models import (
     ConvNet,
     ManualSteps,
     Transformer,
+    bright,
     equal,
     fit,
     images,
@@ -24,13 +24,13 @@ from models import (
 from torch.utils.data import DataLoader
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.caching.front import Front
 from lightning_egeria.freezing import trial_plan
 from lightning_egeria.freezing.trial import Frontier, worth
 
-STEPS = 15
+STEPS = 48  # in three epochs
 FALLS = {0: 0.1025, 1: 0.1, 2: 0.05}  # in a step, by depth; 2 is worth 0.66 of 1, and 1 is worth 0.98 of 0
-FIRST = 1  # depth that a trial of ConvNet begins with
+FIRST = 1  # depth that a trial of ConvNet begins with, and half of it
+STAYS_DEEP = 1e-6
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +64,17 @@ class Steady(Classifier):
 
 
 def steady(callback, falls):
-    fit(Steady(falls), callback, data=loader(vectors()))
+    fit(Steady(falls), callback, data=loader(vectors(128)))
     return callback
+
+
+def train(module, *callbacks, **arguments):
+    return fit(module, *callbacks, data=loader(bright(128)), **arguments)
 
 
 def test_it_stays_where_going_shallower_no_longer_pays():
     callback = steady(pretrained(), FALLS)
-    assert history(callback) == [(2, 2), (10, 1)]
+    assert history(callback) == [(2, 1)]
     assert callback.events[-1].reason == (
         "loss 4.52 with 2 frozen, 4.24 with 1, 4.23 with 0; steps are worth 0.66 of those with 1, 0.98 of those with 0"
     )
@@ -105,49 +109,31 @@ def test_the_run_after_it_is_the_one_frozen_by_hand(seed):
     torch.manual_seed(seed)
     start = ConvNet()
     module, callback = Classifier(copy.deepcopy(start)), pretrained()
-    fit(module, callback)
+    train(module, callback)
     scripted = Classifier(copy.deepcopy(start))
     schedule = {2: callback.frozen_depth} if callback.frozen_depth else {}
-    fit(scripted, KnowledgeGuidedFreezing(ScriptedPolicy(schedule), background=False))
-    assert (callback.events[0].step, callback.events[0].depth) == (2, FIRST)
+    train(scripted, KnowledgeGuidedFreezing(ScriptedPolicy(schedule), background=False))
+    assert next(iter(callback.frontier.losses)) == FIRST
     assert equal(module, scripted)
 
 
-def test_the_run_through_the_cache_is_the_run_without(tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_run_through_the_cache_is_the_run_without(tmp_path, workers):
     def net():
         torch.manual_seed(1)
         return ConvNet(dropout=0)
 
     plain, callback = Classifier(net()), pretrained()
-    fit(plain, callback)
-    data = FrozenPrefixCache(loader(images()), cache_dir=tmp_path, min_free_bytes=0)
+    source = loader(images(128), shuffle=True, num_workers=workers)
+    fit(plain, callback, data=source)
+    data = FrozenPrefixCache(source, cache_dir=tmp_path, min_free_bytes=0)
     cached, other = Classifier(net()), pretrained()
     fit(cached, other, data=data)
-    assert history(callback) == history(other)
+    assert history(callback) == history(other) == [(2, FIRST)]
+    assert callback.frontier.losses == other.frontier.losses
+    assert data.stats.hits > 128
+    assert plain.losses == cached.losses
     assert equal(plain, cached)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_computed_in_the_trial_is_in_the_cache(workers, monkeypatch):
-    """The answer is the depth that the trial began with, so the front goes on."""
-    fronts, written = [], []
-
-    def new_front(*arguments):
-        fronts.append(Front(*arguments))
-        return fronts[-1]
-
-    monkeypatch.setattr("lightning_egeria.caching.engine.Front", new_front)
-    source = DataLoader(vectors(96), 8, shuffle=True, num_workers=workers)
-    data, callback = FrozenPrefixCache(source, min_free_bytes=0), pretrained()
-    module, plain = Steady({2: 0.1}), Steady({2: 0.1})
-    fit(module, callback, After(lambda *_: written.append(data.stats.written)), data=data)
-    assert history(callback) == [(2, 2)]
-    assert callback.frontier.losses.keys() == {2, 1}  # a shallower one was tried, and nothing is left of that
-    assert len(fronts) == 1
-    assert written[9] > 0  # when it ended
-    assert data.stats.hits > 96
-    fit(plain, pretrained(), data=source)
-    assert module.losses == plain.losses
 
 
 def test_the_depth_stays():
@@ -158,35 +144,25 @@ def test_the_depth_stays():
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     callback = pretrained(trial_progress=1e-6, evaluate_every_n_steps=1)
-    fit(Falling(ConvNet(dropout=0), lr=0.2), callback)
+    train(Falling(ConvNet(dropout=0), lr=0.2), callback)
     assert history(callback) == [(2, FIRST)]
     assert callback.savings().evaluations_done == 0
 
 
 def test_it_begins_after_the_second_step_with_accumulation_too():
-    callback = pretrained()
-    fit(Classifier(ConvNet(dropout=0)), callback, accumulate_grad_batches=2, max_epochs=6)
-    assert history(callback)[0] == (2, FIRST)
+    callback = pretrained(STAYS_DEEP)
+    fit(Classifier(ConvNet(dropout=0)), callback, data=loader(bright(160)), accumulate_grad_batches=2)
+    assert history(callback) == [(2, FIRST)]
+    assert callback.frontier.losses
     assert callback.savings().step_seconds_before > 0
 
 
-def test_it_waits_for_a_learning_rate():
-    class Waiting(Classifier):
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step >= 5))
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    callback = pretrained()
-    fit(Waiting(ConvNet(dropout=0)), callback)
-    assert history(callback)[0] == (6, FIRST)
-
-
-def test_where_nothing_learns_plasticity_decides():
+def test_where_nothing_learns_plasticity_decides(caplog):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
     callback = steady(pretrained(), {0: -0.1, 1: -0.1, 2: -0.1})
-    assert history(callback) == [(2, 2), (10, 0)]
-    assert "no depth learned anything" in callback.events[-1].reason
+    assert "step 2: nothing freezes: no depth learned anything in the trial, so plasticity decides" in caplog.text
     assert callback.active_policy.trial_progress is None
+    assert history(callback)[0][0] > 16  # after two evaluations
 
 
 def test_manual_optimization_compares_layers():
@@ -194,38 +170,67 @@ def test_manual_optimization_compares_layers():
         pass
 
     callback = pretrained(evaluate_every_n_steps=1)
-    fit(Manual(), callback)
+    train(Manual(), callback)
     assert callback.active_policy.trial_progress is None
     assert all("tried" not in event.reason for event in callback.events)
 
 
-class Saves(L.Callback):
-    """Saves a checkpoint at the end of an epoch."""
+class Waiting(Classifier):
+    """Its learning rate is 0 in the first steps."""
 
-    def __init__(self, path, epoch):
-        self.path, self.epoch = path, epoch
+    def __init__(self, steps):
+        super().__init__(ConvNet(dropout=0))
+        self.steps = steps
 
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(self.path)
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step >= self.steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_resumed_run(tmp_path, epoch):
-    """After the trial it ends as the uninterrupted one; within the trial, the trial begins again."""
+def test_it_waits_for_a_learning_rate():
+    callback = pretrained(STAYS_DEEP)
+    train(Waiting(5), callback)
+    assert history(callback) == [(6, FIRST)]
+
+
+def test_it_waits_for_an_epoch_with_enough_steps():
+    callback = pretrained(STAYS_DEEP)
+    train(Waiting(9), callback)
+    assert history(callback) == [(16, FIRST)]
+
+
+def test_it_follows_an_epoch_that_ends_within():
+    class Unknown(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([images(128)[at] for at in range(40)])
+
+    callback = pretrained()
+    fit(Classifier(ConvNet(dropout=0)), callback, data=DataLoader(Unknown(), 8))
+    assert history(callback) == [(2, FIRST)]
+    assert "the epoch ended while depths were tried, so half of it freezes" in callback.events[0].reason
+
+
+def test_an_epoch_too_short_for_it_freezes_half():
+    callback = pretrained()
+    fit(Classifier(ConvNet(dropout=0)), callback)
+    assert history(callback) == [(2, FIRST)]
+    assert "an epoch of 5 steps is too short to try depths, so half of it freezes" in callback.events[0].reason
+
+
+@pytest.mark.parametrize("steps", [0, 20])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, steps):
+    """Whether the trial was before the checkpoint or comes later."""
     runs = []
     for arguments in ({}, {"ckpt_path": tmp_path / "saved"}):
         torch.manual_seed(0)
-        module, callback = Classifier(ConvNet(dropout=0)), pretrained(deterministic=True)
-        fit(module, callback, *(() if arguments else (Saves(tmp_path / "saved", epoch),)), **arguments)
+        module, callback = Waiting(steps), pretrained(STAYS_DEEP, deterministic=True)
+        saves = After(lambda trainer, _: trainer.save_checkpoint(tmp_path / "saved"), 16)
+        fit(module, callback, *(() if arguments else (saves,)), data=loader(bright(128)), **arguments)
         runs.append((module, callback))
     (whole, first), (resumed, second) = runs
-    if epoch == 1:
-        assert history(first) == history(second)
-        assert equal(whole, resumed)
-    else:
-        assert history(second)[:3] == [(2, FIRST), (6, 0), (6, FIRST)]
-        assert second.events[1].reason == "the trial of depths begins again"
+    assert history(first) == history(second) == [(max(2, steps + 1), FIRST)]
+    assert equal(whole, resumed)
 
 
 @pytest.mark.filterwarnings("ignore:freezing. nothing froze")
@@ -239,9 +244,8 @@ def test_from_scratch_there_is_none():
 def test_the_log_says_what_was_tried(caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     steady(pretrained(), FALLS)
-    assert "step 2: froze 2 of 4 layer modules" in caplog.text
-    assert "shallower depths are tried on the next 8 batches" in caplog.text
-    assert "1 of 4 layer modules stay frozen: loss 4.52 with 2 frozen" in caplog.text
+    assert "depths are tried on the next 8 steps, which then follow" in caplog.text
+    assert "step 2: froze 1 of 4 layer modules, up to 'net.0': loss 4.52 with 2 frozen" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -304,9 +308,9 @@ def test_half_of_a_text_network_is_half_of_its_layers(monkeypatch):
 
 def test_where_the_budget_ends_half_is_the_most(monkeypatch):
     """With 8 layer modules it begins with 5; the second depth is affordable and better, the third one is not."""
-    monkeypatch.setattr(trial_plan, "BUDGET", 0.8)
+    monkeypatch.setattr(trial_plan, "BUDGET", 0.25)
     callback = pretrained()
-    fit(Steady({5: 0.1, 3: 0.2, 1: 0.3, 0: 0.31}, blocks=8), callback, data=loader(vectors()))
+    fit(Steady({5: 0.1, 3: 0.2, 1: 0.3, 0: 0.31}, blocks=8), callback, data=loader(vectors(128)))
     assert list(callback.frontier.losses) == [5, 3]
-    assert history(callback) == [(2, 5), (10, 3)]
+    assert history(callback) == [(2, 3)]
     assert callback.events[-1].reason.endswith("of those with 3; shallower depths would cost too much to try")

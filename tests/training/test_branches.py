@@ -1,16 +1,19 @@
-"""Repeating steps: a branch ends, bit for bit, where the run would have ended at that depth."""
+"""Trying depths: a branch is the run frozen there, and the run that goes on has seen none."""
 
 import copy
 
 import lightning as L
 import pytest
 import torch
-from models import Classifier, equal, fit, loader
+from models import Classifier, equal, fit, images, loader
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_egeria import Decision, PrefixFreezing
 from lightning_egeria.training.branches import Branches
+from lightning_egeria.training.feed import Feed
+
+STEPS = 6
 
 
 class Frozen(PrefixFreezing):
@@ -24,189 +27,163 @@ class Frozen(PrefixFreezing):
         return Decision(self.depth, "for the test") if step == 1 and self.depth else None
 
 
-class Branching(PrefixFreezing):
-    """Freezes to 2 after the first step; after step 4 repeats the steps at some depths and keeps one."""
+class Branching(Frozen):
+    """The same, after it has tried other depths there."""
 
-    def __init__(self, depths, kept, fails=False):
-        super().__init__()
-        self.depths, self.kept, self.fails = depths, kept, fails
-        self.seen, self.run, self.branches = {}, None, None
+    def __init__(self, tried, depth, fails=False):
+        super().__init__(0)
+        self.tried, self.then, self.fails, self.seen = tried, depth, fails, {}
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self.branches is not None:
-            self.branches.batch_start(batch, trainer.global_step)
+    def on_train_start(self, trainer, pl_module):
+        super().on_train_start(trainer, pl_module)
+        feed = Feed.install(trainer, self, lambda: self.try_depths(trainer, feed))
 
-    def on_before_backward(self, trainer, pl_module, loss):
-        super().on_before_backward(trainer, pl_module, loss)
-        if self.branches is not None:
-            self.branches.forward_end(loss)
-
-    def start_method(self, trainer, freezer, gathered, state):
-        self.trainer = trainer
-        return []
-
-    def choose_depth(self, step):
-        if step == 1:
-            self.branches = Branches(self.trainer, self.freezer)
-            return Decision(2, "for the test")
-        if self.branches is None:
-            return None
-        self.branches.stepped()
-        if self.branches.steps < 3:
-            return None
-        branches, self.branches = self.branches, None
-        self.run = branches.losses
-        with branches.repeating() as repeats:
-            for depth in self.depths:
-                self.seen[depth] = repeats.at(depth)
-                if depth == self.kept:
-                    repeats.keep()
+    def try_depths(self, trainer, feed):
+        if trainer.global_step != 1 or trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        branches = Branches(trainer, self.freezer, feed)
+        try:
+            for depth in self.tried:
+                self.seen[depth] = branches.at(depth, STEPS * trainer.accumulate_grad_batches)
             if self.fails:
                 raise KeyError("for the test")
-        return Decision(2 if self.kept is None else self.kept, "for the test")
+        finally:
+            branches.leave()
+        self.freezer.freeze_to(self.then, "for the test")
 
 
-class Noted(Classifier):
-    """Counts, measures and logs in its step, with a schedule, and keeps gradients out of a loss with noise."""
+class Everything(Classifier):
+    """Does in its step and its hooks what programs do: counts, averages, warms up, logs, draws, changes its batch."""
 
     def __init__(self, optimizer="sgd"):
         super().__init__(optimizer=optimizer)
         self.accuracy = MulticlassAccuracy(num_classes=3)
-        self.steps = 0
+        self.teacher = [copy.deepcopy(self.net)]  # no submodule
+        self.register_buffer("center", torch.zeros(3))
+        self.memory, self.weight, self.seen = torch.zeros(3), 0.0, []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.weight += 0.01
+        self.seen.append((self.global_step, self.current_epoch, batch_idx, len(self.losses)))
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.02 + 0.001 * self.global_step
+        batch[0].mul_(1 + torch.rand(()))
 
     def training_step(self, batch, batch_idx):
         inputs, labels = batch
         scores = self.net(inputs + 0.1 * torch.randn_like(inputs))
+        with torch.no_grad():
+            taught = self.teacher[0](inputs)
+            self.memory = 0.9 * self.memory + 0.1 * scores.mean(0)
+            self.center.lerp_(scores.float().mean(0), 0.1)
         self.accuracy.update(scores, labels)
-        self.steps += 1
-        loss = nn.functional.cross_entropy(scores, labels)
+        loss = nn.functional.cross_entropy(scores - self.memory, labels)
+        loss = loss + self.weight * (scores - taught - self.center).square().mean()
         self.losses.append(loss.item())
-        self.log("train/loss", loss, on_step=False, on_epoch=True)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        self.log("train/acc", self.accuracy, on_step=False, on_epoch=True)
         return {"loss": loss}
 
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+    def on_before_zero_grad(self, optimizer):
+        with torch.no_grad():
+            for mean, value in zip(self.teacher[0].parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(value, 0.1)
 
 
-def states(module, trainer):
-    return copy.deepcopy([optimizer.state_dict() for optimizer in trainer.optimizers])
+class Rows(L.Callback):
+    """Notes what it can see in each batch."""
 
-
-def same(first, second):
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, list):
-        return len(first) == len(second) and all(map(same, first, second))
-    return first == second
-
-
-class AfterStep(L.Callback):
-    """Copies everything behind the freezing callback after an optimizer step."""
-
-    def __init__(self, step):
-        self.step, self.found = step, None
+    def __init__(self):
+        self.rows = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step and self.found is None:
-            self.found = states(pl_module, trainer), torch.get_rng_state(), copy.deepcopy(pl_module.state_dict())
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.rows.append((trainer.global_step, batch_idx, float(outputs["loss"]), metrics, pl_module.weight))
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2])
+def run(callback, module=None, **arguments):
+    module, rows = module or Everything(), Rows()
+    trainer = fit(module, callback, rows, data=loader(images(128), shuffle=True), **arguments)
+    return module, rows.rows, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize(
     ("optimizer", "arguments"),
     [
         ("sgd", {}),
         ("adamw", {"gradient_clip_val": 0.1}),
-        ("sgd", {"accumulate_grad_batches": 2}),
+        ("sgd", {"accumulate_grad_batches": 2, "max_epochs": 2}),
         ("adamw", {"precision": "bf16-mixed"}),
     ],
 )
-def test_a_branch_ends_where_the_run_would_have(optimizer, arguments, kept):
-    found = []
-    for callback in (Frozen(kept), Branching([2, 1, 0], kept)):
-        module, after = Noted(optimizer), AfterStep(4)
-        fit(module, callback, after, **arguments)
-        found.append((module, after.found, callback))
-    (expected, (optimizers, _, weights), _), (module, (others, _, now), callback) = found
-    assert callback.frozen_depth == kept
-    assert same(optimizers, others)
-    assert same(dict(weights), dict(now))
-    assert equal(expected, module)
-    if kept == 2:  # what the step itself keeps is the run's, whose depth is 2 until then
-        assert expected.losses == module.losses
-    assert module.steps == expected.steps
-    assert callback.seen[2] == pytest.approx(callback.run, rel=0, abs=0)
+def test_the_run_is_the_one_that_tried_nothing(optimizer, arguments, depth):
+    by_hand, expected, metrics = run(Frozen(depth), Everything(optimizer), **arguments)
+    callback = Branching([2, 1, 0], depth)
+    module, rows, others = run(callback, Everything(optimizer), **arguments)
+    assert rows == expected
+    assert metrics == others
+    assert equal(by_hand, module)
+    assert by_hand.losses == module.losses
+    assert by_hand.seen == module.seen
+    assert torch.equal(by_hand.memory, module.memory)
+    # The branch at this depth is that run, too.
+    first = arguments.get("accumulate_grad_batches", 1)
+    losses = [loss for _, _, loss, _, _ in expected][first : first + len(callback.seen[depth])]
+    assert callback.seen[depth] == losses
 
 
-def test_a_branch_sees_the_numbers_of_the_run():
-    numbers = []
-
-    class Counting(Noted):
-        def training_step(self, batch, batch_idx):
-            schedule, loop = self.lr_schedulers(), self.trainer.fit_loop.epoch_loop
-            numbers.append((self.global_step, self.current_epoch, batch_idx, self.steps))
-            assert schedule.last_epoch == self.global_step == loop.total_batch_idx
-            return super().training_step(batch, batch_idx)
-
-    fit(Counting(), Branching([1, 0], 1), limit_train_batches=3)
-    first, branches, rest = numbers[1:4], numbers[4:10], numbers[10:]
-    assert first == [(1, 0, 1, 1), (2, 0, 2, 2), (3, 1, 0, 3)]
-    assert branches == 2 * first
-    assert rest[:2] == [(4, 1, 1, 4), (5, 1, 2, 5)]
-
-
-def test_without_a_kept_branch_the_run_goes_on_untouched():
-    runs = []
-    for callback in (Frozen(2), Branching([1, 0], None)):
-        module = Noted()
-        trainer = fit(module, callback)
-        runs.append((module, module.accuracy.compute(), float(trainer.callback_metrics["train/loss"])))
-    (first, accuracy, loss), (second, other_accuracy, other_loss) = runs
-    assert equal(first, second)
-    assert first.losses == second.losses
-    assert accuracy == other_accuracy
-    assert loss == other_loss
-
-
-def test_an_error_in_a_branch_leaves_the_run_as_it_was():
-    module, after = Noted(), AfterStep(4)
-    fit(Noted(), Frozen(2), after)
-    with pytest.raises(KeyError, match="for the test"):
-        fit(module, Branching([0], None, fails=True))
-    assert same(dict(after.found[2]), dict(module.state_dict()))
-
-
-def test_callbacks_see_no_branch():
+def test_callbacks_and_loggers_see_no_branch():
     calls = []
 
     class Counting(L.Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             calls.append(trainer.global_step)
 
-    fit(Noted(), Branching([1, 0], 1), Counting())
-    assert calls == list(range(15))
+    fit(Everything(), Branching([1, 0], 1), Counting(), data=loader(images(128)))
+    assert calls == list(range(48))
 
 
-def test_a_batch_that_the_step_changes_is_repeated_as_it_was():
-    class InPlace(Noted):
+def test_an_error_in_a_branch_leaves_the_run_as_it_was():
+    module, before = Everything(), []
+
+    class AfterFirst(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            before.append(copy.deepcopy(pl_module.state_dict()))
+
+    with pytest.raises(KeyError, match="for the test"):
+        run(Branching([0], 1, fails=True), module)
+    with pytest.raises(KeyError, match="for the test"):
+        fit(module := Everything(), Branching([0], 1, fails=True), AfterFirst(), data=loader(images(128)))
+    assert len(before) == 1
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in before[0].items())
+
+
+def test_an_epoch_that_ends_is_no_branch():
+    class Ends(Everything):
+        def on_train_batch_start(self, batch, batch_idx):
+            super().on_train_batch_start(batch, batch_idx)
+            return -1 if batch_idx == 4 else None
+
+    (by_hand, expected, _), callback = run(Frozen(1), Ends()), Branching([2, 1], 1)
+    module, rows, _ = run(callback, Ends())
+    assert callback.seen == {2: None, 1: None}
+    assert rows == expected
+    assert equal(by_hand, module)
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
+def test_a_batch_without_a_loss_has_none_in_a_branch():
+    class Skips(Classifier):
         def training_step(self, batch, batch_idx):
-            batch[0].mul_(3)
-            return super().training_step(batch, batch_idx)
+            return None if batch_idx == 3 else super().training_step(batch, batch_idx)
 
-    runs = []
-    for callback in (Frozen(1), Branching([1], 1)):
-        module = InPlace()
-        fit(module, callback, data=loader())
-        runs.append(module)
-    assert equal(*runs)
+    callback = Branching([1], 1)
+    fit(Skips(), callback, data=loader(images(128)))
+    assert [loss == -torch.inf for loss in callback.seen[1]] == [False, False, True, False, False, False]
 
 
-def test_manual_optimization_cannot_be_repeated():
+def test_manual_optimization_cannot_be_tried():
     class Manual(Classifier):
         automatic_optimization = False
 

@@ -9,8 +9,8 @@ from models import Classifier, fit
 from lightning_egeria import BranchTuner, PrefixFreezing
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError
+from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.notices import Notices
-from lightning_egeria.tuning.feed import Feed
 from lightning_egeria.tuning.rounds import Limits, Result
 from lightning_egeria.tuning.run import SearchRun
 from lightning_egeria.tuning.searchers import GridSearcher
@@ -25,9 +25,7 @@ class Searches(L.Callback):
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 2:
-            trainer.fit_loop._data_fetcher = self.feed = Feed(
-                trainer.fit_loop._data_fetcher, lambda: self.once(trainer)
-            )
+            self.feed = Feed.install(trainer, self, lambda: self.once(trainer))
 
     def once(self, trainer):
         if self.record is None:

@@ -7,7 +7,7 @@ from models import Classifier, equal, fit
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tuning.feed import Feed
+from lightning_egeria.training.feed import Feed
 from lightning_egeria.tuning.rounds import Order
 from lightning_egeria.tuning.spaces import Choice
 from lightning_egeria.tuning.trials import Trials
@@ -24,8 +24,7 @@ class Tries(L.Callback):
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == self.epoch:
-            inner = trainer.fit_loop._data_fetcher
-            trainer.fit_loop._data_fetcher = self.feed = Feed(inner, lambda: self.once(trainer))
+            self.feed = Feed.install(trainer, self, lambda: self.once(trainer))
 
     def once(self, trainer):
         do, self.do = self.do, None

@@ -1,4 +1,4 @@
-"""The Trainer's batches, read ahead: branches train on the same ones, and training goes on behind the winner."""
+"""The Trainer's batches, read ahead: branches of a fit train on the same ones as it does itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
@@ -20,6 +21,7 @@ MOST_BYTES = 2**30  # of batches that are kept
 class _Kept(NamedTuple):
     item: Any  # as the data fetcher yields it, in host memory
     random: RandomState  # after it was loaded
+    drew: bool  # whether loading drew random numbers
 
 
 class ReadAhead:
@@ -39,6 +41,7 @@ class ReadAhead:
         Raises:
             TrainingDataError: if there is none.
         """
+        before = RandomState.current()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -46,22 +49,24 @@ class ReadAhead:
                 f"the training data ended after {len(self.kept)} batches of a trial, which is before the length of the "
                 "loader says. Let len() of the loader or its sampler return the number of batches"
             ) from None
+        random = RandomState.current()
         kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
-        self.kept.append(_Kept(kept, RandomState.current()))
+        self.kept.append(_Kept(kept, random, random != before))
 
-    def from_here(self, position: int) -> Iterator[Any]:
+    def from_here(self, position: int, alike: bool = False) -> Iterator[Any]:
         """Yield batches for a branch, which trains on each before it asks for the next.
 
         The first branch to arrive at a batch loads it, so random numbers are drawn in the order of training without
-        branches. All later ones continue with its random state.
+        branches. If loading drew some, all later ones continue with its random state.
 
         Args:
             position: number of batches that the branch has had.
+            alike: whether it has the random state of the first branch before each batch, whatever loading drew.
         """
         while True:
             if position == len(self.kept):
                 self.load()
-            else:
+            elif alike or self.kept[position].drew:
                 self.kept[position].random.restore()
             yield copy.deepcopy(self.kept[position].item)
             position += 1
@@ -72,18 +77,37 @@ class Feed:
 
     Args:
         fetcher: the data fetcher.
-        before_batch: called each time before the training loop gets a batch.
 
     Attributes:
+        before_batch: what is called each time before the training loop gets a batch, by its owner.
         ahead: batches of training that were read ahead.
     """
 
-    _OWN = ("_fetcher", "_before_batch", "ahead")
+    _OWN = ("_fetcher", "before_batch", "ahead")
 
-    def __init__(self, fetcher: Any, before_batch: Callable[[], None]) -> None:
+    def __init__(self, fetcher: Any) -> None:
         self._fetcher = fetcher
-        self._before_batch = before_batch
+        self.before_batch: dict[Any, Callable[[], None]] = {}
         self.ahead = ReadAhead(fetcher)
+
+    @classmethod
+    def install(cls, trainer: pl.Trainer, owner: Any, before_batch: Callable[[], None]) -> Feed:
+        """Have a function called before each batch of the epoch that begins, until `remove`; one feed serves all."""
+        loop: Any = trainer.fit_loop
+        if not isinstance(loop._data_fetcher, cls):
+            loop._data_fetcher = cls(loop._data_fetcher)
+        feed: Feed = loop._data_fetcher
+        feed.before_batch[owner] = before_batch
+        return feed
+
+    @classmethod
+    def remove(cls, trainer: pl.Trainer, owner: Any) -> None:
+        """Call the function of an owner no more; without any, the Trainer has its data fetcher back. Safe to repeat."""
+        loop: Any = trainer.fit_loop
+        feed = loop._data_fetcher
+        if isinstance(feed, cls):
+            feed.before_batch.pop(owner, None)
+            loop._data_fetcher = feed if feed.before_batch else feed.fetcher
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
@@ -102,11 +126,13 @@ class Feed:
 
     def __next__(self) -> Any:
         """Return the next batch of training."""
-        self._before_batch()
+        for before_batch in [*self.before_batch.values()]:
+            before_batch()
         if not self.ahead.kept:
             return next(self._fetcher)
         kept = self.ahead.kept.pop(0)
-        kept.random.restore()
+        if kept.drew:
+            kept.random.restore()
         return kept.item
 
     @property

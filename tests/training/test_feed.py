@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_egeria.errors import TrainingDataError
-from lightning_egeria.tuning.feed import BranchFeed, Feed
+from lightning_egeria.training.feed import BranchFeed, Feed
 
 
 class Fetcher:
@@ -39,7 +39,7 @@ def test_each_branch_has_the_batches_of_training():
     torch.manual_seed(0)
     plain = drawn(Fetcher(), 5)
     torch.manual_seed(0)
-    feed = Feed(Fetcher(), lambda: None)
+    feed = Feed(Fetcher())
     first = drawn(feed.ahead.from_here(0), 3)
     second = drawn(feed.ahead.from_here(0), 3)
     third = drawn(feed.ahead.from_here(1), 2)
@@ -54,20 +54,20 @@ def test_training_on_a_read_batch_has_its_random_numbers():
     torch.manual_seed(0)
     plain = drawn(Fetcher(), 4)
     torch.manual_seed(0)
-    feed = Feed(Fetcher(), lambda: None)
+    feed = Feed(Fetcher())
     drawn(feed.ahead.from_here(0), 3)  # a branch that is given up
     feed.ahead.kept[0].random.restore()
     assert drawn(iter(lambda: next(feed), None), 4) == plain
 
 
 def test_a_loader_that_ends_early_is_named():
-    feed = Feed(Fetcher(2), lambda: None)
+    feed = Feed(Fetcher(2))
     with pytest.raises(TrainingDataError, match="ended after 2 batches of a trial"):
         drawn(feed.ahead.from_here(0), 3)
 
 
 def test_training_gets_what_longer_branches_have_read():
-    feed = Feed(Fetcher(), lambda: None)
+    feed = Feed(Fetcher())
     read = [item[1] for item in itertools.islice(feed.ahead.from_here(0), 6)]
     feed.skip(2)
     left = []
@@ -77,7 +77,7 @@ def test_training_gets_what_longer_branches_have_read():
 
 
 def test_a_branch_that_changes_its_batch_changes_no_other():
-    feed = Feed(Fetcher(), lambda: None)
+    feed = Feed(Fetcher())
     (item,) = itertools.islice(feed.ahead.from_here(0), 1)
     before = item[0].clone()
     item[0].zero_()
@@ -89,7 +89,8 @@ def test_a_branch_that_changes_its_batch_changes_no_other():
 def test_it_stands_for_the_fetcher():
     calls = []
     fetcher = Fetcher()
-    feed = Feed(fetcher, lambda: calls.append(1))
+    feed = Feed(fetcher)
+    feed.before_batch["the test"] = lambda: calls.append(1)
     feed.profiled = True
     assert fetcher.profiled
     assert feed.first_bytes() == 8
