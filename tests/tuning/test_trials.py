@@ -76,6 +76,23 @@ def test_losses_are_relative_to_those_without_learning():
     assert (seen[0].cost, seen[0].failed) == (4.0, None)
 
 
+def test_hooks_of_batches_run_before_steps_without_learning():
+    class Sets(Classifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.weight = 1.0 + batch_idx
+
+        def training_step(self, batch, batch_idx):
+            assert self.weight == 1 + batch_idx
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_):
+            del self.weight
+
+    seen = []
+    fit(Sets(), Tries(lambda trials: (seen.append(trials.run(Order(0, A, 3))), trials.leave()), epoch=0))
+    assert seen[0].failed is None
+
+
 class LowersItsRate(Classifier):
     def on_train_batch_end(self, *_):
         for group in self.trainer.optimizers[0].param_groups:
