@@ -10,7 +10,7 @@ from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.levels import Lengths, Level
 from lightning_egeria.caching.outputs import Some
 from lightning_egeria.lazy.meta import Meta
-from lightning_egeria.lazy.outside import Outside
+from lightning_egeria.lazy.outside import LEAST_PADDING, Outside
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.lazy.units import precision_of, without_casts
 from lightning_egeria.snapshots.digests import same_bits
@@ -18,7 +18,6 @@ from lightning_egeria.snapshots.random_state import preserved_random_state
 from lightning_egeria.training.notices import Notices
 
 ROWS = 8  # at most that are run again, to compare two lengths
-LEAST_PADDING = 2  # positions, besides the first, of samples that are used for that
 PADDING_STEP = 2**-14  # share of a channel's largest value by which a text may differ at another length, in float32
 COARSE = 32  # last bits of a coarser precision by which it may
 LEAST_SCALE = 2**-10  # of the median channel, for channels of nearly nothing

@@ -83,8 +83,8 @@ class Accounts:
         self._hit_seconds.clear()
         self._miss_seconds.clear()
         self._miss_waits.clear()
-        self._gain: float | None = None  # seconds that a sample from the cache saves in its step
-        self._hits = 0  # samples from the cache
+        self._gain: float | None = None  # seconds that a step saves for each sample of a batch from the cache
+        self._served = 0  # samples of batches from the cache
         self._estimate = 0.0  # seconds that they seemed to save before that was known
         self._samples = 1  # of the last batch from the cache
         self._judged = False
@@ -108,18 +108,21 @@ class Accounts:
             return
         wait_for(batch.ended)
         seconds = (batch.waited + seconds_between(batch.began, batch.ended)) / samples
-        if batch.hits == samples:
+        # Entries that were read and did not fit are the cache's work, too.
+        is_served = batch.hits == samples or (_with_entries(batch) == samples and not batch.advanced)
+        if is_served:
             self._hit_seconds.append(seconds)
             self._samples = samples
             self.race.served()
         elif not batch.hits and not batch.advanced and not batch.eager:
             self._miss_seconds.append(seconds)
             self._miss_waits.append(batch.waited)
-        self._hits += batch.hits
+        served = samples if is_served else batch.hits
+        self._served += served
         if self._gain is not None:
-            stats.seconds_saved += batch.hits * self._gain
-        elif batch.hits and self._hit_seconds and self._miss_seconds:
-            estimate = batch.hits * (self._miss() - self._hit())
+            stats.seconds_saved += served * self._gain
+        elif served and self._hit_seconds and self._miss_seconds:
+            estimate = served * (self._miss() - self._hit())
             self._estimate, stats.seconds_saved = self._estimate + estimate, stats.seconds_saved + estimate
 
     @contextlib.contextmanager
@@ -160,7 +163,7 @@ class Accounts:
             return not slow, f"{per_sample} and {self._miss() * 1e3:.3f} ms without"
         cached, plain = steps
         self._gain = (plain - cached) / self._samples
-        self._stats.seconds_saved += self._gain * self._hits - self._estimate
+        self._stats.seconds_saved += self._gain * self._served - self._estimate
         return cached < plain, f"a step takes {cached * 1e3:.1f} ms with it and {plain * 1e3:.1f} ms without"
 
     def _hit(self) -> float:

@@ -21,6 +21,7 @@ from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import bytes_of, contents, same_bits, stems
 
 LEAST_LENGTH = 16  # that batches are padded to, if there was a longer one
+LEAST_PADDING = 2  # positions, besides the first: where only the last two values are equal, that may be no padding
 
 
 def has_samples(leaf: Node) -> bool:
@@ -119,7 +120,7 @@ class Outside:
             if square is None:
                 return False
             self._squares[leaf.key] = square
-        short = [place for place, one in enumerate(own) if one < node.meta.shape[1]]
+        short = [place for place, one in enumerate(own) if one <= node.meta.shape[1] - LEAST_PADDING]
         for leaf, value in self._texts(node):
             ends = value[short, -1]
             if short:

@@ -128,6 +128,21 @@ def test_whole_steps_need_no_misses(accounts, clock):
     assert found.seconds_saved == pytest.approx(3 * -0.2)
 
 
+def test_entries_that_do_not_fit_are_work_of_the_cache(clock, monkeypatch):
+    """Even if no batch comes whole from the cache."""
+    monkeypatch.setattr(stats, "COMPARED_STEPS", 3)
+    found = CacheStats()
+    accounts = Accounts(found)
+    for _ in range(3):
+        assert accounts.judgement(CPU) is None
+        accounts.count(batch(hits=2, entries=4, seconds=0.01))
+    assert accounts.judgement(CPU) is None
+    clock.race(accounts.race, cached=0.3, plain=0.1)
+    assert accounts.judgement(CPU) == (False, "a step takes 300.0 ms with it and 100.0 ms without")
+    assert (found.hits, found.misses) == (6, 6)
+    assert found.seconds_saved == pytest.approx(3 * -0.2)
+
+
 def test_steps_that_have_become_others_race_again(accounts, clock):
     judged(accounts)
     clock.race(accounts.race, cached=0.3, plain=0.1)

@@ -80,6 +80,18 @@ def test_a_sample_without_padding_is_known_again():
     assert outside.stamps(longer, ragged=True)[1] == first[1]
 
 
+def test_a_text_that_ends_in_two_equal_tokens_has_no_padding():
+    whole = [torch.tensor([4, 7, 9, 9]), torch.tensor([3, 8, 2, 1])]
+    node, (leaf, _) = with_mask(whole, lambda tokens: tokens > 0)
+    outside = Outside()
+    assert outside.fits(node, ragged=True)
+    assert not outside.learn_padding(node)
+    longer, _ = with_mask([torch.tensor([4, 7]), torch.arange(1, 9)], lambda tokens: tokens > 0)
+    assert outside.fits(longer, ragged=True)
+    assert outside.learn_padding(longer)
+    assert outside.at_length(leaf, 4, 6)[:, 4:].tolist() == [[0, 0]] * 2
+
+
 def test_tensors_at_other_lengths_are_those_of_such_batches():
     outside, places = Outside(), torch.arange(20)
     long, _ = with_table([torch.arange(1, 9), SAMPLES[1], SAMPLES[2]], places)
