@@ -23,6 +23,7 @@ from lightning_egeria.freezing.trial import Frontier
 from lightning_egeria.network.normalisation import normalisation_layers
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.callback import PrefixFreezing
+from lightning_egeria.training.combinations import methods_of
 from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
@@ -144,6 +145,20 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """Give the Trainer its own data fetcher back."""
         super().on_train_epoch_end(trainer, pl_module)
         Feed.remove(trainer, self)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Warn of batches that depths were tried on, where the loader keeps its own position."""
+        loop: Any = trainer.fit_loop
+        feed, loaders = loop._data_fetcher, loop._combined_loader
+        ahead = len(feed.ahead.kept) if isinstance(feed, Feed) else 0
+        if ahead and ("selecting" in methods_of(trainer) or (loaders is not None and loaders._state_dicts())):
+            self.notices.warn(
+                f"the training loader keeps its own position, and it is {ahead} batches ahead in the checkpoint of "
+                f"step {trainer.global_step}, because depths were tried on them. A run that resumes there misses these "
+                "batches; the next checkpoint after them has all"
+            )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Do the same as `teardown`, which Lightning does not call after an error."""

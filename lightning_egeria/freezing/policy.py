@@ -69,8 +69,8 @@ class FreezingPolicy(Annealing):
     this needs a learning rate of at most half its peak; with ``pretrained=True`` it only needs one that does not rise.
     The method card gives the reasons.
 
-    With ``pretrained=True``, the callback freezes after the second step, to the depth that a trial of a few steps finds:
-    it begins with all but 3 layer modules, and goes shallower while steps there lower the loss clearly faster.
+    With ``pretrained=True``, the callback freezes after the second step, to the depth that a trial of some steps finds.
+    It begins with all but 3 layer modules, and goes shallower while steps there lower the loss clearly faster.
     Where steps cannot be tried (manual optimization), and with ``trial_progress=None``, the first two evaluations
     compare the layer modules with one another instead: the deepest prefix freezes whose last layer module moves less
     than ``peer_tolerance`` times the one that moves most.

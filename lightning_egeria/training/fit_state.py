@@ -16,9 +16,9 @@ class FitState:
     """The state of a fit at one moment. `restore` returns to it, any number of times, bit for bit.
 
     It holds the `TrainingState` of the model and its optimizers, learning-rate schedulers, the gradient scaler, the
-    counters of Lightning's training loop, whether it should stop, attributes of modules, and the frozen depth. The
-    position in the data is the caller's, and so is the state of callbacks. Capture and restore between two optimizer
-    steps; every rank its own.
+    counters of Lightning's training loop, whether it should stop, attributes of modules, the frozen depth, and which
+    other parameters train. The position in the data is the caller's, and so is the state of callbacks. Capture and
+    restore between two optimizer steps; every rank its own.
 
     Args:
         trainer: the Trainer, in ``fit``.
@@ -40,15 +40,14 @@ class FitState:
             loop.manual_optimization.optim_step_progress,
         ]
         self._logged_steps, self._should_stop = loop._batches_that_stepped, trainer.should_stop
+        self._training = TrainingState(module, trainer.optimizers, others, store)  # before gradients are dropped
         self._prefix: dict[str, Any] | None = None
-        if freezer is None:
-            self._training = TrainingState(module, trainer.optimizers, others, store)
-            self._attributes = ModuleAttributes(module, without=("_buffers",))  # `TrainingState` has them
-        else:
+        if freezer is not None:
             self._prefix = freezer.prefix.state_dict()
-            self._training = TrainingState(module, trainer.optimizers, others, store)  # before gradients are dropped
             freezer.prefix.set_depth(0)  # what a freeze sets on modules is not part of their attributes
-            self._attributes = ModuleAttributes(module, without=("_buffers",))  # `TrainingState` has them
+        self._attributes = ModuleAttributes(module, without=("_buffers",))  # `TrainingState` has them
+        self._trains = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        if freezer is not None and self._prefix is not None:
             freezer.prefix.load_state_dict(self._prefix)
 
     @property
@@ -63,6 +62,8 @@ class FitState:
             freezer.prefix.set_depth(0)
         self._attributes.restore()
         self._training.restore()
+        for parameter, trains in self._trains:
+            parameter.requires_grad_(trains)
         self._trainer.fit_loop.epoch_loop._batches_that_stepped = self._logged_steps
         self._trainer.should_stop = self._should_stop
         if freezer is not None and self._prefix is not None:

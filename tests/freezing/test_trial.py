@@ -1,5 +1,6 @@
 """The trial of depths that pre-trained weights begin with."""
 
+import contextlib
 import copy
 import logging
 import math
@@ -231,6 +232,28 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, steps):
     (whole, first), (resumed, second) = runs
     assert history(first) == history(second) == [(max(2, steps + 1), FIRST)]
     assert equal(whole, resumed)
+
+
+class Stateful(DataLoader):
+    """A loader that keeps its own position, as `torchdata` has them."""
+
+    def state_dict(self):
+        return {"position": 0}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "warns"), [(Stateful, 4, True), (Stateful, 12, False), (DataLoader, 4, False)]
+)
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")
+def test_a_loader_that_is_ahead_in_a_checkpoint_is_told(tmp_path, kind, step, warns):
+    saves = After(lambda trainer, _: trainer.save_checkpoint(tmp_path / "saved"), step)
+    with pytest.warns() if warns else contextlib.nullcontext() as told:
+        fit(Classifier(ConvNet(dropout=0)), pretrained(STAYS_DEEP), saves, data=kind(bright(128), 8))
+    found = [str(one.message) for one in told or () if "keeps its own position" in str(one.message)]
+    assert [text.partition("it is ")[2].partition(" in")[0] for text in found] == ["6 batches ahead"] * warns
 
 
 @pytest.mark.filterwarnings("ignore:freezing. nothing froze")
