@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from lightning_egeria.freezing.policy import FreezingPolicy
-from lightning_egeria.freezing.trial_plan import Budget, candidate_depths, safe_depth, trial_steps
+from lightning_egeria.freezing.trial_plan import LEAST_STEPS, Budget, candidate_depths, safe_depth, trial_steps
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.feed import MOST_BYTES, Feed
@@ -19,6 +19,8 @@ from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.unseen import saving_later
 
 STEPS_BEFORE = 2  # of the run, before the trial
+ENOUGH = 3 / 4  # of the trial's steps have to be left in the epoch
+FEWEST_STEPS = 4  # whose batches have to fit into memory
 
 
 def worth(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -119,7 +121,7 @@ class DepthTrial:
     chain freezes at most, tables of embeddings in front not counted.
 
     The first two steps of the run train everything, so that what a full step costs is known. While the learning rate
-    is 0, all steps do, and while fewer steps are left in the epoch than the trial takes.
+    is 0, all steps do. Nor does the trial leave its epoch: where that is nearly over, it comes with the next one.
 
     Args:
         trainer: the Trainer.
@@ -173,7 +175,7 @@ class DepthTrial:
             return self._half(f"what the untrained {self._untrained!r} learns would hide what other layers do")
         if others and not self._budget.allows(others[0], ahead=first):
             return self._half("the run is too short to try depths")
-        if (length := self._trainer.num_training_batches // self._accumulated) < self._steps:
+        if (length := self._steps_in(self._trainer.num_training_batches)) < LEAST_STEPS:
             return self._half(f"an epoch of {length:.0f} steps is too short to try depths")
         self._begins = True
         return None
@@ -184,22 +186,24 @@ class DepthTrial:
         Args:
             feed: batches of the Trainer, between two optimizer steps.
         """
-        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        batches = self._steps * self._accumulated
-        if not self._begins or ready % self._accumulated or self._trainer.num_training_batches - ready < batches:
+        trainer, ranks = self._trainer, self._freezer.ranks
+        ready, epoch = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
+        wanted, left = min(self._steps, self._steps_in(epoch)), self._steps_in(epoch - ready)
+        if not self._begins or ready % trainer.accumulate_grad_batches or left < ENOUGH * wanted:
             return None
-        (most,) = self._freezer.ranks.least([max(1, MOST_BYTES // max(1, feed.first_bytes()))])
-        if most < batches:
-            return self._half(f"{batches} batches are too large to keep for a trial of depths")
-        self._notices.inform(f"depths are tried on the next {self._steps} steps, which then follow")
-        branches = Branches(self._trainer, self._freezer, feed, self._in_evaluation)
-        with saving_later(self._trainer) as waiting:
+        (most,) = ranks.least([MOST_BYTES // max(1, feed.first_bytes())])
+        steps = int(min(wanted, left, self._steps_in(most)))
+        if steps < FEWEST_STEPS:
+            return self._half("batches are too large to keep for a trial of depths")
+        self._notices.inform(f"depths are tried on the next {steps} steps, which then follow")
+        branches = Branches(trainer, self._freezer, feed, self._in_evaluation)
+        with saving_later(trainer) as waiting:
             try:
-                frontier, ended = self._compare(branches, batches)
+                frontier, ended = self._compare(branches, steps * trainer.accumulate_grad_batches)
             finally:
                 branches.leave()
-        for path, weights_only in self._freezer.ranks.share(waiting):
-            self._trainer.save_checkpoint(path, weights_only)
+        for path, weights_only in ranks.share(waiting):
+            trainer.save_checkpoint(path, weights_only)
         if frontier is None:
             return self._half("the epoch ended while depths were tried")
         self.over = True
@@ -212,9 +216,8 @@ class DepthTrial:
         more = "; shallower depths would cost too much to try" if ended else ""
         return Decision(depth, frontier.describe() + more)
 
-    @property
-    def _accumulated(self) -> int:
-        return self._trainer.accumulate_grad_batches
+    def _steps_in(self, batches: float) -> float:
+        return batches if math.isinf(batches) else batches // self._trainer.accumulate_grad_batches
 
     def _half(self, why: str) -> Decision:
         self.over = True

@@ -25,7 +25,7 @@ from models import (
 from torch.utils.data import DataLoader
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.freezing import trial_plan
+from lightning_egeria.freezing import trial, trial_plan
 from lightning_egeria.freezing.trial import Frontier, worth
 
 STEPS = 48  # in three epochs
@@ -195,10 +195,22 @@ def test_it_waits_for_a_learning_rate():
     assert history(callback) == [(6, FIRST)]
 
 
-def test_it_waits_for_an_epoch_with_enough_steps():
+@pytest.mark.parametrize(("waits", "begins", "told"), [(9, 10, 6), (10, 16, 8)])
+def test_it_waits_for_an_epoch_with_enough_steps(caplog, waits, begins, told):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
     callback = pretrained(STAYS_DEEP)
-    train(Waiting(9), callback)
-    assert history(callback) == [(16, FIRST)]
+    train(Waiting(waits), callback)
+    assert history(callback) == [(begins, FIRST)]
+    assert f"depths are tried on the next {told} steps" in caplog.text
+
+
+@pytest.mark.parametrize(("batches", "reason"), [(5, "loss "), (3, "batches are too large to keep")])
+def test_its_batches_fit_into_memory(monkeypatch, batches, reason):
+    monkeypatch.setattr(trial, "MOST_BYTES", batches * 8 * (64 * 4 + 8))
+    callback = pretrained(STAYS_DEEP)
+    train(Classifier(ConvNet(dropout=0)), callback)
+    assert history(callback) == [(2, FIRST)]
+    assert reason in callback.events[0].reason
 
 
 def test_it_follows_an_epoch_that_ends_within():
