@@ -186,5 +186,5 @@ WITH_A_PROCESS = METHODS | {
         lambda: [guided(never(), background=True, timeout_s=600.0)],
     )
 }
-# A checkpoint within a trial begins it again; `test_trial.py` has the resumed runs.
+# `test_trial.py` has the resumed runs: those of the contract are too short for a trial.
 WITH_A_TRIAL = METHODS | {"trial": Method(lambda: [guided(FreezingPolicy(pretrained=True))])}
