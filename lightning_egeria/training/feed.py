@@ -110,6 +110,8 @@ class Feed:
             loop._data_fetcher = feed if feed.before_batch else feed.fetcher
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._OWN:  # while it is being copied
+            raise AttributeError(name)
         return getattr(self._fetcher, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -27,6 +27,7 @@ def close(one, other, what=""):
         )
 
 
+@pytest.mark.slow
 def test_three_ranks_train_as_one_process(tmp_path):
     settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "devices": 1}
     plain, trainer, notes = fit(tmp_path / "plain", **settings)

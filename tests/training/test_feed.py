@@ -1,5 +1,6 @@
 """Batches read ahead: each branch has those of training, and training goes on behind them."""
 
+import copy
 import itertools
 
 import pytest
@@ -94,6 +95,7 @@ def test_it_stands_for_the_fetcher():
     feed.profiled = True
     assert fetcher.profiled
     assert feed.first_bytes() == 8
+    assert copy.deepcopy(feed).profiled
     assert iter(feed) is feed
     assert [next(feed)[1] for _ in range(6)] == list(range(6))
     assert (len(calls), feed.done, feed.fetcher) == (6, True, fetcher)
