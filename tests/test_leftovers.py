@@ -91,6 +91,7 @@ def test_leftovers_are_errors_of_their_test(run):
     assert [message for message in MESSAGES if message not in result.stdout.str()] == []
 
 
+@pytest.mark.slow
 def test_workers_see_the_leftovers_that_are_theirs(run):
     result = run(LEAKS, "-n", "2")
     result.assert_outcomes(passed=7, errors=4)
@@ -104,6 +105,7 @@ def test_a_file_left_in_the_repository_fails_the_run(run):
     result.stdout.re_match_lines([r"the tests left files in the repository: \['.*/left\.txt'\]"])
 
 
+@pytest.mark.slow
 def test_a_clean_run_with_workers_passes(run):
     result = run("def test_nothing(tmp_path):\n    (tmp_path / 'file').touch()\n", "-n", "1")
     result.assert_outcomes(passed=1)

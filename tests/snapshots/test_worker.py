@@ -164,7 +164,7 @@ def test_ctrl_c_is_the_owner_s_business(worker):
     ("end", "busy"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", True),
-        ("raise SystemExit", True),
+        pytest.param("raise SystemExit", True, marks=pytest.mark.slow),
         pytest.param("os._exit(1)", False, marks=pytest.mark.slow),
     ],
 )
