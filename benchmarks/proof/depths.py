@@ -44,7 +44,7 @@ class Branching(PrefixFreezing):
         feed = Feed.install(trainer, self, lambda: self.compare(trainer, feed))
 
     def compare(self, trainer: lightning.Trainer, feed: Feed) -> None:
-        if trainer.global_step != 1:
+        if trainer.global_step != 1 or self.losses:
             return
         branches = Branches(trainer, self.freezer, feed)
         for depth in self.depths:

@@ -96,11 +96,11 @@ class Accounts:
 
     def count(self, batch: CachedBatch) -> None:
         """Add a batch that is over."""
-        stats, samples = self._stats, batch.samples
+        stats, samples, entries = self._stats, batch.samples, _with_entries(batch)
         stats.hits += batch.hits
         stats.advanced += batch.advanced
         stats.misses += samples - batch.hits - batch.advanced
-        stats.unused += max(0, _with_entries(batch) - batch.hits - batch.advanced)
+        stats.unused += max(0, entries - batch.hits - batch.advanced)
         lazy = sum(batch.lazy)
         stats.not_loaded += 0 if batch.was_touched else lazy
         stats.loaded_after_all += lazy if batch.was_touched else 0
@@ -109,7 +109,7 @@ class Accounts:
         wait_for(batch.ended)
         seconds = (batch.waited + seconds_between(batch.began, batch.ended)) / samples
         # Entries that were read and did not fit are the cache's work, too.
-        is_served = batch.hits == samples or (_with_entries(batch) == samples and not batch.advanced)
+        is_served = batch.hits == samples or (entries == samples and not batch.advanced)
         if is_served:
             self._hit_seconds.append(seconds)
             self._samples = samples

@@ -253,7 +253,7 @@ class Stateful(DataLoader):
         return {"position": 0}
 
     def load_state_dict(self, state):
-        pass
+        """It has none."""
 
 
 @pytest.mark.parametrize(

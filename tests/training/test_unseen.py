@@ -56,7 +56,7 @@ class Lines(L.pytorch.loggers.logger.Logger):
         self.lines += [(step, name, value) for name, value in metrics.items()]
 
     def log_hyperparams(self, *args, **kwargs):
-        pass
+        """Of no interest here."""
 
 
 def test_what_comes_back_was_not_there():
