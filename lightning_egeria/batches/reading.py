@@ -77,7 +77,7 @@ class BatchSource:
     @property
     def has_ids(self) -> bool:
         """Whether the samples have ids."""
-        return self.lookahead is not None or _is_plain(self.loader)
+        return self.lookahead is not None or _is_in_order(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[Any, ...] | None]]:
         # At once, as the user's does: it draws a random number and starts the workers.
@@ -85,7 +85,7 @@ class BatchSource:
             if self._wrap_collate is not None:
                 self.lookahead.wrap_collate(self._wrap_collate)
             return self._looked_at(iter(self.loader), self.lookahead)
-        if not _is_plain(self.loader):
+        if not _is_in_order(self.loader):
             return ((batch, None) for batch in iter(self.loader))
         self._ids.clear()
         return ((batch, self._ids.popleft()) for batch in iter(self._recorded()))
@@ -199,12 +199,19 @@ class _Followed:
             yield ids
 
 
-def _is_plain(loader: Any) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and type(loader)._get_iterator is DataLoader._get_iterator
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-        and getattr(loader, "in_order", True)
-    )
+def why_no_ids(loader: Any) -> str | None:
+    """Return why the samples of a loader have no ids; None if they have some."""
+    if not isinstance(loader, DataLoader):
+        return f"the data come from a {type(loader).__name__}, expected one torch DataLoader"
+    if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:
+        return f"{type(loader).__name__} has its own way of going through the data"
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset has no sample ids"
+    if loader.batch_sampler is None:
+        return "the DataLoader makes no batches (batch_size=None), so samples have no ids"
+    return None
+
+
+def _is_in_order(loader: Any) -> bool:
+    """Whether the samples have ids, and batches come in the order of the sampler."""
+    return why_no_ids(loader) is None and getattr(loader, "in_order", True)

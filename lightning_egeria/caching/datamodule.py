@@ -157,10 +157,12 @@ class FrozenPrefixCache(WrappingDataModule):
 
     def _line(self, name: str, loader: Any) -> Any:
         cache, directory, training = self._cache, self._directory, name == "training"
+        stats = self._stats if training else self._validation_stats
         reason = why_not(loader)
         if cache is None or directory is None or reason is not None:
-            if training:
-                self._turn_off(str(reason))
+            stats.off = reason
+            tell = self._notices.warn if training else self._notices.inform
+            tell(f"the cache of {name} is off: {reason}", once=f"{name} {reason}")
             return loader
         connector = getattr(self.trainer, "_data_connector", None)
         if connector is not None:  # with several processes, the loader of this one
@@ -171,14 +173,15 @@ class FrozenPrefixCache(WrappingDataModule):
         device_bytes = self.device_bytes if training else 0
         limits = Limits(max_bytes, self.min_free_bytes, self._host, device_bytes, self.entry_precision)
         views, observes = (self.augmentation_views, owner.will_compare) if training else (0, lambda _: False)
-        stats = self._stats if training else self._validation_stats
 
         def make_stream(dataset: PlannedDataset, load: Any) -> Stream:
             return Stream(name, dataset, directory, limits, views, self.seed, observes, load, self._notices, stats)
 
         arrived = cache.arrived_for_training if training else cache.arrived_for_validation
-        line = Line(loader, make_stream, self._epochs if training else lambda once: (0, None), arrived)
-        cache.add(name, line)
+        line = cache.lines.get(name)
+        if line is None or not line.goes_on_with(loader):
+            line = Line(loader, make_stream, self._epochs if training else lambda once: (0, None), arrived)
+            cache.add(name, line)
         if training:
             type(line.loader).lookahead = CachedLookahead(line, cache.looking, cache.arrived_for_training)
             if self._bar_entry is not None:
@@ -191,7 +194,7 @@ class FrozenPrefixCache(WrappingDataModule):
         return self.trainer.current_epoch if self.trainer is not None else 0, epochs if epochs > 0 and once else None
 
     def _turn_off(self, reason: str) -> None:
-        self._stats = CacheStats(off=reason)
+        self._stats, self._validation_stats = CacheStats(off=reason), CacheStats(off=reason)
         if not getattr(self.trainer, "fast_dev_run", False):
             self._notices.warn(f"the cache of the frozen layers is off: {reason}", once=reason)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_egeria.batches.order import draws_at_once, has_samples_once
-from lightning_egeria.batches.reading import LoaderCopies
+from lightning_egeria.batches.reading import LoaderCopies, why_no_ids
 from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.batches.worker_calls import CallableWorkers
 from lightning_egeria.caching.batch import CachedBatch
@@ -22,8 +22,8 @@ from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_i
 from lightning_egeria.caching.outputs import Output
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.caching.stream import Stream
-from lightning_egeria.lazy.sending import joined
-from lightning_egeria.lazy.tensors import LazyTensor
+from lightning_egeria.lazy.sending import joined_rows
+from lightning_egeria.snapshots.contents import changed, digests_of
 from lightning_egeria.training.loops import is_asked_by_loop
 
 LOOK_AHEAD_BATCHES = 3
@@ -31,14 +31,8 @@ LOOK_AHEAD_BATCHES = 3
 
 def why_not(loader: Any) -> str | None:
     """Return why the batches of a loader cannot be planned; None if they can."""
-    if not isinstance(loader, DataLoader):
-        return f"the data come from a {type(loader).__name__}, expected one torch DataLoader"
-    if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:
-        return f"{type(loader).__name__} has its own way of going through the data"
-    if isinstance(loader.dataset, IterableDataset):
-        return "an IterableDataset has no sample ids"
-    if loader.batch_sampler is None:
-        return "the DataLoader makes no batches (batch_size=None), so samples have no ids"
+    if (reason := why_no_ids(loader)) is not None:
+        return reason
     if not hasattr(loader.dataset, "__len__"):
         return f"the dataset {type(loader.dataset).__name__} has no length"
     try:
@@ -74,11 +68,26 @@ class Line:
         self.last: CachedBatch | Plan | None = None
         self.wrap: Callable[[Any], Any] | None = None
         self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
-        self.loader: Any = copy.copy(loader)
         self.stream = make_stream(self._dataset, self._load)
         self._epochs, self._arrived = epochs, arrived
         self._copies = LoaderCopies()
         self._workers: CallableWorkers | None = None
+        self.loader: Any = self._followed(loader)
+
+    def goes_on_with(self, loader: DataLoader[Any]) -> bool:
+        """Take a loader that was made anew in the place of the last one; return whether their batches are alike."""
+        before = self.loader
+        if loader.batch_size != before.batch_size or not _are_alike(loader.collate_fn, before.collate_fn):
+            return False
+        if loader.dataset is not before.dataset:
+            if not _are_alike(loader.dataset, before.dataset):
+                return False
+            self.stream.forget_verified()  # samples may be others where that cannot be seen
+        self.stop_workers()
+        self.loader = self._followed(loader)
+        return True
+
+    def _followed(self, loader: DataLoader[Any]) -> Any:
         kind = type(loader)
 
         def batches(loader: Any) -> Iterator[Any]:
@@ -86,7 +95,9 @@ class Line:
             return self.iterate() if is_asked_by_loop() else kind.__iter__(loader)
 
         members = {"__iter__": batches, "__module__": kind.__module__, "__doc__": kind.__doc__}
-        object.__setattr__(self.loader, "__class__", type(kind.__name__, (kind,), members))
+        followed = copy.copy(loader)
+        object.__setattr__(followed, "__class__", type(kind.__name__, (kind,), members))
+        return followed
 
     def iterate(self) -> Iterator[Any]:
         """Begin a pass over the data for a loop of Lightning."""
@@ -110,7 +121,7 @@ class Line:
         samples = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts) if anew else None
         ready = Output.joined([(one.cached.output, rows) for one, rows in parts]) if samples is None else None
         ready = ready if self.stream.sizes.verdict(len(places)) else None
-        batch = _rows_of(parts) if samples is None else None
+        batch = joined_rows([(one.batch, rows) for one, rows in parts]) if samples is None else None
         if samples is None and batch is None:
             return None
         plan = self.stream.plan_again([one.ids[row] for one, row in places], reads=ready is None)
@@ -216,25 +227,9 @@ class Looked(NamedTuple):
         return [order[row] if order is not None else row for row in rows.tolist()]
 
 
-def _rows_of(parts: Sequence[tuple[Looked, Index]]) -> Any:
-    """Rows of several batches as one; None if they differ in their form, or stand for what cannot be named."""
-    batches = [(one.batch, rows) for one, rows in parts]
-    first, _ = batches[0]
-    if any(one.form != first.form for one, _ in batches):
-        return None
-    columns = [_joined([(one.columns[at], rows) for one, rows in batches]) for at in range(len(first.columns))]
-    if any(column is None for column in columns):
-        return None
-    return Rows(first.structure, columns, sum(len(rows) for _, rows in batches)).batch()
-
-
-def _joined(column: Sequence[tuple[Any, Index]]) -> Any:
-    """Rows of one column of several batches; None if some stand for what cannot be named."""
-    if not any(isinstance(values, LazyTensor) for values, _ in column):
-        return Rows.joined([Rows(None, [values], len(values)).take(rows) for values, rows in column]).columns[0]
-    if not all(isinstance(values, LazyTensor) for values, _ in column):
-        return None
-    return joined([(values, rows.tolist()) for values, rows in column])
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two objects hold the same, as far as it can be seen."""
+    return one is other or changed(digests_of(one), digests_of(other)) is None
 
 
 def _has_twice(order: Sequence[int] | None) -> bool:

@@ -39,7 +39,7 @@ class CacheStats:
         written: entries written.
         wrong: entries that were damaged or outdated.
         bytes_on_disk: size of the stores of this run.
-        seconds_saved: estimate: what hits saved over misses, less the seconds in which samples were loaded after all.
+        seconds_saved: estimate: what hits saved over misses, less the time of trials and of samples loaded after all.
         depth: depth of the cached boundary; 0 if there is none.
         off: why the cache is off; None while it is on.
     """
@@ -126,8 +126,8 @@ class Accounts:
             self._estimate, stats.seconds_saved = self._estimate + estimate, stats.seconds_saved + estimate
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """While samples are loaded after all."""
+    def spending(self) -> Iterator[None]:
+        """While the cache does what training would not do without it."""
         started = time.perf_counter()
         try:
             yield

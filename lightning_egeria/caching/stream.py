@@ -79,8 +79,7 @@ class Stream:
         self.keys, self.outside = Keys(), Outside()
         self.levels = LevelSet(directory, limits, self.stats, notices, dataset.close)
         self.level_at = self.levels.at
-        self._name, self._dataset, self._views = name, dataset, views
-        self._load, self._notices = load, notices
+        self._name, self._dataset, self._views, self._load, self._notices = name, dataset, views, load, notices
         self._planner = Planner(dataset, self.levels, views, seed, observes, notices)
         self._trials = Trials(name, dataset, self._planner, self.levels, self.outside, views, seed)
         self.accounts = Accounts(self.stats)
@@ -196,7 +195,7 @@ class Stream:
 
     def load(self, batch: CachedBatch, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load tensors of samples."""
-        with self.accounts.loading():
+        with self.accounts.spending():
             return self._load(batch.loaded, places)
 
     def judge_length(self, level: Level, node: Node) -> None:
@@ -209,7 +208,8 @@ class Stream:
         if front is None:
             return
         if batch.eager:
-            self._finish_trial(batch, node, value, front)
+            with self.accounts.spending():
+                self._finish_trial(batch, node, value, front)
             return
         level = self.level_at(front.depth)
         some = some if some is not None else Some(np.arange(batch.samples))

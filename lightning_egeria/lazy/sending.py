@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.batches.tree import change_leaves
 from lightning_egeria.lazy.meta import stacked
 from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
@@ -134,6 +135,29 @@ def joined(parts: Sequence[tuple[LazyTensor, Sequence[int]]]) -> Sent | None:
     flat, spec = pytree.tree_flatten((([_Step(at) for at in range(len(rows))],), {}))
     stack = str(torch.ops.aten.stack.default), tuple(flat), spec, stacked(rows[0][1], len(rows)), None
     return Sent((*rows, stack), (None,) * (len(rows) + 1), (None,) * (len(rows) + 1), None)
+
+
+def joined_rows(parts: Sequence[tuple[Rows, Index]]) -> Any:
+    """Return some rows of batches as one batch; None if they differ in their form, or stand for what cannot be named.
+
+    Args:
+        parts: batches, and numbers of their rows.
+    """
+    first, _ = parts[0]
+    if any(one.form != first.form for one, _ in parts):
+        return None
+    columns = [_joined_column([(one.columns[at], rows) for one, rows in parts]) for at in range(len(first.columns))]
+    if any(column is None for column in columns):
+        return None
+    return Rows(first.structure, columns, sum(len(rows) for _, rows in parts)).batch()
+
+
+def _joined_column(parts: Sequence[tuple[Any, Index]]) -> Any:
+    if not any(isinstance(values, LazyTensor) for values, _ in parts):
+        return Rows.joined([Rows(None, [values], len(values)).take(rows) for values, rows in parts]).columns[0]
+    if not all(isinstance(values, LazyTensor) for values, _ in parts):
+        return None
+    return joined([(values, rows.tolist()) for values, rows in parts])
 
 
 def receive(batch: Any, tape: Tape) -> Any:

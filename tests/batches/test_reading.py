@@ -5,7 +5,7 @@ import torch
 from models import vectors
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from lightning_egeria.batches.reading import BatchSource
+from lightning_egeria.batches.reading import BatchSource, why_no_ids
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -48,3 +48,8 @@ def test_others_have_no_ids(loader):
     source = BatchSource(loader)
     assert not source.has_ids
     assert {ids for _, ids in source} == {None}
+
+
+def test_reason_without_ids():
+    assert why_no_ids(DataLoader(vectors(4), 2)) is None
+    assert why_no_ids(DataLoader(vectors(4), batch_size=None)).startswith("the DataLoader makes no batches")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from programs import harness
-from programs.parts import Classifier, Samples, Stepping, Validated, data_of, loader, on, vectors
+from programs.parts import BATCH, Classifier, Samples, Stepping, Validated, data_of, loader, on, vectors
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria import FrozenPrefixCache
 from lightning_egeria.caching import stats
@@ -108,7 +109,19 @@ def test_without_a_callback_that_freezes_it_says_so(tmp_path):
     with pytest.warns(UserWarning, match="off: there is no KnowledgeGuidedFreezing among the callbacks"):
         trainer.fit(Classifier(), datamodule=cached)
     assert "no KnowledgeGuidedFreezing" in cached.stats.off
+    assert cached.validation_stats.off == cached.stats.off
     assert not (tmp_path / "cache").exists()
+
+
+def test_validation_without_sample_ids_says_so(compare, caplog):
+    class Streamed(IterableDataset):
+        def __iter__(self):
+            return iter(vectors())
+
+    with caplog.at_level("INFO"):
+        run = compare(lambda run: run.fit(Validated(), val=DataLoader(Streamed(), BATCH)))
+    assert run.caches[0].validation_stats.off == "an IterableDataset has no sample ids"
+    assert caplog.text.count("the cache of validation is off: an IterableDataset has no sample ids") == 1
 
 
 def test_runs_share_a_store_and_the_second_starts_warm(compare):

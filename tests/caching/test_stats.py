@@ -184,11 +184,11 @@ def test_inputs_that_are_read_late_were_loaded_after_all():
     assert (found.not_loaded, found.loaded_after_all) == (0, 3)
 
 
-def test_loading_after_all_is_time_that_was_not_saved(monkeypatch):
+def test_time_that_the_cache_spends_is_not_saved(monkeypatch):
     clock = iter([1.0, 1.5])
     monkeypatch.setattr(stats, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     found = CacheStats(seconds_saved=2.0)
-    with Accounts(found).loading():
+    with Accounts(found).spending():
         pass
     assert found.seconds_saved == 1.5
 

@@ -1,6 +1,7 @@
 """The batches of one loader: what is planned, served and recorded for them."""
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -422,3 +423,12 @@ def test_runs_of_another_precision_share_no_entries(drive):
     other = recorded(drive(precision="bf16"))
     assert other.stream.levels.at(2).store.folder != folder
     assert other.stats.misses == 24
+
+
+def test_time_of_a_trial_is_not_saved(drive, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(stats, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    one = drive()
+    one.epoch(range(12))
+    assert one.stats.depth == 2
+    assert one.stats.seconds_saved == -1

@@ -1,11 +1,11 @@
-"""Callbacks that read the training loader or its data set during a fit."""
+"""Callbacks that read the training loader or its data set during a fit, and loaders that are made anew."""
+
+import itertools
 
 import pytest
 import torch
-from programs.parts import WORKERS, Classifier, data_of, grid, loader, on
-from torch.utils.data import (
-    DataLoader,
-)
+from programs.parts import WORKERS, Classifier, Samples, data_of, grid, loader, on, vectors
+from torch.utils.data import DataLoader
 
 READERS = {
     "first batch": lambda run, loader: run.note(next(iter(loader))),
@@ -75,6 +75,58 @@ def test_loader_is_made_for_each_epoch(compare, period):
         run.note(len(made))
 
     compare(program)
+
+
+def _scaled(factor):
+    def collate(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return x * factor, y
+
+    return collate
+
+
+FIXED = vectors()
+OUTSIDE = {"scale": 1.0}
+
+
+def _drifts(data, index):
+    return data.x[index] * OUTSIDE["scale"], data.y[index]
+
+
+# From the number of the loader, the arguments of `loader`; and how often a boundary is tried in four epochs.
+MADE = {
+    "same data": (lambda at: (FIXED,), {}, 1),
+    "equal data": (lambda at: (vectors(),), {}, 1),
+    "data that differ where nobody sees": (lambda at: (Samples(_drifts),), {}, 1),
+    "other data": (lambda at: (vectors(seed=at),), {}, 4),
+    "other size of batches": (lambda at: (FIXED, 6 + 2 * (at % 2)), {}, 4),
+    "equal collate": (lambda at: (FIXED,), {"collate_fn": lambda at: _scaled(2.0)}, 1),
+    "other collate": (lambda at: (FIXED,), {"collate_fn": lambda at: _scaled(1.0 + at)}, 4),
+    "workers": (lambda at: (FIXED,), {"num_workers": lambda at: 2, "persistent_workers": lambda at: True}, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "trials"), [pytest.param(*made, id=name) for name, made in MADE.items()]
+)
+def test_boundary_is_tried_once_for_loaders_that_are_alike(compare, caplog, arguments, options, trials):
+    """A loader is made for each epoch; the first freeze is in the first one."""
+
+    def program(run):
+        caplog.clear()
+        made = itertools.count()
+
+        def make():
+            at = next(made)
+            OUTSIDE["scale"] = 1.0 + at // 2
+            return loader(*arguments(at), **{name: value(at) for name, value in options.items()})
+
+        data = data_of(train_dataloader=make)
+        run.fit(Classifier(), data, reload_dataloaders_every_n_epochs=1, max_epochs=5, schedule={5: 2})
+
+    with caplog.at_level("INFO"):
+        compare(program, served=None)
+    assert caplog.text.count("will take about") == trials
 
 
 def test_training_step_with_an_iterator(compare):
