@@ -13,7 +13,7 @@ from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.freezing.trial_plan import LEAST_STEPS, Budget, candidate_depths, safe_depth, trial_steps
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.training.branches import Branches
-from lightning_egeria.training.feed import MOST_BYTES, Feed
+from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.unseen import saving_later
@@ -191,7 +191,7 @@ class DepthTrial:
         wanted, left = min(self._steps, self._steps_in(epoch)), self._steps_in(epoch - ready)
         if not self._begins or ready % trainer.accumulate_grad_batches or left < ENOUGH * wanted:
             return None
-        (most,) = ranks.least([MOST_BYTES // max(1, feed.first_bytes())])
+        (most,) = ranks.least([feed.room()])
         steps = int(min(wanted, left, self._steps_in(most)))
         if steps < FEWEST_STEPS:
             return self._half("batches are too large to keep for a trial of depths")

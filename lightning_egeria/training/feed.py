@@ -147,11 +147,11 @@ class Feed:
         """The Trainer's own data fetcher."""
         return self._fetcher
 
-    def first_bytes(self) -> int:
-        """Return the bytes of the next batch of training."""
+    def room(self, copies: int = 1) -> int:
+        """Return how many batches like the next one of training may be kept, each so many times."""
         if not self.ahead.kept:
             self.ahead.load()
-        return sum(leaf.nbytes for leaf in tensor_leaves(self.ahead.kept[0].item))
+        return MOST_BYTES // max(1, copies * sum(leaf.nbytes for leaf in tensor_leaves(self.ahead.kept[0].item)))
 
     def skip(self, batches: int) -> None:
         """Let training go on behind the first batches."""

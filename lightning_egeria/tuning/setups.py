@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.training.feed import MOST_BYTES, Feed
+from lightning_egeria.training.feed import Feed
 
 TRIED = ("SingleDeviceStrategy", "DDPStrategy")
 TOO_SHORT = (
@@ -74,18 +74,18 @@ def most_steps(trainer: pl.Trainer, feed: Feed, copies: int = 1) -> int:
     Raises:
         UnsupportedError: if the number of batches in an epoch is not known.
     """
-    batches = trainer.num_training_batches
-    if math.isinf(batches):
+    length = trainer.num_training_batches
+    if math.isinf(length):
         raise UnsupportedError(
             "branch tuning must know where an epoch ends, and the train dataloader has no length. Give its dataset a "
             "__len__"
         )
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    left = int(batches) - ready
+    left = int(length) - ready
     if left < 2:
         return 0
-    kept = max(1, MOST_BYTES // max(1, copies * feed.first_bytes()))
-    most = min(left - 1, batches_before_validation(trainer, ready), kept) // trainer.accumulate_grad_batches
+    batches = min(left - 1, batches_before_validation(trainer, ready), max(1, feed.room(copies)))
+    most = batches // trainer.accumulate_grad_batches
     return most if trainer.max_steps == -1 else min(most, trainer.max_steps - trainer.global_step - 1)
 
 

@@ -25,8 +25,9 @@ from models import (
 from torch.utils.data import DataLoader
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.freezing import trial, trial_plan
+from lightning_egeria.freezing import trial_plan
 from lightning_egeria.freezing.trial import Frontier, worth
+from lightning_egeria.training import feed
 
 STEPS = 48  # in three epochs
 FALLS = {0: 0.1025, 1: 0.1, 2: 0.05}  # in a step, by depth; 2 is worth 0.66 of 1, and 1 is worth 0.98 of 0
@@ -206,7 +207,7 @@ def test_it_waits_for_an_epoch_with_enough_steps(caplog, waits, begins, told):
 
 @pytest.mark.parametrize(("batches", "reason"), [(5, "loss "), (3, "batches are too large to keep")])
 def test_its_batches_fit_into_memory(monkeypatch, batches, reason):
-    monkeypatch.setattr(trial, "MOST_BYTES", batches * 8 * (64 * 4 + 8))
+    monkeypatch.setattr(feed, "MOST_BYTES", batches * 8 * (64 * 4 + 8))
     callback = pretrained(STAYS_DEEP)
     train(Classifier(ConvNet(dropout=0)), callback)
     assert history(callback) == [(2, FIRST)]

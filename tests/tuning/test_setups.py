@@ -27,7 +27,7 @@ def trainer(
     )
 
 
-SMALL, LARGE = SimpleNamespace(first_bytes=lambda: 8), SimpleNamespace(first_bytes=lambda: 2**28)
+SMALL, LARGE = SimpleNamespace(room=lambda copies: 2**27), SimpleNamespace(room=lambda copies: 4)
 
 
 @pytest.mark.parametrize(
