@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.front import Front
@@ -15,7 +14,6 @@ from lightning_egeria.caching.level_set import LevelSet
 from lightning_egeria.caching.loader import Line
 from lightning_egeria.errors import CacheError
 from lightning_egeria.network.compilation import is_compiled
-from lightning_egeria.network.modes import drops, looks_at_its_mode
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.callback import PrefixFreezing
 from lightning_egeria.training.notices import Notices
@@ -69,7 +67,6 @@ class PrefixCache(Observer):
     def batch_start(self, batch: Any, step: int) -> None:
         """The training step is about to run."""
         self._look()
-        self._release_dropout()
         self._next(self._training)
 
     @contextlib.contextmanager
@@ -162,14 +159,6 @@ class PrefixCache(Observer):
         while len(self._over) > all_but:
             self._over.pop(0).settle()
 
-    def _release_dropout(self) -> None:
-        """Let dropout go on where no training batch was cached: nothing needs to be the same in each epoch."""
-        training, prefix = self.lines.get("training"), self._seen[0]
-        if training is None or prefix is None or not prefix.depth or training.stream.front is not None:
-            return
-        if prefix.settled_depth and not training.stream.stats.to_write:
-            prefix.eval_all(False)
-
     def _look(self) -> None:
         """Follow the prefix."""
         freezer = self.owner.freezer
@@ -185,12 +174,8 @@ class PrefixCache(Observer):
         if before is not None:
             before.end()
         self._front = None
-        if prefix is not None and prefix.depth:
-            prefix.eval_all()
-            self._tell_of_modes(prefix)
-            if prefix.settled_depth:
-                self._front = self._front_of(prefix)
-                prefix.eval_all(self._front is not None)
+        if prefix is not None and prefix.settled_depth:
+            self._front = self._front_of(prefix)
         old, new = before, self._front
         deeper = bool(old and new and old.prefix is prefix and old.depth <= new.depth and old.state.is_same())
         for line in self.lines.values():
@@ -211,26 +196,8 @@ class PrefixCache(Observer):
             self._notices.inform(text, once="compiled")
         return front
 
-    def _tell_of_modes(self, prefix: FrozenPrefix) -> None:
-        modules = dict(prefix.module.named_modules())
-        members = prefix.chain.members(prefix.depth)
-        dropping = next((path for path in members if drops(modules[path])), None)
-        looks = next((path for path in members if looks_at_its_mode(modules[path])), None)
-        reason = "because a cached output must be the same in each epoch"
-        text = None
-        if dropping is not None:
-            text = f"dropout in frozen layers, such as {dropping!r}, is off while they are cached, {reason}"
-        elif looks is not None:
-            text = f"layers that look at their mode, such as {looks!r}, are in evaluation mode while cached, {reason}"
-        elif any(isinstance(modules[path], nn.MultiheadAttention) for path in members):
-            text = "attention in frozen layers has another kernel in evaluation mode, so last bits may differ"
-        if text is not None:
-            self._notices.inform(text, once="modes")
-
 
 def _is_again(front: Front, prefix: FrozenPrefix) -> bool:
     """Whether the front is frozen as before, though depths may have been tried meanwhile."""
-    if front.prefix is not prefix or front.depth != prefix.settled_depth or front.missing() is not None:
-        return False
-    prefix.eval_all()
-    return front.state.is_same()
+    is_there = front.prefix is prefix and front.depth == prefix.settled_depth and front.missing() is None
+    return is_there and front.state.is_same()

@@ -9,13 +9,14 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.units import Batch, FrontUnit, Seen
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
-from lightning_egeria.lazy.tensors import LazyTensor
+from lightning_egeria.lazy.tensors import LazyTensor, plain
 from lightning_egeria.lazy.units import Context
 from lightning_egeria.network.compilation import eager
 from lightning_egeria.network.prefix import FrozenPrefix
@@ -97,6 +98,27 @@ class FrontSequence(FrontUnit):
         return value
 
 
+class FrontEncoder(FrontUnit):
+    """Stands in for the ``forward`` of an `nn.TransformerEncoder` that has units inside.
+
+    In evaluation, and with padding masked, torch computes such a module on nested tensors, which leaves zeros at padded
+    positions. It does not do so for lazy tensors, so the module gets true ones.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        module: Any = self.module
+        masks = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None) is not None
+        if masks and module.use_nested_tensor and not module.layers[0].training and not torch.is_autocast_enabled():
+            args, kwargs = pytree.tree_map(
+                lambda leaf: plain(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+            )
+            self.refuse(
+                "computes on nested tensors in evaluation; nn.TransformerEncoder(enable_nested_tensor=False) does not"
+            )
+        return nn.TransformerEncoder.forward(module, *args, **kwargs)
+
+
 class Front:
     """The first ``depth`` layer modules of a frozen prefix, with other boundaries inside.
 
@@ -140,7 +162,7 @@ class Front:
         self.units = [
             FrontUnit(self, number, path, modules[path], *ends.get(path, (0, 0))) for number, path in enumerate(paths)
         ]
-        self._placed = (*self.units, *_sequences_of(self, prefix.module))
+        self._placed = (*self.units, *_sequences_of(self, prefix.module), *_encoders_of(self, prefix.module))
         self._uncompiled = contextlib.ExitStack()
 
     def begin(self, batch: Batch) -> None:
@@ -167,6 +189,18 @@ class Front:
         with contextlib.suppress(CacheError):  # it cannot be read; then it goes on changing
             self.state = FrozenState([(path, modules[path]) for path in self._paths if path in modules])
         self.renewals += 1
+
+
+def _encoders_of(front: Front, module: nn.Module) -> list[FrontEncoder]:
+    """Return what stands in for the ``forward`` of encoders in a network that have units of a front inside."""
+    own = {unit.module for unit in front.units}
+    encoders = [(path, one) for path, one in module.named_modules() if isinstance(one, nn.TransformerEncoder)]
+    return [
+        FrontEncoder(front, 0, path, encoder, 0, 0)
+        for path, encoder in encoders
+        if type(encoder).forward is nn.TransformerEncoder.forward and not own.isdisjoint(encoder.modules())
+        if encoder not in own and "forward" not in vars(encoder)
+    ]
 
 
 def _sequences_of(front: Front, module: nn.Module) -> list[FrontSequence]:

@@ -216,13 +216,14 @@ class FrontUnit:
             return "is watched by a hook on all modules"
         return "has hooks on modules inside it" if any(self._hooks) else None
 
-    def _refuse(self, reason: str | None) -> None:
+    def refuse(self, reason: str | None) -> None:
+        """Note why a call of the module cannot be recorded, if it is the first one."""
         if reason is not None and self.front.refused is None:
             self.front.refused = f"{self.path!r} {reason}"
 
     def _untracked(self, flat: list[Any], spec: pytree.TreeSpec, reason: str | None = None) -> Any:
         """Run the module, as without the cache."""
-        self._refuse(reason)
+        self.refuse(reason)
         values = [plain(x) if isinstance(x, LazyTensor) and not x.requires_grad else x for x in flat]
         args, kwargs = pytree.tree_unflatten(values, spec)
         return self.original(*args, **kwargs)
@@ -239,13 +240,13 @@ class FrontUnit:
         results = [leaf for leaf in found if type(leaf) is Tensor and not leaf.requires_grad]
         constants = tuple((place, leaf) for place, leaf in enumerate(found) if is_plain(leaf))
         if not are_fixed((value for _, value in constants), [*values, *results]):
-            self._refuse("returns a number that may depend on values of tensors")
+            self.refuse("returns a number that may depend on values of tensors")
             return output, None, None
         if any(overlap(one, other) for one, other in itertools.combinations(results, 2)):
-            self._refuse("returns tensors that share memory")
+            self.refuse("returns tensors that share memory")
             return output, None, None
         if not results or len(results) + len(constants) < len(found):
-            self._refuse("returns something else than tensors without a gradient and plain numbers")
+            self.refuse("returns something else than tensors without a gradient and plain numbers")
             return output, None, None
         written = tuple(
             place

@@ -184,10 +184,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         if decision is None or self.freezer is None:
             return
         self.freezer.step = trainer.global_step
-        event = self.freezer.freeze_to(decision.depth, decision.reason)
-        if event is not None:
-            self.report(event)
-        else:
+        if not self.follow(decision):
             self.notices.inform(f"step {trainer.global_step}: nothing freezes: {decision.reason}")
 
     def on_train_batch_start(
@@ -214,7 +211,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             self._guide.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        self._guide.start_trial(trainer, self._norms, self.takes_frozen_layers)
+        self._guide.start_trial(trainer, self._norms)
         return [comparison, MetricsLog(trainer, self._guide)]
 
     def stop_method(self) -> None:

@@ -49,13 +49,12 @@ class Guide:
         """What the trial saw; None before its end, and without one."""
         return self.trial.frontier if self.trial is not None else None
 
-    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool] | None, in_evaluation: bool) -> None:
+    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool] | None) -> None:
         """Have a trial of depths if the policy wants one and it is possible.
 
         Args:
             trainer: the Trainer.
             norms: as in `untrained_behind`: in front of an untrained part a trial would show little.
-            in_evaluation: whether all frozen modules are in evaluation mode.
         """
         if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
             return
@@ -65,7 +64,7 @@ class Guide:
         self.policy.start_trial()
         untrained = untrained_behind(norms, self.freezer.chain, self.freezer.ranks)
         notices = self.comparison.notices
-        self.trial = DepthTrial(trainer, self.freezer, self.policy, notices, untrained, in_evaluation)
+        self.trial = DepthTrial(trainer, self.freezer, self.policy, notices, untrained)
 
     def try_depths(self, feed: Feed) -> Decision | None:
         """Hold the trial of depths before a batch, if it begins there, and return its decision.

@@ -130,7 +130,6 @@ class DepthTrial:
         notices: takes log lines.
         untrained: path of a layer behind the trained ones that is not, so that there is nothing to try; None: there
             is none.
-        in_evaluation: whether all frozen modules are in evaluation mode, as they are under the cache.
 
     Attributes:
         over: whether there is an answer.
@@ -144,7 +143,6 @@ class DepthTrial:
         policy: FreezingPolicy,
         notices: Notices,
         untrained: str | None = None,
-        in_evaluation: bool = False,
     ) -> None:
         self.over = False
         self.frontier: Frontier | None = None
@@ -153,7 +151,6 @@ class DepthTrial:
         self._policy = policy
         self._notices = notices
         self._untrained = untrained
-        self._in_evaluation = in_evaluation
         chain, run_steps = freezer.chain, _steps_of(trainer)
         self._steps = trial_steps(run_steps)
         self._budget = Budget(run_steps, self._steps, len(chain))
@@ -196,7 +193,7 @@ class DepthTrial:
         if steps < FEWEST_STEPS:
             return self._half("batches are too large to keep for a trial of depths")
         self._notices.inform(f"depths are tried on the next {steps} steps, which then follow")
-        branches = Branches(trainer, self._freezer, feed, self._in_evaluation)
+        branches = Branches(trainer, self._freezer, feed)
         with saving_later(trainer) as waiting:
             try:
                 frontier, ended = self._compare(branches, steps * trainer.accumulate_grad_batches)

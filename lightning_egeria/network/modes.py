@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
+
+
+def effect_of_evaluation(module: nn.Module, paths: Iterable[str]) -> str | None:
+    """Return what evaluation mode changes in some submodules that are frozen, in words; None if nothing is known to.
+
+    >>> effect_of_evaluation(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), ["0", "1"])
+    "dropout in frozen layers, such as '1', is off"
+    """
+    modules = {path: module.get_submodule(path) for path in paths}
+    if (dropping := next((path for path, part in modules.items() if drops(part)), None)) is not None:
+        return f"dropout in frozen layers, such as {dropping!r}, is off"
+    if (looks := next((path for path, part in modules.items() if looks_at_its_mode(part)), None)) is not None:
+        return f"frozen layers that look at their mode, such as {looks!r}, are in evaluation mode"
+    return None
 
 
 def drops(module: nn.Module) -> bool:

@@ -19,9 +19,8 @@ SETTLING_MOMENTUM = 0.1
 class FrozenPrefix:
     """Freezes the first `depth` layer modules of a model, and restores the user's settings when they unfreeze.
 
-    Frozen modules with floating-point buffers, such as running statistics, are in evaluation mode, because they would
-    keep changing otherwise. All other modules keep their mode: dropout in the front regularises the layers behind it,
-    frozen or not.
+    Frozen modules are in evaluation mode: running statistics stop, dropout is off, and so the prefix computes the same
+    for a sample each time.
 
     Batch normalisation with a momentum below 0.1 (torchvision's MobileNetV3 has 0.01) follows its weights slowly. When
     it freezes, its running statistics still belong to much older weights. It therefore trains on for 40 optimizer steps
@@ -44,10 +43,7 @@ class FrozenPrefix:
     >>> prefix = FrozenPrefix(net, chain)
     >>> prefix.set_depth(1)
     >>> prefix.version, net[0].weight.requires_grad, [part.training for part in net]
-    (1, False, [True, False, True, True, True])
-    >>> prefix.eval_all()
-    >>> [part.training for part in net]
-    [False, False, False, True, True]
+    (1, False, [False, False, False, True, True])
     >>> prefix.set_depth(0)
     >>> prefix.version, net[0].weight.requires_grad, net[1].training
     (2, True, True)
@@ -61,7 +57,6 @@ class FrozenPrefix:
         self.version = 0
         self._frozen_parameters: list[nn.Parameter] = []
         self._members: list[nn.Module] = []
-        self._eval_all = False
         self._held: list[tuple[nn.Module, bool, bool]] = []  # members in evaluation mode; their and the root's before
         self._settling: dict[_BatchNorm, int] = {}  # steps left
         self._momentum_before: dict[_BatchNorm, float | None] = {}  # while a step runs
@@ -143,23 +138,14 @@ class FrozenPrefix:
             found = {modules[path]: int(steps) for path, steps in state["settling"].items() if path in modules}
             self._freeze(depth, {module: steps for module, steps in found.items() if isinstance(module, _BatchNorm)})
 
-    def eval_all(self, on: bool = True) -> None:
-        """Keep the whole prefix in evaluation mode from now on, so that its output is the same each time; or not."""
-        if on == self._eval_all:
-            return
-        self._eval_all = on
-        self._release()
-        self._hold_in_evaluation()
-
     def _hold_in_evaluation(self) -> None:
         held = {module for module, *_ in self._held}
         for module in self._members:
             if module in held or module in self._settling:
                 continue
-            if self._eval_all or any(b.is_floating_point() for b in module.buffers()):
-                self._held.append((module, module.training, self.module.training))
-                # The user's code may call ``self.train()`` anywhere, even inside a training step.
-                vars(module).setdefault("train", _StayInEvaluation(module))
+            self._held.append((module, module.training, self.module.training))
+            # The user's code may call ``self.train()`` anywhere, even inside a training step.
+            vars(module).setdefault("train", _StayInEvaluation(module))
         self.assert_modes()
 
     def assert_modes(self) -> None:

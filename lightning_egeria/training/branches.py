@@ -27,12 +27,10 @@ class Branches:
         trainer: the Trainer.
         freezer: freezer of the model, at depth 0.
         feed: batches of the Trainer.
-        in_evaluation: whether all frozen modules are in evaluation mode, as they are under the cache.
     """
 
-    def __init__(self, trainer: pl.Trainer, freezer: Freezer, feed: Feed, in_evaluation: bool = False) -> None:
+    def __init__(self, trainer: pl.Trainer, freezer: Freezer, feed: Feed) -> None:
         self._trainer, self._freezer, self._feed = trainer, freezer, feed
-        self._in_evaluation = in_evaluation
         self._parent = FitState(trainer, freezer)
 
     @staticmethod
@@ -54,7 +52,6 @@ class Branches:
         """
         trainer, freezer, prefix = self._trainer, self._freezer, self._freezer.prefix
         self._parent.restore()
-        prefix.eval_all(self._in_evaluation)
         if depth:
             freezer.ranks.share_buffers(prefix.buffers(depth))
             prefix.set_depth(depth)
@@ -74,5 +71,4 @@ class Branches:
 
     def leave(self) -> None:
         """Return to the moment of the start."""
-        self._freezer.prefix.eval_all(False)
         self._parent.restore()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.modes import effect_of_evaluation
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.finding import LayerFinding, Stage
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
@@ -163,9 +164,24 @@ class PrefixFreezing(LayerFinding):
             return
         self.freezer.step = trainer.global_step
         decision = self.choose_depth(trainer.global_step)
-        event = self.freezer.freeze_to(decision.depth, decision.reason) if decision is not None else None
+        if decision is not None:
+            self.follow(decision)
+
+    def follow(self, decision: Decision) -> bool:
+        """Freeze or unfreeze as decided; return whether something changed."""
+        assert self.freezer is not None  # or there would be no decision
+        event = self.freezer.freeze_to(decision.depth, decision.reason)
         if event is not None:
             self.report(event)
+            self._tell_of_modes()
+        return event is not None
+
+    def _tell_of_modes(self) -> None:
+        assert self.freezer is not None  # something is frozen
+        prefix = self.freezer.prefix
+        text = effect_of_evaluation(prefix.module, prefix.chain.members(prefix.depth))
+        if text is not None:
+            self.notices.inform(text, once="modes")
 
     def report(self, event: FreezingEvent) -> None:
         """Log a freeze or unfreeze."""
@@ -181,6 +197,7 @@ class PrefixFreezing(LayerFinding):
         if not chain.learns:
             self._own_observers = [freezer]
             freezer.prefix.set_depth(len(chain))
+            self._tell_of_modes()
             return
         self._search.trainable.follow(chain.prefix_parameters(len(chain))[0], trainer.optimizers)
         self.learning_rate = self._search.trainable.learning_rate(trainer.optimizers)  # it was another group's
@@ -193,6 +210,7 @@ class PrefixFreezing(LayerFinding):
             self.observers.add(observer)
         if less is not None:
             self.report(less)
+        self._tell_of_modes()
 
     def start_over(self) -> None:
         """Unfreeze everything and find the layer chain again, because more parameters are trainable."""

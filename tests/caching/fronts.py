@@ -14,7 +14,6 @@ def frozen(net, depth=2, x=None):
     example = torch.randn(4, 8) if x is None else x
     prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: net(example).sum()))
     prefix.set_depth(depth)
-    prefix.eval_all()
     return prefix
 
 

@@ -94,7 +94,6 @@ class Drive:
         self.front.end()
         prefix = self.front.prefix
         prefix.set_depth(depth)
-        prefix.eval_all()
         self.front = Front(prefix, depth)
         self.stream.start(self.front, keep=True)
 

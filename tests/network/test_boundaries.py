@@ -194,7 +194,6 @@ class TestWhatIsFound:
         chain = LayerChain.trace(holder, lambda: step(wrapped, (torch.rand(5, 4),)))
         prefix = FrozenPrefix(holder, chain)
         prefix.set_depth(2)
-        prefix.eval_all()
         assert not any(part.training for part in wrapped[0].modules())
         assert not wrapped[0][0].weight.requires_grad
         prefix.set_depth(0)
@@ -215,7 +214,6 @@ class TestNamed:
         assert {name.split(".")[0] for name in chain.prefix_parameters(2)} == {"conv1", "bn1", "layer1"}
         prefix = FrozenPrefix(net, chain)
         prefix.set_depth(2)
-        prefix.eval_all()
         assert {path.split(".")[0] for path, part in net.named_modules() if not part.training} == {
             "conv1",
             "bn1",

@@ -208,13 +208,9 @@ class TestFrozenPrefix:
         moved = {key for key, value in net.named_buffers() if not torch.equal(value, before[key])}
         assert moved == {"5.running_mean", "5.running_var", "5.num_batches_tracked"}
 
-    @pytest.mark.parametrize(
-        ("evaluates", "modes"), [(True, [False] * 4 + [True] * 6), (False, [True, False] + [True] * 8)]
-    )
-    def test_somebody_who_calls_train_does_not_reach_the_prefix(self, net, prefix, evaluates, modes):
+    def test_somebody_who_calls_train_does_not_reach_the_prefix(self, net, prefix):
+        modes = [False] * 4 + [True] * 6
         prefix.set_depth(1)
-        if evaluates:
-            prefix.eval_all()
         assert net.train() is net
         assert net[1].train() is net[1]
         assert [part.training for part in net] == modes
@@ -229,19 +225,17 @@ class TestFrozenPrefix:
         prefix.set_depth(1)
         net[1].training = True
         prefix.assert_modes()
-        assert [part.training for part in net] == [True, False] + [True] * 8
+        assert [part.training for part in net] == [False] * 4 + [True] * 6
         prefix.set_depth(0)
         assert all(part.training for part in net)
 
-    def test_the_prefix_gives_the_same_output_every_time_if_it_is_to(self, net, prefix):
-        prefix.set_depth(1)
+    def test_the_prefix_gives_the_same_output_every_time(self, net, prefix):
         x = torch.rand(5, 4)
         assert not torch.equal(net[:7](x), net[:7](x))
-        prefix.eval_all()
         prefix.set_depth(2)
         assert torch.equal(net[:7](x), net[:7](x))
 
-    def test_what_changes_in_training_is_at_rest_and_dropout_goes_on(self):
+    def test_what_changes_in_training_is_at_rest(self):
         class Counts(nn.Module):
             """Changes what a part of it holds."""
 
@@ -261,12 +255,9 @@ class TestFrozenPrefix:
         prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (torch.rand(5, 4),))))
         prefix.set_depth(prefix.chain.max_depth)
         before = copy.deepcopy(net.state_dict())
-        outputs = [net[:8](torch.ones(5, 4)) for _ in range(2)]
-        assert not torch.equal(*outputs)
+        assert torch.equal(*(net[:8](torch.ones(5, 4)) for _ in range(2)))
         assert all(map(torch.equal, before.values(), net.state_dict().values()))
-        learning = {path for path, part in net.named_modules() if part.training and "." not in path}
-        assert learning >= {"", "2", "3", "4", "6", "7"}
-        assert net[1].dropout.training
+        assert {path for path, part in net.named_modules() if part.training and "." not in path} == {"", "8", "9"}
 
     @staticmethod
     def one_step(prefix, forward=lambda: None):
@@ -373,7 +364,6 @@ class TestFrozenPrefix:
         assert [index for index, part in enumerate(net) if not part.training] == [1]
 
     def test_the_container_and_the_back_keep_training(self, net, prefix):
-        prefix.eval_all()
         prefix.set_depth(2)
         assert net.training
         assert [part.training for part in net] == [False] * 7 + [True] * 3
@@ -392,8 +382,6 @@ class TestFrozenPrefix:
         prefix = FrozenPrefix(net, LayerChain.trace(net, lambda: step(net, (x,))))
         prefix.set_depth(2)
         parts = dict(net.encoder.layers[0].named_modules())
-        assert all(part.training for part in parts.values())
-        prefix.eval_all()
         assert not any(parts[name].training for name in ("self_attn", "dropout", "dropout1", "dropout2"))
         step(net, (x,)).backward()
         assert net.encoder.layers[0].linear1.weight.grad is None

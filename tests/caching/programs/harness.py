@@ -25,7 +25,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from programs.parts import data_of, loader
 
-from lightning_egeria import Decision, FrozenPrefixCache, Observer, PrefixFreezing
+from lightning_egeria import Decision, FrozenPrefixCache, PrefixFreezing
 
 SCHEDULE = {2: 2}
 EPOCHS = 3
@@ -42,17 +42,6 @@ class FreezesAt(PrefixFreezing):
     def choose_depth(self, step):
         depth = self.schedule.get(step)
         return None if depth is None else Decision(depth, f"step {step}")
-
-
-class _FrontInEvaluation(Observer):
-    """Without a cache, keeps the frozen front in evaluation mode, as the cache does."""
-
-    def __init__(self, freezing):
-        self.freezing = freezing
-
-    def batch_start(self, batch, step):
-        if self.freezing.frozen_depth:
-            self.freezing.freezer.prefix.eval_all()
 
 
 class _MemoryLogger(Logger):
@@ -102,8 +91,8 @@ class Run:
         messages: what the caches told, as texts; warnings only.
     """
 
-    def __init__(self, cached, folder, dropout=False):
-        self.cached, self.folder, self.dropout = cached, folder, dropout
+    def __init__(self, cached, folder):
+        self.cached, self.folder = cached, folder
         self.cache_dir = folder / "cache"
         self.recorded, self.caches, self.messages, self.depths = [], [], [], []
         self.warnings = set()
@@ -130,8 +119,6 @@ class Run:
     def trainer(self, *callbacks, schedule=None, freezing=None, **options):
         """A silent Trainer on the CPU that freezes by ``schedule``, with the recorder as its last callback."""
         freezing = FreezesAt(SCHEDULE if schedule is None else schedule, **(freezing or {}))
-        if self.dropout and not self.cached:
-            freezing.observers.add(_FrontInEvaluation(freezing))
         silent = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
         silent |= {"accelerator": "cpu", "num_sanity_val_steps": 0, "log_every_n_steps": 1, "max_epochs": EPOCHS}
         silent |= {"logger": _MemoryLogger(), "callbacks": [freezing, *callbacks, _Recorder(self)]}
@@ -214,9 +201,9 @@ def _slowed(call, seconds):
     return slow
 
 
-def ran(program, cached, folder, seed=0, dropout=False, disk_seconds=0.0):
+def ran(program, cached, folder, seed=0, disk_seconds=0.0):
     """Run a program; an exception of the program is part of its record."""
-    run, handler, logger = Run(cached, folder, dropout), _Messages(), logging.getLogger("lightning.pytorch")
+    run, handler, logger = Run(cached, folder), _Messages(), logging.getLogger("lightning.pytorch")
     logger.addHandler(handler)
     never_judged = mock.patch("lightning_egeria.caching.stats.COMPARED_STEPS", sys.maxsize)
     L.seed_everything(seed, verbose=False)
@@ -241,14 +228,13 @@ def ran(program, cached, folder, seed=0, dropout=False, disk_seconds=0.0):
     return run
 
 
-def compare(program, folder, served=True, dropout=False, freezes=True, raises=None, seed=0, disk_seconds=0.0):
+def compare(program, folder, served=True, freezes=True, raises=None, seed=0, disk_seconds=0.0):
     """Run a program without and with the cache, and assert that the cache changed nothing.
 
     Args:
         program: a function of a `Run`.
         folder: an empty folder.
         served: True: training must use the cache. False: the cache must be off and say so once. None: either.
-        dropout: whether the frozen front has dropout, which the cache puts into evaluation mode.
         freezes: whether every `fit` must have frozen something.
         raises: the exception that ends the program in both runs.
         seed: of both runs.
@@ -257,11 +243,11 @@ def compare(program, folder, served=True, dropout=False, freezes=True, raises=No
     Returns:
         The run with the cache.
     """
-    first = ran(program, False, folder / "plain", seed, dropout)
+    first = ran(program, False, folder / "plain", seed)
     if first.error is not None and (raises is None or not isinstance(first.error, raises)):
         raise first.error
     assert raises is None or first.error is not None, f"the program does not raise {raises.__name__}"
-    second = ran(program, True, folder / "cached", seed, dropout, disk_seconds)
+    second = ran(program, True, folder / "cached", seed, disk_seconds)
     assert_same(first, second)
     assert second.warnings <= first.warnings, f"further warnings: {second.warnings - first.warnings}"
     if freezes:

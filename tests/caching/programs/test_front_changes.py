@@ -98,7 +98,7 @@ def test_front_is_changed_once(compare, change, place):
         changes = {"batch end": on(on_train_batch_end=now), "batch start": on(on_train_batch_start=now)}
         run.fit(Stepping(step), None, *[changes[place]] if place in changes else [], max_epochs=9)
 
-    run = compare(program, dropout=True)  # a copy of the front has its modes, and the cache holds it in evaluation mode
+    run = compare(program)
     assert _hits(run) > run.hits_before + 12 or run.messages, "the cache is of no use any longer, and does not say so"
 
 
@@ -334,14 +334,14 @@ def test_slow_running_statistics_settle_first(compare):
 
 @pytest.mark.parametrize("dropout", [0.1, 0.9])
 def test_dropout_in_the_front(compare, dropout):
-    compare(lambda run: run.fit(Classifier(Net(dropout=dropout))), dropout=True)
+    compare(lambda run: run.fit(Classifier(Net(dropout=dropout))))
 
 
 def test_dropout_in_the_front_changes(compare):
     def program(run):
         run.fit(Classifier(Net(dropout=0.1)), None, at(10, lambda _, m: setattr(m.net.a[3], "p", 0.5)))
 
-    compare(program, dropout=True)
+    compare(program)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -353,7 +353,7 @@ def test_user_sets_the_mode_in_each_step(compare, mode):
 
         run.fit(Stepping(step, Net(dropout=0.3)))
 
-    compare(program, dropout=True)
+    compare(program)
 
 
 def test_user_sets_the_mode_of_the_front(compare):

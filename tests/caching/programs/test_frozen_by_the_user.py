@@ -207,7 +207,7 @@ def test_backbone_with_dropout(compare, rate):
         net.body.append(nn.Dropout(rate))
         run.fit(Classifier(net), loader(images()), schedule={2: 1}, max_epochs=8)
 
-    compare(program, dropout=True)
+    compare(program)
 
 
 class Probe(nn.Module):
@@ -331,8 +331,8 @@ def test_layers_that_look_at_their_mode_are_told(compare, caplog):
         run.fit(Classifier(net), loader(images()), schedule={2: 1}, max_epochs=8)
 
     with caplog.at_level("INFO"):
-        compare(program, dropout=True)
-    assert caplog.text.count("layers that look at their mode, such as 'net.body.3', are in evaluation mode") == 1
+        compare(program)
+    assert caplog.text.count("frozen layers that look at their mode, such as 'net.body.3', are in evaluation mode") == 1
 
 
 class Augmented(nn.Module):

@@ -131,7 +131,7 @@ def test_the_boundary_that_was_asked_for_is_cached(compare, style, collate):
         run.fit(Classifier(Net(style)), data, schedule={2: DEPTH}, max_epochs=4)
         run.depth = run.caches[0].stats.depth if run.caches else None
 
-    cached = compare(program, dropout=True)  # attention has another kernel in evaluation mode
+    cached = compare(program)
     (stats,) = [one.stats for one in cached.caches]
     assert cached.depths == [[DEPTH]]
     assert stats.off is None
@@ -213,7 +213,7 @@ def test_batches_of_other_lengths_use_the_same_entries(compare, style, collate, 
         data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=collate)
         run.fit(Classifier(Positions(style)), data, schedule=schedule, max_epochs=8)
 
-    cached = compare(program, dropout=True)
+    cached = compare(program)
     (stats,) = [one.stats for one in cached.caches]
     assert stats.off is None
     assert stats.wrong == 0
@@ -241,8 +241,8 @@ def test_texts_are_computed_once_for_all_lengths(tmp_path, style, collate, preci
         data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=collate)
         run.fit(Noting(Net(style)), data, schedule={2: DEPTH}, max_epochs=8, precision=precision)
 
-    ran(program, False, tmp_path / "plain", dropout=True)
-    (cache,) = ran(program, True, tmp_path / "cached", dropout=True).caches
+    ran(program, False, tmp_path / "plain")
+    (cache,) = ran(program, True, tmp_path / "cached").caches
     batches = SAMPLES // BATCH
     assert cache.stats.off is None
     assert cache.stats.wrong == 0
@@ -270,7 +270,7 @@ def test_attention_is_as_fast_as_while_it_learned(tmp_path, monkeypatch, precisi
         val = loader(data.dataset, shuffle=False, collate_fn=padded_to_the_longest)
         run.fit(module, data, val=val, schedule={2: DEPTH}, max_epochs=8, precision=precision)
 
-    (cache,) = ran(program, True, tmp_path / "run", dropout=True).caches
+    (cache,) = ran(program, True, tmp_path / "run").caches
     assert bool(calls) == (precision == "bf16-mixed")
     assert cache.stats.hits > 4 * SAMPLES
     assert cache.validation_stats.hits > 2 * SAMPLES
@@ -299,7 +299,7 @@ def test_layers_that_look_at_the_padding_get_their_own(compare, collate, kind):
         data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=collate)
         run.fit(Classifier(net), data, schedule={2: DEPTH}, max_epochs=8)
 
-    compare(program, served=None, dropout=True)
+    compare(program, served=None)
 
 
 class Pooling(Mixing):
@@ -321,7 +321,7 @@ def test_deeper_boundary_without_positions_uses_whole_entries(compare, collate):
         data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=collate)
         run.fit(Classifier(net), data, schedule={2: 2, 12: 3}, max_epochs=8)
 
-    cached = compare(program, dropout=True)
+    cached = compare(program)
     (stats,) = [one.stats for one in cached.caches]
     assert stats.wrong == 0
     assert stats.advanced > 0
@@ -346,7 +346,7 @@ def test_positions_are_no_samples_where_there_are_as_many(compare, pooled):
         samples = [(one[: 8 if index % 6 == 0 else 6], label) for index, (one, label) in enumerate(samples)]
         run.fit(Classifier(net), loader(samples, collate_fn=padded_to_the_longest), schedule={2: 3}, max_epochs=8)
 
-    compare(program, served=None, dropout=True)
+    compare(program, served=None)
 
 
 def test_samples_padded_one_by_one_are_not_cached(compare):
@@ -356,7 +356,7 @@ def test_samples_padded_one_by_one_are_not_cached(compare):
         data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=to_one_length)
         run.fit(Classifier(Net("layers")), data, schedule={2: DEPTH}, max_epochs=4)
 
-    cached = compare(program, served=False, dropout=True)
+    cached = compare(program, served=False)
     assert any("are they padded one by one?" in text for text in cached.messages)
 
 
@@ -374,6 +374,23 @@ def test_a_few_texts_that_never_agree_do_not_stop_the_cache(tmp_path, monkeypatc
         data = loader([tokens_of(index) for index in range(SAMPLES)], collate_fn=padded_to_the_longest)
         run.fit(Classifier(Net("encoder")), data, schedule={2: DEPTH}, max_epochs=16)
 
-    (cache,) = ran(program, True, tmp_path / "run", dropout=True).caches
+    (cache,) = ran(program, True, tmp_path / "run").caches
     assert cache.stats.off is None
     assert cache.stats.hits > 8 * SAMPLES
+
+
+def test_nested_tensors_of_evaluation_are_left_to_torch(compare):
+    """An encoder of torch leaves zeros at padded positions in validation, which a mean over all positions shows."""
+
+    class Means(Net):
+        def forward(self, tokens):
+            return self.head(self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0).mean(1))
+
+    def program(run):
+        net = Means("encoder")
+        net.encoder.use_nested_tensor = True
+        data = [loader(list(map(tokens_of, range(SAMPLES))), collate_fn=padded_together) for _ in range(2)]
+        run.fit(Validated(net), data[0], val=data[1], schedule={2: DEPTH}, max_epochs=8)
+
+    (cache,) = compare(program).caches
+    assert "'net.encoder' computes on nested tensors in evaluation" in cache.validation_stats.off

@@ -64,7 +64,7 @@ def test_network_for_sequences(compare, net, dropout):
                 part.p = dropout
         run.fit(module, loader(_ids()))
 
-    compare(program, dropout=True)  # encoder layers in evaluation mode have a kernel of their own
+    compare(program)
 
 
 # Modules that hold more than one network, or train in other ways.

@@ -250,7 +250,7 @@ def test_vision_transformer_of_timm(compare, dropout):
             net.pos_drop.p = 0.3
         run.fit(Classifier(net), loader(images(size=8)))
 
-    compare(program, dropout=dropout)
+    compare(program)
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_networks_of_timm(compare, name):
     def program(run):
         run.fit(Classifier(_timm(name)), loader(images(size=32)), max_epochs=4)
 
-    compare(program, dropout=True, served=None)
+    compare(program, served=None)
 
 
 @pytest.mark.slow
@@ -273,7 +273,7 @@ def test_networks_of_torchvision(compare, name):
         net = getattr(torchvision.models, name)(num_classes=CLASSES)
         run.fit(Classifier(net), loader(images(channels=3, size=32)), max_epochs=4)
 
-    compare(program, dropout=True, served=None)
+    compare(program, served=None)
 
 
 class _Layout(nn.Module):

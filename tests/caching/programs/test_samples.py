@@ -277,7 +277,7 @@ def test_texts_of_several_lengths(compare, collate, workers, masked):
         data = loader(Samples(_text), collate_fn=collate, num_workers=workers)
         run.fit(TextClassifier(Texts(masked)), data, schedule={2: 2, 9: 3}, max_epochs=4)
 
-    compare(program, served=None, dropout=True)  # attention has another kernel in evaluation mode
+    compare(program, served=None)
 
 
 def test_padding_is_read(compare):

@@ -202,7 +202,7 @@ def test_sanity_check_comes_before_the_freeze(compare):
 
 
 def test_validation_with_dropout_in_the_front(compare):
-    compare(lambda run: run.fit(Validated(Net(dropout=0.3)), val=loader(shuffle=False), max_epochs=4), dropout=True)
+    compare(lambda run: run.fit(Validated(Net(dropout=0.3)), val=loader(shuffle=False), max_epochs=4))
 
 
 def test_validation_in_lower_precision(compare):
