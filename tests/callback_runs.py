@@ -68,9 +68,7 @@ class HandWritten(L.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step >= self.step:
             for part in (pl_module.some_name.stem, pl_module.some_name.middle):
-                part.requires_grad_(False).zero_grad(set_to_none=True)
-                for norm in (module for module in part.modules() if isinstance(module, nn.BatchNorm2d)):
-                    norm.eval()
+                part.requires_grad_(False).eval().zero_grad(set_to_none=True)
 
 
 def freezing(policy=None, background=False, **arguments):

@@ -48,10 +48,8 @@ class Watching(FreezingPolicy):
 
 
 def rest(part):
-    """Freeze by hand: without gradients, statistics as they are, dropout as it is in training."""
-    part.requires_grad_(False)
-    for module in part.modules():
-        module.training &= not any(buffer.is_floating_point() for buffer in module.buffers())
+    """Freeze by hand: without gradients, in evaluation mode."""
+    part.requires_grad_(False).eval()
 
 
 class ByHand(L.Callback):

@@ -18,10 +18,9 @@ class Curve(lightning.Callback):
 
     The kind of a batch is the frozen depth, and with the cache what its samples did, each of them counted as its share
     of the batch: ``"5 hit"``; ``"5 from 3"``, what is cached of them is of depth 3, before it grew; ``"5 miss"``, they
-    are written; or ``"5 off"``, neither, though what is frozen is in evaluation mode for the cache's sake. With partial
-    backprop it is the depth in front of the suffix, ``"5 paused"``, and with a smaller batch the size of that,
-    ``"0 of 48"``. It is what the time of a step depends on. Give it behind the method's callback, which counts the
-    cache's batches before it then.
+    are written; or ``"5 off"``, neither. With partial backprop it is the depth in front of the suffix, ``"5 paused"``,
+    and with a smaller batch the size of that, ``"0 of 48"``. It is what the time of a step depends on. Give it behind
+    the method's callback, which counts the cache's batches before it then.
 
     Args:
         freezing: of the run, or None.

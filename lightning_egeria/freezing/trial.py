@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from torch import nn
 
 from lightning_egeria.freezing.policy import FreezingPolicy
@@ -21,6 +22,7 @@ from lightning_egeria.training.unseen import saving_later
 STEPS_BEFORE = 2  # of the run, before the trial
 ENOUGH = 3 / 4  # of the trial's steps have to be left in the epoch
 FEWEST_STEPS = 4  # whose batches have to fit into memory
+SURE_EPOCHS = 10  # of a run that may end at any time
 
 
 def worth(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -196,7 +198,7 @@ class DepthTrial:
         branches = Branches(trainer, self._freezer, feed)
         with saving_later(trainer) as waiting:
             try:
-                frontier, ended = self._compare(branches, steps * trainer.accumulate_grad_batches)
+                frontier, ended = self._compare(branches, steps)
             finally:
                 branches.leave()
         for path, weights_only in ranks.share(waiting):
@@ -221,22 +223,23 @@ class DepthTrial:
         self._policy.conclude(self._safe)
         return Decision(self._safe, f"trained weights: {why}, so half of it freezes")
 
-    def _compare(self, branches: Branches, batches: int) -> tuple[Frontier | None, bool]:
-        """Try depths, deepest first.
+    def _compare(self, branches: Branches, steps: int) -> tuple[Frontier | None, bool]:
+        """Try depths on some steps, deepest first.
 
         Returns:
             What was seen, None if the epoch ended; and whether the budget ended before the answer.
         """
         enough, budget = self._policy.trial_progress, self._budget
         assert enough is not None  # or there would be no trial
-        frontier, trained = Frontier(enough), None
+        frontier, trained, accumulated = Frontier(enough), None, self._trainer.accumulate_grad_batches
         for depth in self._depths:
             best = frontier.depth
             if trained is not None and not budget.allows(depth, ahead=best):
                 return frontier, True
-            losses = branches.at(depth, batches)
+            losses = branches.at(depth, steps * accumulated)
             if losses is None:
                 return None, False
+            losses = [loss * accumulated for loss in losses]  # Lightning divides them
             if trained is None:  # a batch without a loss has none at any depth
                 trained = [at for at, loss in enumerate(losses) if loss != -math.inf]
                 frontier.add(depth, [losses[at] for at in trained])
@@ -254,8 +257,13 @@ def _tables(module: nn.Module, chain: LayerChain) -> int:
 
 
 def _steps_of(trainer: pl.Trainer) -> float:
+    """How many steps the run has; where it may end at any time, of ten epochs at most."""
     steps = trainer.estimated_stepping_batches
-    return steps if steps >= 0 else math.inf
+    steps = steps if steps >= 0 else math.inf
+    may_end = any(isinstance(one, EarlyStopping | Timer) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    if not may_end and not math.isinf(steps):
+        return steps
+    return min(steps, SURE_EPOCHS * trainer.num_training_batches / trainer.accumulate_grad_batches)
 
 
 def _mean(losses: Sequence[float]) -> float:

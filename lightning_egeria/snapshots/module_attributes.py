@@ -26,7 +26,7 @@ _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_egeria", "to
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CONTAINERS = (*_MAPPINGS, list, set, collections.deque)
 _ARRAYS = (np.ndarray, bytearray, array.array)
-_SETTINGS = (types.SimpleNamespace, argparse.Namespace)
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 
@@ -84,7 +84,7 @@ class _Known:
         """Whether a value is an object whose attributes training may change."""
         if id(value) in self.parts or isinstance(value, type | types.ModuleType | Dataset | DataLoader):
             return False
-        own = isinstance(value, (nn.Module, *_SETTINGS)) or type(value).__module__.partition(".")[0] in self.packages
+        own = isinstance(value, (nn.Module, *_HOLDERS)) or type(value).__module__.partition(".")[0] in self.packages
         has_some = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
         return own and has_some and not hasattr(type(value), "__get__")
 
@@ -120,12 +120,26 @@ class _Attributes:
             own[name] = kept.restored(done)
 
 
+def constants_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are plain: numbers, texts, None.
+
+    >>> constants_of(types.SimpleNamespace(seen=3, samples=[1, 2]))
+    {'seen': 3}
+    """
+    return {name: one for name, one in vars(value).items() if _is_constant(one)}
+
+
 def put_back(held: dict[Any, Any], items: Mapping[Any, Any]) -> None:
     """Give a dictionary its items back, in their order; past methods of the user's class."""
-    kind = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
+    kind = _kind_of(held)
     if not _are_same(chain.from_iterable(kind.items(held)), chain.from_iterable(items.items())):
         kind.clear(held)  # else somebody may be going through it, as torch through hooks
         kind.update(held, items)
+
+
+def _kind_of(held: dict[Any, Any]) -> Any:
+    """The class of a dictionary whose methods are not the user's."""
+    return collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
 
 
 def _are_same(first: Iterable[Any], second: Iterable[Any]) -> bool:
@@ -141,12 +155,13 @@ def _is_constant(value: Any) -> bool:
 class _Kept:
     """A value, and what it holds: a copy of a tensor's values, the items of a container, attributes of an object."""
 
-    __slots__ = ("attributes", "held", "value")
+    __slots__ = ("attributes", "held", "slots", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.held: Any = None
         self.attributes: _Attributes | None = None
+        self.slots: dict[str, _Kept] = {}
 
     @classmethod
     def of(cls, value: Any, known: _Known, outside: bool = False) -> _Kept:
@@ -168,26 +183,25 @@ class _Kept:
             kept = cls(value)
             kept.held = copy.copy(value)
             return kept
-        is_object = not is_tensor and type(value) not in _CONTAINERS and not isinstance(value, tuple)
-        if is_object and not known.has_attributes(value):
-            if not isinstance(value, dict):
-                return cls(value)
-            is_object = False  # settings, say, whose class is not the user's
+        is_container = isinstance(value, (*_CONTAINERS, tuple))
+        is_object = not is_tensor and type(value) not in _CONTAINERS and known.has_attributes(value)
+        if not (is_tensor or is_container or is_object):
+            return cls(value)
         if id(value) in known.kept:
             return known.kept[id(value)]
         kept = known.kept[id(value)] = cls(value)  # before its items, which may refer to it
         if is_object:
             outside_parameters = ("_parameters",) if isinstance(value, nn.Module) else ()
             kept.attributes = _Attributes(getattr(value, "__dict__", {}), known, outside=outside_parameters)
-            kept.held = {name: cls.of(one, known) for name, one in slots_of(value).items()}
-        elif is_tensor:
+            kept.slots = {name: cls.of(one, known) for name, one in slots_of(value).items()}
+        if is_tensor:
             kept.held = value.detach().clone() if has_values(value) else None
             if isinstance(value, nn.Parameter) and not outside:
                 kept.held = None
         elif isinstance(value, dict):
-            kept.held = {key: cls.of(item, known, outside) for key, item in value.items()}
-        else:
-            kept.held = [cls.of(item, known) for item in value]
+            kept.held = {key: cls.of(item, known, outside) for key, item in _kind_of(value).items(value)}
+        elif is_container:
+            kept.held = [cls.of(item, known) for item in _base_of(value).__iter__(value)]
         return kept
 
     def restored(self, done: set[int]) -> Any:
@@ -197,8 +211,9 @@ class _Kept:
         done.add(id(self))
         if self.attributes is not None:
             self.attributes.restore(getattr(self.value, "__dict__", {}), done)
-            for name, kept in self.held.items():
+            for name, kept in self.slots.items():
                 object.__setattr__(self.value, name, kept.restored(done))
+        if self.held is None:
             return self.value
         if isinstance(self.value, Tensor):
             if not same_bits(self.value, self.held):  # else autograd would take it for changed
@@ -214,12 +229,13 @@ class _Kept:
         elif isinstance(self.value, dict):
             put_back(self.value, {key: kept.restored(done) for key, kept in self.held.items()})
         else:
-            values = [kept.restored(done) for kept in self.held]
-            if isinstance(self.value, tuple) or _are_same(self.value, values):
-                return self.value
-            self.value.clear()
-            if isinstance(self.value, set):
-                self.value.update(values)
-            else:
-                self.value.extend(values)
+            values, base = [kept.restored(done) for kept in self.held], _base_of(self.value)
+            if base is not tuple and not _are_same(base.__iter__(self.value), values):
+                base.clear(self.value)
+                (base.update if base is set else base.extend)(self.value, values)
         return self.value
+
+
+def _base_of(container: Any) -> Any:
+    """The class of a container whose methods are not the user's."""
+    return next(base for base in (tuple, list, set, collections.deque) if isinstance(container, base))

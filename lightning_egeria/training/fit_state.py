@@ -5,20 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_egeria.snapshots.module_attributes import ModuleAttributes
+from lightning_egeria.snapshots.module_attributes import ModuleAttributes, constants_of
 from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.snapshots.training_state import Stateful, TrainingState
 from lightning_egeria.training.freezer import Freezer
+from lightning_egeria.training.wrapping import WrappingDataModule
 
 
 class FitState:
     """The state of a fit at one moment. `restore` returns to it, any number of times, bit for bit.
 
-    It holds the `TrainingState` of the model and its optimizers, learning-rate schedulers, the gradient scaler, the
-    counters of Lightning's training loop, whether it should stop, attributes of modules, the frozen depth, and which
-    other parameters train. The position in the data is the caller's, and so is the state of callbacks. Capture and
-    restore between two optimizer steps; every rank its own.
+    It holds the `TrainingState` of the model and its optimizers, learning-rate schedulers, the gradient scaler,
+    counters and settings of the Trainer and its training loop, attributes of modules, plain ones of the data module,
+    the frozen depth, and which other parameters train. The position in the data is the caller's, and so is the state
+    of callbacks. Capture and restore between two optimizer steps; every rank its own.
 
     Args:
         trainer: the Trainer, in ``fit``.
@@ -27,7 +31,6 @@ class FitState:
     """
 
     def __init__(self, trainer: pl.Trainer, freezer: Freezer | None = None, store: TensorStore | None = None) -> None:
-        self._trainer = trainer
         self._freezer = freezer
         module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -39,8 +42,11 @@ class FitState:
             loop.automatic_optimization.optim_progress,
             loop.manual_optimization.optim_step_progress,
         ]
-        self._logged_steps, self._should_stop = loop._batches_that_stepped, trainer.should_stop
-        self._training = TrainingState(module, trainer.optimizers, others, store)  # before gradients are dropped
+        self._settings = [(one, constants_of(one)) for one in (trainer, trainer.fit_loop, loop, _innermost(trainer))]
+        held = [one for one in _held_by(module) if one not in trainer.optimizers]
+        optimizers = [*trainer.optimizers, *(one for one in held if isinstance(one, Optimizer))]
+        others += [one for one in held if isinstance(one, LRScheduler)]
+        self._training = TrainingState(module, optimizers, others, store)  # before gradients are dropped
         self._prefix: dict[str, Any] | None = None
         if freezer is not None:
             self._prefix = freezer.prefix.state_dict()
@@ -64,8 +70,28 @@ class FitState:
         self._training.restore()
         for parameter, trains in self._trains:
             parameter.requires_grad_(trains)
-        self._trainer.fit_loop.epoch_loop._batches_that_stepped = self._logged_steps
-        self._trainer.should_stop = self._should_stop
+        for one, constants in self._settings:
+            vars(one).update(constants)
         if freezer is not None and self._prefix is not None:
             freezer.prefix.load_state_dict(self._prefix)
             freezer.update_reducer()
+
+
+def _innermost(trainer: Any) -> Any:
+    """The user's own data module; the Trainer, if there is none."""
+    data = getattr(trainer, "datamodule", None)
+    while isinstance(data, WrappingDataModule):
+        data = data.datamodule
+    return trainer if data is None else data
+
+
+def _held_by(module: nn.Module) -> list[Any]:
+    """Optimizers and schedulers that are attributes of a module, or stand in lists and dictionaries there."""
+    found: dict[int, Any] = {}
+    for part in module.modules():
+        for value in vars(part).values():
+            several = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            found |= {id(one): one for one in several if isinstance(one, Optimizer | LRScheduler)}
+    return [*found.values()]

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
 from lightning_egeria.training.freezer import Freezer
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
+from lightning_egeria.training.silent import silent_callback, silent_logger
 
 
 class BranchRecorder(pl.Callback):
@@ -55,11 +55,14 @@ class BranchRecorder(pl.Callback):
 
 @contextlib.contextmanager
 def unseen(trainer: pl.Trainer, recorder: BranchRecorder) -> Iterator[None]:
-    """Let a Trainer have this callback only, and no loggers, and ``self.log`` do nothing meanwhile."""
-    loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers[:1]]
+    """Let nothing but this callback see what a Trainer does meanwhile: others and loggers can only be read."""
+    loggers, callbacks = trainer.loggers, trainer.callbacks  # type: ignore[attr-defined]  # the connectors set it
+    trainer.loggers = [silent_logger(logger) for logger in loggers]
     try:
-        with with_callbacks(trainer, recorder), without_logs(trainer.lightning_module):
+        with (
+            with_callbacks(trainer, recorder, *map(silent_callback, callbacks)),
+            without_logs(trainer.lightning_module),
+        ):
             yield
     finally:
         trainer.loggers = loggers

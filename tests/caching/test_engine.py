@@ -1,6 +1,5 @@
 """The cache follows the frozen prefix, whatever becomes of it."""
 
-
 import pytest
 import torch
 from programs import harness

@@ -4,9 +4,12 @@ import contextlib
 import copy
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger
 from models import (
     After,
     Classifier,
@@ -119,6 +122,29 @@ def test_the_run_after_it_is_the_one_frozen_by_hand(seed):
     assert equal(module, scripted)
 
 
+class Reads(Classifier):
+    """Looks at the Trainer's callbacks and logger in each step."""
+
+    def training_step(self, batch, batch_idx):
+        (callback,) = [one for one in self.trainer.callbacks if isinstance(one, KnowledgeGuidedFreezing)]
+        folder = Path(self.logger.log_dir, self.trainer.checkpoint_callback.monitor, self.logger.experiment.log_dir)
+        assert folder.parts
+        return super().training_step(batch, batch_idx) * float(callback.evaluation_samples > 0)
+
+
+def test_a_step_reads_callbacks_and_the_logger(tmp_path):
+    torch.manual_seed(0)
+    start, modules = ConvNet(), []
+    for policy in (FreezingPolicy(pretrained=True, trial_progress=STAYS_DEEP), ScriptedPolicy({2: FIRST})):
+        modules.append(Reads(copy.deepcopy(start)))
+        folder = tmp_path / f"{len(modules)}"
+        saves, logger = ModelCheckpoint(folder / "saved", monitor="loss", every_n_epochs=9), CSVLogger(folder)
+        callback = KnowledgeGuidedFreezing(policy, background=False)
+        train(modules[-1], callback, saves, logger=logger, enable_checkpointing=True)
+        assert history(callback) == [(2, FIRST)]
+    assert equal(*modules)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_run_through_the_cache_is_the_run_without(tmp_path, workers):
     def net():
@@ -188,6 +214,16 @@ class Waiting(Classifier):
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step >= self.steps))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("ends", [EarlyStopping("loss", strict=False), Timer("00:01:00:00"), None])
+def test_a_run_that_may_end_counts_as_ten_epochs(caplog, ends):
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+    module = Classifier(ConvNet(dropout=0))
+    stops = After(lambda trainer, _: setattr(trainer, "should_stop", True), 20)
+    callbacks = [pretrained(STAYS_DEEP), stops, *([ends] if ends is not None else [])]
+    fit(module, *callbacks, data=loader(bright(400)), epochs=-1 if ends is None else 1000)
+    assert "depths are tried on the next 10 steps" in caplog.text  # a forty-eighth of 500
 
 
 def test_it_waits_for_a_learning_rate():

@@ -245,3 +245,59 @@ def test_what_did_not_change_may_be_gone_through():
     before = ModuleAttributes(layer)
     for _ in zip(layer.queue.items(), layer.names, layer._forward_hooks.items(), strict=False):
         before.restore()
+
+
+class Settings(dict):
+    """Its items are attributes, as those of an EasyDict."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+    def __setattr__(self, name, value):
+        self[name] = value
+
+
+class Ordered(collections.OrderedDict):
+    pass
+
+
+class History(list):
+    """Knows how often it was added to."""
+
+    added = 0
+
+    def append(self, value):
+        self.added += 1
+        super().append(value)
+
+
+CONTAINERS = {
+    "settings": (Settings(seen=[0]), lambda one: (one.seen.append(1), setattr(one, "more", 2))),
+    "ordered": (Ordered(a=1, b=2), lambda one: one.move_to_end("a")),
+    "history": (History([1]), lambda one: one.append(2)),
+    "user's dictionary": (collections.UserDict(a=1), lambda one: one.update(a=2, b=3)),
+    "user's list": (collections.UserList([1]), lambda one: one.append(2)),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers_of_other_classes_return(name):
+    value, change = CONTAINERS[name]
+    net = nn.Linear(2, 2)
+    net.held = value
+    expected = repr(value), vars(value).get("added")
+    before = ModuleAttributes(_Holder(net))
+    for _ in range(2):
+        change(value)
+        assert repr(value) != expected[0]
+        before.restore()
+        assert net.held is value
+        assert (repr(value), vars(value).get("added")) == expected
+
+
+class _Holder(nn.Module):
+    """Makes this file one of the user's packages."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net

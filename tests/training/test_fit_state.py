@@ -1,7 +1,8 @@
 """A fit returns to a moment, loop counters and frozen depth included."""
 
 import lightning as L
-from models import Classifier, equal, fit
+import torch
+from models import Classifier, equal, fit, images, loader
 
 from lightning_egeria import PrefixFreezing
 from lightning_egeria.training.fit_state import FitState
@@ -28,6 +29,58 @@ class Returns(L.Callback):
             assert all(bool((a == b).all()) for a, b in zip(self.weights, pl_module.parameters(), strict=True))
             if freezer is not None:
                 assert (freezer.depth, self.state.frozen_depth) == (0, 0)
+
+
+class Holds(Classifier):
+    """Has an optimizer and a scheduler of its own, and changes settings of the Trainer and the data module."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre = torch.nn.Parameter(torch.ones(2))
+        self.optimizers_of_its_own = {"centre": torch.optim.SGD([self.centre], 0.1, momentum=0.9)}
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers_of_its_own["centre"], 0.5)
+
+    def on_train_batch_end(self, *args):
+        self.centre.grad = torch.ones(2)
+        self.optimizers_of_its_own["centre"].step()
+        self.schedule.step()
+        self.trainer.gradient_clip_val = float(self.global_step)
+        self.trainer.datamodule.batches += 1
+
+
+class Counted(L.LightningDataModule):
+    batches = 0
+
+    def train_dataloader(self):
+        self.batches = 0
+        return loader(images(96))
+
+
+class Notes(L.Callback):
+    """Notes what `Holds` has before each batch."""
+
+    def __init__(self):
+        self.noted = []
+
+    def on_train_batch_start(self, trainer, pl_module, *args):
+        rates, clip = pl_module.schedule.get_last_lr(), trainer.gradient_clip_val
+        self.noted.append((pl_module.centre.tolist(), rates, clip, trainer.datamodule.batches))
+
+
+def test_what_a_module_and_a_data_module_hold_returns_too():
+    notes = Notes()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[Returns(), notes],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Holds(), datamodule=Counted())
+    assert notes.noted[4] != notes.noted[6]
+    assert notes.noted[7:9] == notes.noted[4:6]
 
 
 def test_a_fit_returns_to_a_moment():

@@ -40,6 +40,7 @@ class Logged(Classifier):
         loss = super().training_step(batch, batch_idx)
         self.log("train/loss", loss)
         self.logger.log_metrics({"direct": float(loss.detach())}, step=self.global_step)
+        assert self.logger.name == "lines"
         return loss
 
 

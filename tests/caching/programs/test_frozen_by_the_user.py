@@ -326,6 +326,7 @@ class LooksAtItsMode(nn.Module):
 
 def test_layers_that_look_at_their_mode_are_told(compare, caplog):
     def program(run):
+        caplog.clear()
         net = frozen(Transfer(), evaluates=False)
         net.body.append(LooksAtItsMode())
         run.fit(Classifier(net), loader(images()), schedule={2: 1}, max_epochs=8)
