@@ -260,7 +260,8 @@ def _steps_of(trainer: pl.Trainer) -> float:
     """How many steps the run has; where it may end at any time, of ten epochs at most."""
     steps = trainer.estimated_stepping_batches
     steps = steps if steps >= 0 else math.inf
-    may_end = any(isinstance(one, EarlyStopping | Timer) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the connectors set it
+    may_end = any(isinstance(one, EarlyStopping | Timer) for one in callbacks)
     if not may_end and not math.isinf(steps):
         return steps
     return min(steps, SURE_EPOCHS * trainer.num_training_batches / trainer.accumulate_grad_batches)

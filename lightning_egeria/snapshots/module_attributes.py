@@ -25,6 +25,7 @@ _KEPT = ("_parameters", "_modules")  # other code owns them
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_egeria", "torchmetrics", "timm", "transformers"}
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CONTAINERS = (*_MAPPINGS, list, set, collections.deque)
+_BASES = (collections.OrderedDict, dict, list, set, collections.deque, tuple)
 _ARRAYS = (np.ndarray, bytearray, array.array)
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -131,15 +132,10 @@ def constants_of(value: Any) -> dict[str, Any]:
 
 def put_back(held: dict[Any, Any], items: Mapping[Any, Any]) -> None:
     """Give a dictionary its items back, in their order; past methods of the user's class."""
-    kind = _kind_of(held)
+    kind = _base_of(held)
     if not _are_same(chain.from_iterable(kind.items(held)), chain.from_iterable(items.items())):
         kind.clear(held)  # else somebody may be going through it, as torch through hooks
         kind.update(held, items)
-
-
-def _kind_of(held: dict[Any, Any]) -> Any:
-    """The class of a dictionary whose methods are not the user's."""
-    return collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
 
 
 def _are_same(first: Iterable[Any], second: Iterable[Any]) -> bool:
@@ -199,7 +195,7 @@ class _Kept:
             if isinstance(value, nn.Parameter) and not outside:
                 kept.held = None
         elif isinstance(value, dict):
-            kept.held = {key: cls.of(item, known, outside) for key, item in _kind_of(value).items(value)}
+            kept.held = {key: cls.of(item, known, outside) for key, item in _base_of(value).items(value)}
         elif is_container:
             kept.held = [cls.of(item, known) for item in _base_of(value).__iter__(value)]
         return kept
@@ -238,4 +234,4 @@ class _Kept:
 
 def _base_of(container: Any) -> Any:
     """The class of a container whose methods are not the user's."""
-    return next(base for base in (tuple, list, set, collections.deque) if isinstance(container, base))
+    return next(base for base in _BASES if isinstance(container, base))

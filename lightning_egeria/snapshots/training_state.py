@@ -185,7 +185,8 @@ class _OptimizerState:
             (group, list(group["params"]), {n: _packed(one, keep, known) for n, one in group.items() if n != "params"})
             for group in optimizer.param_groups
         ]
-        self._inner = [_OptimizerState(inner, keep, seen) for inner in _inside(optimizer) if inner not in seen]
+        inside = held_by(optimizer, Optimizer)
+        self._inner = [_OptimizerState(inner, keep, seen) for inner in inside if inner not in seen]
         self._attributes = [(name, value, _packed(value, keep, known)) for name, value in _own(optimizer)]
 
     def restore(self) -> None:
@@ -213,12 +214,15 @@ class _OptimizerState:
             setattr(self._optimizer, name, value)
 
 
-def _inside(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that an optimizer holds, such as the one that Lookahead or SAM is around."""
+def held_by(owner: Any, *kinds: type) -> list[Any]:
+    """Return the objects of some classes that are attributes of an object, or stand in lists and dictionaries there.
+
+    Such is the optimizer that Lookahead or SAM is around.
+    """
     found = []
-    for value in vars(optimizer).values():
+    for value in vars(owner).values():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        found += [one for one in held if isinstance(one, Optimizer)]
+        found += [one for one in held if isinstance(one, kinds)]
     return found
 
 

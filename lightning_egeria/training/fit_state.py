@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes, constants_of
 from lightning_egeria.snapshots.tensor_store import TensorStore
-from lightning_egeria.snapshots.training_state import Stateful, TrainingState
+from lightning_egeria.snapshots.training_state import Stateful, TrainingState, held_by
 from lightning_egeria.training.freezer import Freezer
 from lightning_egeria.training.wrapping import WrappingDataModule
 
@@ -43,10 +42,11 @@ class FitState:
             loop.manual_optimization.optim_step_progress,
         ]
         self._settings = [(one, constants_of(one)) for one in (trainer, trainer.fit_loop, loop, _innermost(trainer))]
-        held = [one for one in _held_by(module) if one not in trainer.optimizers]
-        optimizers = [*trainer.optimizers, *(one for one in held if isinstance(one, Optimizer))]
-        others += [one for one in held if isinstance(one, LRScheduler)]
-        self._training = TrainingState(module, optimizers, others, store)  # before gradients are dropped
+        held = dict.fromkeys(one for part in module.modules() for one in held_by(part, Optimizer, LRScheduler))
+        others += [one for one in held if isinstance(one, LRScheduler) and one not in others]
+        optimizers = [one for one in held if isinstance(one, Optimizer) and one not in trainer.optimizers]
+        # Before gradients are dropped.
+        self._training = TrainingState(module, [*trainer.optimizers, *optimizers], others, store)
         self._prefix: dict[str, Any] | None = None
         if freezer is not None:
             self._prefix = freezer.prefix.state_dict()
@@ -83,15 +83,3 @@ def _innermost(trainer: Any) -> Any:
     while isinstance(data, WrappingDataModule):
         data = data.datamodule
     return trainer if data is None else data
-
-
-def _held_by(module: nn.Module) -> list[Any]:
-    """Optimizers and schedulers that are attributes of a module, or stand in lists and dictionaries there."""
-    found: dict[int, Any] = {}
-    for part in module.modules():
-        for value in vars(part).values():
-            several = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            found |= {id(one): one for one in several if isinstance(one, Optimizer | LRScheduler)}
-    return [*found.values()]

@@ -258,7 +258,7 @@ class Settings(dict):
 
 
 class Ordered(collections.OrderedDict):
-    pass
+    """Of a class of the user's."""
 
 
 class History(list):
