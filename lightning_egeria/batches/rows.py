@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import RowsError
 
 Index = NDArray[np.int64]
+Layout = dict[
+    str, int | None
+]  # by the path of each part of a batch: its dimension that is the samples; None: it has none
 
 
 class _Column(NamedTuple):
@@ -43,46 +47,46 @@ class Rows:
     """Samples, taken apart into columns: what holds one value a sample, and the structure around these.
 
     A column is a tensor or an array whose first dimension is the samples, or a list with one element a sample, such as
-    texts or tensors of several sizes. All else is the same for the whole batch and stays in the structure.
+    texts or tensors of several sizes. All else is the same for the whole batch and stays in the structure. A `Layout`
+    tells which is which; without one, whatever has as many rows or elements as there are samples is a column.
 
     Args:
         structure: the batch with a mark in the place of each column.
         columns: the columns.
         samples: number of samples.
+        layout: what is a column, as far as it was looked at.
     """
 
-    def __init__(self, structure: Any, columns: list[Any], samples: int) -> None:
+    def __init__(self, structure: Any, columns: list[Any], samples: int, layout: Layout | None = None) -> None:
         self.structure = structure
         self.columns = columns
         self.samples = samples
+        self.layout: Layout = layout if layout is not None else {}
 
     @classmethod
-    def of(cls, batch: Any, samples: int, forms: Set[str] = frozenset()) -> Rows:
+    def of(cls, batch: Any, samples: int, layout: Layout | None = None) -> Rows:
         """Take a batch apart.
 
         Args:
             batch: any tree of tensors, arrays, lists, tuples, mappings and dataclasses.
             samples: number of its samples.
-            forms: of other batches. They tell two tensors of a batch of two samples from a list of these samples.
+            layout: of an earlier batch, which holds for the parts that it names.
 
         Raises:
-            RowsError: nothing in the batch has one value a sample.
+            RowsError: nothing in the batch has one value a sample, or a column does not.
 
         >>> Rows.of((torch.arange(3), {"text": ["a", "b", "c"]}), 3).take(np.array([2, 0])).batch()
         (tensor([2, 0]), {'text': ['c', 'a']})
         """
         columns: list[Any] = []
-        structure = _taken_apart(batch, samples, columns, True)
-        if forms and (rows := cls(structure, columns, samples)).form not in forms:
-            others: list[Any] = []
-            other = cls(_taken_apart(batch, samples, others, True, apart=True), others, samples)
-            return other if other.form in forms else rows
+        found: Layout = {}
+        structure = _taken_apart(batch, samples, columns, layout or {}, found)
         if not columns:
             raise RowsError(
                 f"no part of a batch of type {type(batch).__name__} has {samples} rows, expected tensors, arrays or "
                 "lists with one row or element a sample"
             )
-        return cls(structure, columns, samples)
+        return cls(structure, columns, samples, found)
 
     @property
     def form(self) -> str:
@@ -91,11 +95,14 @@ class Rows:
             f"{tuple(column.shape[1:])} {column.dtype}" if isinstance(column, (Tensor, np.ndarray)) else "list"
             for column in self.columns
         ]
-        return f"{type(self.structure).__name__} of {', '.join(kinds)}"
+        shared = hashlib.blake2b(digest_size=4)
+        has_shared = _add_shared(self.structure, shared.update)
+        of = f"{type(self.structure).__name__} of {', '.join(kinds)}"
+        return f"{of} and shared values {shared.hexdigest()}" if has_shared else of
 
     def take(self, rows: Index) -> Rows:
         """Return some of the samples, in the order of ``rows``."""
-        return Rows(self.structure, [_taken(column, rows) for column in self.columns], len(rows))
+        return Rows(self.structure, [_taken(column, rows) for column in self.columns], len(rows), self.layout)
 
     def batch(self) -> Any:
         """Return the samples as a batch."""
@@ -113,7 +120,7 @@ class Rows:
             return first
         check_forms({part.form for part in parts})
         columns = [_joined(columns) for columns in zip(*(part.columns for part in parts), strict=True)]
-        return Rows(first.structure, columns, sum(part.samples for part in parts))
+        return Rows(first.structure, columns, sum(part.samples for part in parts), first.layout)
 
 
 def check_forms(forms: Set[str]) -> None:
@@ -124,32 +131,125 @@ def check_forms(forms: Set[str]) -> None:
     """
     if len(forms) > 1:
         raise RowsError(
-            f"samples of several batches cannot be joined, because their structure or shape differs: "
-            f"{' and '.join(sorted(forms)[:2])}. Pad all samples to one shape, or use mode='in_batch'"
+            "samples of several batches cannot be joined, because their structure, shape or shared values differ: "
+            f"{'; '.join(sorted(forms)[:2])}. Pad all samples to one shape, or use mode='in_batch'"
         )
 
 
-def _taken_apart(value: Any, samples: int, columns: list[Any], is_root: bool, apart: bool = False) -> Any:
-    holds_columns = apart and any(leaf.ndim and len(leaf) == samples for leaf in tensor_leaves(value))
-    if _is_column(value, samples, is_root) and (isinstance(value, Tensor) or not holds_columns):
+def layout_of_default(batch: Any) -> Layout:
+    """Return the layout of a batch that torch's ``default_collate`` has made.
+
+    It makes a tensor of everything but texts, and of the lists in samples it makes lists of tensors.
+
+    >>> layout_of_default([torch.zeros(2, 3), [torch.zeros(2), torch.zeros(2)], ("a", "b")])
+    {'': None, '/0': 0, '/1': None, '/1/0': 0, '/1/1': 0, '/2': 0}
+    """
+    found: Layout = {}
+
+    def look(path: str, value: Any) -> None:
+        is_text = type(value) in (list, tuple) and value and all(isinstance(part, (str, bytes)) for part in value)
+        found[path] = 0 if is_text or (isinstance(value, (Tensor, np.ndarray)) and value.ndim) else None
+        if not is_text:
+            for key, part in _parts(value).items():
+                look(f"{path}/{key}", part)
+
+    look("", batch)
+    return found
+
+
+def layout_of_two(batch: Any, fewer: Any, samples: int) -> Layout:
+    """Return the layout of a batch, from one without its last sample: a column has one row less there.
+
+    Args:
+        batch: of so many samples.
+        fewer: the same without the last one.
+        samples: at least 3.
+
+    >>> layout_of_two((torch.zeros(3, 3), torch.zeros(3, 3)), (torch.zeros(2, 3), torch.zeros(3, 3)), 3)
+    {'': None, '/0': 0, '/1': None}
+    """
+    found: Layout = {}
+
+    def look(path: str, one: Any, other: Any) -> None:
+        sizes = enumerate(zip(_sizes(one), _sizes(other), strict=False))
+        found[path] = next((dim for dim, both in sizes if both == (samples, samples - 1)), None)
+        if found[path] is None:
+            parts, others = _parts(one), _parts(other)
+            for key, part in parts.items():
+                if key in others:
+                    look(f"{path}/{key}", part, others[key])
+
+    look("", batch, fewer)
+    return found
+
+
+def layout_of_both(first: Layout, second: Layout) -> Layout:
+    """Return what two layouts agree on. Sizes that change with the number of samples by chance do so once."""
+    return {path: where if second.get(path, where) == where else None for path, where in (second | first).items()}
+
+
+def _taken_apart(
+    value: Any, samples: int, columns: list[Any], known: Layout, found: Layout, path: str = "", is_part: bool = False
+) -> Any:
+    where = known[path] if path in known else 0 if _is_column(value, samples, not is_part) else None
+    found[path] = where
+    if where:
+        raise RowsError(
+            f"the samples of a batch are in dimension {where} of a tensor of shape {tuple(_sizes(value))}. Let the "
+            "collate function put them first, and transpose it in the training step"
+        )
+    if where is not None:
+        if _sizes(value)[:1] != [samples]:
+            raise RowsError(f"a part of a batch of {samples} samples has the size {_sizes(value)}, expected a row each")
         columns.append(value)
         return _Column(len(columns) - 1)
-    return _changed(value, lambda part: _taken_apart(part, samples, columns, False, apart))
+    return _changed(value, lambda key, part: _taken_apart(part, samples, columns, known, found, f"{path}/{key}", True))
 
 
 def _is_column(value: Any, samples: int, is_root: bool) -> bool:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return value.ndim > 0 and len(value) == samples
-    if type(value) not in (list, tuple) or len(value) != samples or not value:
+    if not value if type(value) in (list, tuple) else not isinstance(value, (Tensor, np.ndarray)):
+        return False
+    if _sizes(value)[:1] != [samples]:
         return False
     # Two tensors of two rows are columns; in a batch of two samples, they might also be two samples.
-    return not (is_root and all(_is_column(part, samples, False) for part in value))
+    is_several = is_root and not isinstance(value, (Tensor, np.ndarray))
+    return not (is_several and all(_is_column(part, samples, False) for part in value))
 
 
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The container with its parts changed; the value itself if it is none."""
+def _sizes(value: Any) -> list[int]:
+    """The shape of a tensor, the length of a list, and nothing of all else."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return list(value.shape)
+    return [len(value)] if type(value) in (list, tuple) else []
+
+
+def _add_shared(structure: Any, update: Callable[[bytes], None]) -> bool:
+    """Add all values of a structure to a digest; return whether there are any."""
+    if isinstance(structure, _Column):
+        return False
+    if parts := _parts(structure):
+        return sum(_add_shared(part, update) for part in parts.values()) > 0  # of all, so no any()
+    if type(structure) is Tensor:
+        structure = structure.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(structure, np.ndarray) and structure.dtype != object:
+        update(structure.tobytes())
+        return True
+    is_value = isinstance(structure, (bool, int, float, complex, str, bytes))
+    update(repr(structure if is_value else type(structure)).encode())
+    return is_value
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """The parts of a container by their keys; nothing of all else."""
+    found: dict[str, Any] = {}
+    _changed(value, found.setdefault)
+    return found
+
+
+def _changed(value: Any, change: Callable[[str, Any], Any]) -> Any:
+    """The container with its parts changed, each with its key in words; the value itself if it is none."""
     if isinstance(value, Mapping):
-        changed = {key: change(part) for key, part in value.items()}
+        changed = {key: change(repr(key), part) for key, part in value.items()}
         if type(value) is dict:
             return changed
         copied: Any = copy.copy(value)
@@ -157,13 +257,13 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
             copied[key] = part
         return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
+        return type(value)(*(change(str(at), part) for at, part in enumerate(value)))
     if type(value) in (list, tuple):
-        return type(value)(map(change, value))
+        return type(value)(change(str(at), part) for at, part in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         copied = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, change(getattr(value, field.name)))
+            object.__setattr__(copied, field.name, change(field.name, getattr(value, field.name)))
         return copied
     return value
 
@@ -171,7 +271,7 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
 def _put_together(structure: Any, columns: list[Any]) -> Any:
     if isinstance(structure, _Column):
         return columns[structure.number]
-    return _changed(structure, lambda part: _put_together(part, columns))
+    return _changed(structure, lambda _, part: _put_together(part, columns))
 
 
 def _taken(column: Any, rows: Index) -> Any:

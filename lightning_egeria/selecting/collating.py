@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_egeria.batches.rows import Rows
+from lightning_egeria.batches.rows import Layout, Rows, layout_of_two
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.snapshots.random_state import preserved_random_state
 
@@ -57,11 +57,13 @@ class Collated:
         batch: the user's batch.
         samples: the samples; None if they were not kept.
         in_order: whether its rows have the order of the samples, as far as is known.
+        layout: what its columns are; None if that was not looked at.
     """
 
     batch: Any
     samples: list[Any] | None
     in_order: bool
+    layout: Layout | None = None
 
     def pin_memory(self, device: Any = None) -> Collated:
         """Pin the batch, as the DataLoader asks."""
@@ -70,33 +72,44 @@ class Collated:
 
 
 class WithSamples:
-    """A collate function that hands on the samples too, so that some of them can be collated anew.
+    """A collate function that hands on what is known of its batch, and the samples if some are to be collated anew.
 
     Args:
         collate: the user's collate function.
         keeps: a tensor in shared memory: whether samples are handed on. It tells workers that run already, and becomes
             true here where batches are seen to be padded.
+        joins: whether samples of several batches are joined, so that padding matters.
+        looks: whether the first batches are made once more without their last sample, to learn what the columns are.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], keeps: Tensor) -> None:
-        self.collate, self._keeps = collate, keeps
+    def __init__(self, collate: Callable[[list[Any]], Any], keeps: Tensor, joins: bool, looks: bool) -> None:
+        self.collate, self._keeps, self._joins, self._looks = collate, keeps, joins, looks
         self._left, self._in_order = CHECKED_BATCHES, True
 
     def __call__(self, samples: list[Any]) -> Collated:
         """Return the user's batch and more."""
-        is_checked = (
-            self._left > 0 and len(samples) >= FEWEST and (bool(self._keeps) or len({*map(_form, samples)}) > 1)
-        )
+        is_first = self._left > 0 and len(samples) >= FEWEST
+        self._left -= is_first
+        is_checked = is_first and self._joins and (bool(self._keeps) or len({*map(_form, samples)}) > 1)
         if is_checked and _depends_on_others(self.collate, samples):
             self._keeps.fill_(True)
         kept = copy.deepcopy(samples) if self._keeps else None  # collating may change them
+        fewer = copy.deepcopy(samples[:-1]) if is_first and self._looks else None
         if is_checked:
-            self._left -= 1
             batch, in_order = _checked(self.collate, samples)
             self._in_order &= in_order
         else:
             batch = self.collate(samples)
-        return Collated(batch, kept if self._in_order else None, self._in_order)
+        layout = _layout(self.collate, batch, fewer) if fewer is not None else None
+        return Collated(batch, kept if self._in_order else None, self._in_order, layout)
+
+
+def _layout(collate: Callable[[list[Any]], Any], batch: Any, fewer: list[Any]) -> Layout | None:
+    """The columns of a batch, from one without the last sample; None if the collate function wants all samples."""
+    samples = len(fewer) + 1
+    with preserved_random_state(), contextlib.suppress(Exception):  # whatever the collate function raises
+        return layout_of_two(batch, collate(fewer), samples)
+    return None
 
 
 def _depends_on_others(collate: Callable[[list[Any]], Any], samples: list[Any]) -> bool:
@@ -121,11 +134,13 @@ def _form(sample: Any) -> Any:
 
 def _checked(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
     """The user's batch, and whether its rows have the order of the samples."""
-    moved_on = copy.deepcopy(samples[1:] + samples[:1])
+    moved_on, fewer = copy.deepcopy(samples[1:] + samples[:1]), copy.deepcopy(samples[:-1])
     batch = collate(samples)
     with preserved_random_state():
         other = collate(moved_on)
-    return batch, not _is_in_another_order(Rows.of(batch, len(samples)).columns, Rows.of(other, len(samples)).columns)
+    layout = _layout(collate, batch, fewer)
+    first, second = (Rows.of(one, len(samples), layout).columns for one in (batch, other))
+    return batch, not _is_in_another_order(first, second)
 
 
 def _is_in_another_order(columns: Sequence[Any], moved_on: Sequence[Any]) -> bool:

@@ -136,7 +136,7 @@ class SelectiveBackprop(WrappingDataModule):
         trainer = self._check_trainer()
         # The training step shows the losses of training forwards only to one who can read them off.
         table = self.losses if self.staleness and self.per_sample_loss is None else None
-        by_seen = self.mode == "queue" and self.schedule == "seen"
+        by_seen = self.schedule == "seen" if self.mode == "queue" else None
         self._follower = Follower(lambda: self._batches, self.selection, table, by_seen)
         trainer.callbacks.insert(0, self._follower)
 

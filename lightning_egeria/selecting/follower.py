@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_egeria.batches.per_sample_loss import with_per_sample_losses
 from lightning_egeria.selecting.loader import SelectedBatches
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.pace import PaceOfSeen
+from lightning_egeria.selecting.pace import Pace
 from lightning_egeria.selecting.queue import Emitted
 from lightning_egeria.selecting.stats import SelectionStats
 
@@ -26,7 +26,7 @@ class Follower(pl.Callback):
         loader: returns the training loader; None while there is none.
         stats: what is logged at the end of an epoch.
         table: takes the losses of training forwards; None if it does not want them.
-        by_seen: whether learning rates and validation follow the samples seen.
+        by_seen: whether learning rates and validation follow the samples seen, or those trained; None: both are all.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Follower(pl.Callback):
         loader: Callable[[], SelectedBatches | None],
         stats: SelectionStats,
         table: LossTable | None,
-        by_seen: bool,
+        by_seen: bool | None,
     ) -> None:
         self._loader, self._stats, self._table, self._by_seen = loader, stats, table, by_seen
-        self._pace: PaceOfSeen | None = None
+        self._pace: Pace | None = None
         self._current: Emitted | None = None
         self._wrapped: tuple[pl.LightningModule, Any] | None = None
         self._epoch = 0
@@ -49,8 +49,8 @@ class Follower(pl.Callback):
         if self._loader() is None:
             return
         _end_epoch_of_checkpoint(trainer)
-        if self._by_seen:
-            self._pace = PaceOfSeen(trainer)
+        if self._by_seen is not None:
+            self._pace = Pace(trainer, self._by_seen)
         if self._table is not None:
             self._wrapped = pl_module, vars(pl_module).get("training_step")
             step = pl_module.training_step
@@ -83,14 +83,17 @@ class Follower(pl.Callback):
             if self._pace is not None:
                 self._pace.begin_epoch(resumed)
         if self._pace is not None:
-            self._pace.batch_start(batch_idx, self._current.seen)
+            self._pace.batch_start(batch_idx, self._current.seen, self._current.last)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The training batch is over."""
-        if self._current is not None and self._pace is not None:
-            self._pace.batch_end(self._current.seen, self._current.last)
+        if self._current is not None:
+            self._stats.count(self._epoch, trained=self._current.samples)
+            self._stats.whole += self._current.samples if self._current.whole else 0
+            if self._pace is not None:
+                self._pace.batch_end(self._current.seen, self._current.last)
         self._current = None  # what runs the training step from now on scores
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

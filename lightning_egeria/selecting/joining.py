@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import default_collate
 
 from lightning_egeria.batches.reading import BatchSource, Lookahead
-from lightning_egeria.batches.rows import Rows, check_forms
+from lightning_egeria.batches.rows import Layout, Rows, check_forms, layout_of_both, layout_of_default
 from lightning_egeria.selecting.collating import Collated, InOrder, WithSamples
 from lightning_egeria.selecting.queue import Piece, joined
 from lightning_egeria.selecting.side import Moved, TrainerSide
@@ -33,7 +34,8 @@ class Joining:
 
     Attributes:
         source: the batches.
-        forms: of the samples so far.
+        forms: of the samples so far, two at most.
+        layout: what the columns of a batch are, as far as batches have shown.
     """
 
     def __init__(self, loader: Any, side: TrainerSide, in_queue: bool, in_order: bool) -> None:
@@ -41,33 +43,42 @@ class Joining:
         self._in_queue, self._in_order = in_queue, in_order
         self.source = BatchSource(loader, self._collate)
         self.forms: set[str] = set()
+        self.layout: Layout = {}
         self._keeps = torch.zeros((), dtype=torch.bool).share_memory_()
+
+    @property
+    def _is_default(self) -> bool:
+        return getattr(self._loader, "collate_fn", None) is default_collate
 
     def _collate(self, users: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         collate = InOrder(users) if self._in_order else users
-        return WithSamples(collate, self._keeps) if self._in_queue else collate
+        return WithSamples(collate, self._keeps, joins=self._in_queue, looks=not self._is_default)
 
     @property
     def keeps_samples(self) -> bool:
         """Whether batches come with their samples, because they are padded to several lengths."""
         return bool(self._keeps)
 
-    def know(self, forms: Iterable[str], keeps_samples: bool) -> None:
-        """Take the forms that samples had so far, and whether their batches have to come with them."""
-        self.forms = set(forms)
+    def know(self, forms: Iterable[str], keeps_samples: bool, layout: Layout) -> None:
+        """Take the forms that samples had so far, whether batches have to come with them, and what the columns are."""
+        self.forms, self.layout = set(sorted({*forms})[:2]), layout
         if self._in_queue and (keeps_samples or len(self.forms) > 1):
             self._keeps.fill_(True)
             if self.source.lookahead is not None:
                 self.source.lookahead.keep_samples()
 
     def check(self, batch: Any, samples: int, collated: Collated | None) -> None:
-        """Find out at the start whether samples of several batches can be joined.
+        """Learn what the columns are, and find out at the start whether samples of several batches can be joined.
 
         Raises:
-            RowsError: they cannot.
+            RowsError: they cannot, or a batch cannot be taken apart.
         """
+        if self._is_default and not self.layout:
+            self.layout = layout_of_default(batch)
+        if collated is not None and collated.layout is not None:
+            self.layout = layout_of_both(self.layout, collated.layout)
         rows, lookahead = self.rows(batch, samples), self.source.lookahead
-        self.know({*self.forms, rows.form}, self.keeps_samples)
+        self.know({*self.forms, rows.form}, self.keeps_samples, self.layout or rows.layout)
         # The first epoch is whole, so samples are kept when some wait. A cache knows their order.
         in_order = collated.in_order if collated is not None else lookahead is not None and lookahead.last(rows)
         if self._in_queue and not in_order:
@@ -75,7 +86,11 @@ class Joining:
 
     def rows(self, batch: Any, samples: int) -> Rows:
         """Take a batch apart."""
-        return Rows.of(batch, samples, self.forms)
+        return Rows.of(batch, samples, self.layout)
+
+    def moved_rows(self, batch: Any, samples: int) -> Rows:
+        """Take a batch apart that went through the hooks for batches, which may have made something else of it."""
+        return Rows.of(batch, samples, {} if self._side.has_batch_hooks else self.layout)
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """While the model runs on a batch that is not trained as it is."""
@@ -109,7 +124,7 @@ class Joining:
         self,
         number: int,
         batch: Any,
-        moved: Any,
+        moved: tuple[Any, RandomState] | None,
         ids: tuple[Any, ...] | None,
         samples: int,
         rows: NDArray[np.int64],
@@ -121,7 +136,7 @@ class Joining:
         Args:
             number: of the batch in its epoch.
             batch: all of it.
-            moved: all of it on its device; None if it is not there.
+            moved: all of it on its device, and the random state before it went there; None if it did not.
             ids: of all its samples; None if they have none.
             samples: number of them.
             rows: the chosen ones.
@@ -137,9 +152,12 @@ class Joining:
             whole = self.rows(batch, samples)
             return Piece(number, rows, chosen, whole.take(rows), random, lookahead.last(whole), raw)
         if moved is not None:
-            return Piece(number, rows, chosen, self.rows(moved, samples).take(rows), random, raw=raw)
-        part = self._side.moved(self.rows(batch, samples).take(rows).batch())
-        return Piece(number, rows, chosen, self.rows(part, len(rows)), random, raw=raw)
+            some, hooks = self.moved_rows(moved[0], samples).take(rows), moved[1]
+        else:
+            hooks = RandomState.current()
+            part = self._side.moved(self.rows(batch, samples).take(rows).batch())
+            some = self.moved_rows(part, len(rows))
+        return Piece(number, rows, chosen, some, random, raw=raw, moved=moved is not None, hooks=hooks)
 
     def batch_of(self, pieces: Sequence[Piece]) -> Moved:
         """Return samples as one batch.

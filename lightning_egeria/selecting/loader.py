@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections import deque
@@ -17,16 +18,17 @@ from lightning_egeria.errors import ArgumentError
 from lightning_egeria.selecting.collating import Collated
 from lightning_egeria.selecting.joining import Joining
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.queue import Emitted, Piece, SelectionQueue, waiting_rows
+from lightning_egeria.selecting.queue import Emitted, Piece, SelectionQueue, Waiting, waiting_of
 from lightning_egeria.selecting.rule import Settings, draw, draw_fixed
 from lightning_egeria.selecting.side import TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
-from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.training.loops import is_asked_by_loop
 
 CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
 SCORED_PARTS = 4  # of a batch: so many sizes of batches of stale samples
 _Ids = tuple[Any, ...] | None
+_WasMoved = tuple[Any, RandomState] | None
 _Out = tuple[int, Emitted, Any]  # forward batches that are over by then, what is known of the batch, the batch
 
 
@@ -53,9 +55,11 @@ class SelectedBatches:
         self._joining = Joining(loader, side, in_queue=settings.share is None, in_order=bool(table.staleness))
         self._queue = SelectionQueue()
         self._begun = RandomState.current()
-        self._position = self._number = self._size = self._checked = 0
-        self._waiting: dict[int, tuple[NDArray[np.int64], RandomState]] = {}
-        self._random = self._begun  # in which batch `_number` was loaded
+        self._position = self._size = self._checked = 0
+        self._waiting: dict[int, Waiting] = {}  # of a checkpoint, until their batches are loaded again
+        self._ahead: dict[int, RandomState] = {}  # in which the batches behind its position had been loaded
+        self._loaded: deque[tuple[int, RandomState]] = deque(maxlen=2)
+        self._random = self._begun  # in which the last batch was loaded
         self._now: RandomState | None = None  # of a checkpoint, until the epoch begins or goes on
         self._seen = self._resumed_seen = 0
         self._collated: Collated | None = None  # what the loader handed on, if that is not the batch itself
@@ -79,8 +83,10 @@ class SelectedBatches:
             return iter(())  # Lightning asks whether this can be iterated, which must draw no random number
         if not is_asked_by_loop():
             return iter(self._loader)
+        self._side.reads_nothing_ahead()
         self.emitted.clear()
         self._queue.clear()
+        self._loaded.clear()
         if self._position and self._now is not None:
             return self._batches(None)  # the order of the epoch that was left is drawn again, once its number is known
         if self._now is not None:
@@ -92,7 +98,7 @@ class SelectedBatches:
     def go_on_from(self, before: SelectedBatches) -> None:
         """Take what is known of the samples from the loader of an earlier epoch."""
         self._size = before._size
-        self._joining.know(before._joining.forms, before._joining.keeps_samples)
+        self._joining.know(before._joining.forms, before._joining.keeps_samples, before._joining.layout)
 
     def take_resumed(self) -> int:
         """Return, once, `Emitted.seen` of the last batch before a checkpoint in this epoch; else 0."""
@@ -116,12 +122,13 @@ class SelectedBatches:
             "position": self._position,
             "seen": self._seen,
             "size": self._size,
-            "forms": sorted(self._joining.forms)[:2],
+            "forms": sorted(self._joining.forms),
+            "layout": self._joining.layout,
             "keeps": self._joining.keeps_samples,
             "begun": self._begun.to_plain() if self._position else None,
             "now": RandomState.current().to_plain(),
-            # A batch was loaded and waits while the queue empties.
-            "ahead": self._random.to_plain() if self._position and self._position == self._number else None,
+            # Batches that were loaded and wait: while the queue empties, or to know which is the last.
+            "ahead": [[at, random.to_plain()] for at, random in self._loaded if 0 < self._position <= at],
             "queue": self._queue.state_dict(),
             "rule": self._settings.rule.state_dict(),
             "table": self._table.state_dict(),
@@ -136,16 +143,15 @@ class SelectedBatches:
         self._table.load_state_dict(own["table"])
         self._stats.load_state_dict(own["stats"])
         self._size = int(own["size"])
-        self._joining.know(own["forms"], bool(own["keeps"]))
+        self._joining.know(own["forms"], bool(own["keeps"]), dict(own["layout"]))
         if len(ranks) != self._side.world_size:
             return
         self._now = RandomState.from_plain(own["now"])
         if own["position"]:
             self._position, self._resumed_seen = int(own["position"]), int(own["seen"])
             self._begun = RandomState.from_plain(own["begun"])
-            self._waiting = waiting_rows(own["queue"])
-            if own["ahead"] is not None:
-                self._waiting[self._position] = np.zeros(0, np.int64), RandomState.from_plain(own["ahead"])
+            self._waiting = waiting_of(own["queue"])
+            self._ahead = {int(number): RandomState.from_plain(random) for number, random in own["ahead"]}
 
     def _batches(self, arriving: Iterator[tuple[Any, _Ids]] | None) -> Iterator[Any]:
         skipped = 0
@@ -155,7 +161,7 @@ class SelectedBatches:
             arriving = iter(self._joining.source)
         assert arriving is not None
         for number, (batch, ids, random), is_end in numbered(self._noted(arriving), self._side.batches):
-            self._number, self._random = number, random
+            self._random = random
             self._collated = batch if isinstance(batch, Collated) else None
             batch = self._collated.batch if self._collated is not None else batch
             if number < skipped:
@@ -165,8 +171,6 @@ class SelectedBatches:
                 now.restore()
                 leading = self._queued(number, is_end=True, more=False) if is_end else iter(())
             else:
-                if self._waiting.pop(number, None) is not None:  # it was loaded before the checkpoint
-                    now.restore()
                 leading = self._trained(number, batch, ids, is_end)
             for place, emitted, one in leading:
                 self._position, self._seen = 0 if emitted.last else place, emitted.seen
@@ -185,16 +189,21 @@ class SelectedBatches:
         """
         is_loaded_here = getattr(self._loader, "num_workers", 0) == 0
         for number in itertools.count():
-            random = self._random_of(number) if is_loaded_here else None
-            for batch, ids in itertools.islice(arriving, 1):
-                yield batch, ids, random or self._random_of(number)
-                break
-            else:
+            before = self._ahead.pop(number, None)
+            with contextlib.nullcontext() if before is None else preserved_random_state():
+                if before is not None:
+                    before.restore()
+                random = self._random_of(number) if is_loaded_here else None
+                loaded = next(arriving, None)
+            if loaded is None:
                 return
+            random = before or random or self._random_of(number)
+            self._loaded.append((number, random))
+            yield *loaded, random
 
     def _random_of(self, number: int) -> RandomState:
         if number in self._waiting:
-            self._waiting[number][1].restore()
+            self._waiting[number].random.restore()
         return RandomState.current()
 
     def _trained(self, number: int, batch: Any, ids: _Ids, is_end: bool) -> Iterator[_Out]:
@@ -233,28 +242,30 @@ class SelectedBatches:
         self._joining.check(batch, samples, self._collated)
         if self._checked < CHECKED_BATCHES and self._settings.rule.needs_losses:
             self._checked += 1
-            self._side.check(batch, samples, number)
+            self._side.check(batch, samples, number, self._joining.moved_rows)
 
     def _whole(self, number: int, batch: Any, ids: _Ids, samples: int, more: bool) -> _Out:
         count, last, seen = self._agreed(samples, more, number)
-        self._stats.whole += count
-        self._stats.count(self._side.epoch, trained=count)
         if count < samples:
             rows = np.arange(count)
             batch, ids = self._joining.rows(batch, samples).take(rows).batch(), ids[:count] if ids is not None else None
         self._joining.trains_whole()
-        return number + 1, Emitted(seen, last, ids), batch
+        return number + 1, Emitted(seen, last, ids, count, whole=True), batch
 
     def _queued(self, number: int, is_end: bool, more: bool) -> Iterator[_Out]:
-        """Yield batches of the queue: full ones, and at the end what is left; a single sample only to end the epoch."""
+        """Yield batches of the queue: full ones, and at the end what is left; a single sample only to end the epoch.
+
+        Where plasticity may be measured on the next batch, full ones wait until a whole batch was trained.
+        """
         while (size := self._queue.next_size(self._size, is_end)) >= (self._fewest if more else 1):
+            if not is_end and self._side.compares_next():
+                return
             goes_on = more or len(self._queue) > size
             # Only the last batch of the queue has seen the whole epoch.
             count, last, seen = self._agreed(size, goes_on, number - (is_end and goes_on))
             pieces = self._queue.pop(count)
-            self._stats.count(self._side.epoch, trained=count)
             ids = tuple(one for piece in pieces for one in piece.ids or ())
-            emitted = Emitted(seen, last, ids if len(ids) == count else None)
+            emitted = Emitted(seen, last, ids if len(ids) == count else None, count)
             yield number + 1, emitted, self._joining.batch_of(pieces)
 
     def _agreed(self, samples: int, more: bool, number: int) -> tuple[int, bool, int]:
@@ -269,26 +280,21 @@ class SelectedBatches:
         share, rule = self._settings.share or 1, self._settings.rule
         # Not a single sample of a small last batch: BatchNorm does not train on one.
         count = max(1, round(share * samples), min(2, samples, round(share * self._size)))
-        if not rule.needs_losses:
-            rows = draw_fixed(np.ones(samples), count, self._generator(number))
-            with self._joining.looking():
-                piece = self._piece(number, batch, None, ids, samples, rows)
-        else:
-            with self._joining.looking():
-                losses, moved = self._losses(number, batch, ids, samples)
-                rows = draw_fixed(rule.probabilities(losses), count, self._generator(number))
-                piece = self._piece(number, batch, moved, ids, samples, rows)
+        with self._joining.looking():
+            losses, moved = self._losses(number, batch, ids, samples)
+            probabilities = rule.probabilities(losses) if rule.needs_losses else np.ones(samples)
+            rows = draw_fixed(probabilities, count, self._generator(number))
+            piece = self._piece(number, batch, moved, ids, samples, rows)
+        if rule.needs_losses:
             self._stats.count_losses(losses, np.isin(np.arange(samples), rows))
-        self._stats.count(self._side.epoch, trained=count)
-        return number + 1, Emitted(number + 1, is_end, piece.ids), self._joining.batch_of([piece])
+        return number + 1, Emitted(number + 1, is_end, piece.ids, count), self._joining.batch_of([piece])
 
     def _select(self, number: int, batch: Any, ids: _Ids, samples: int, is_end: bool) -> None:
         """Put the samples of a batch that are kept into the queue."""
         rule = self._settings.rule
         with self._joining.looking():
             losses, moved = self._losses(number, batch, ids, samples)
-            probabilities = rule.probabilities(losses)
-            kept = draw(probabilities, self._generator(number))
+            kept = draw(probabilities := rule.probabilities(losses), self._generator(number))
             if is_end and len(self._queue) + kept.sum() < self._fewest:  # the epoch has promised one more batch
                 kept[np.argsort(probabilities, kind="stable")[-self._fewest :]] = True
             if kept.any():
@@ -296,25 +302,24 @@ class SelectedBatches:
         if rule.needs_losses:
             self._stats.count_losses(losses, kept)
 
-    def _losses(self, number: int, batch: Any, ids: _Ids, samples: int) -> tuple[NDArray[np.float64], Any]:
-        """The loss of each sample; and the batch on its device, if all of it went there."""
+    def _losses(self, number: int, batch: Any, ids: _Ids, samples: int) -> tuple[NDArray[np.float64], _WasMoved]:
+        """The loss of each sample; and the batch on its device, if all of it went there, with `Piece.hooks`."""
         side, table, epoch = self._side, self._table, self._side.epoch
         if not self._settings.rule.needs_losses:
             return np.zeros(samples), None
+        hooks = RandomState.current()
         if not table.staleness or ids is None:
             moved = side.moved(batch)
             losses = side.scorer.losses(moved, samples, number)
             self._stats.count(epoch, scored=samples)
-            return losses, moved
+            return losses, (moved, hooks)
         rows, moved = table.to_score(ids, epoch, -(-self._size // SCORED_PARTS)), None
         if len(rows):
-            if len(rows) == samples:
-                moved = side.moved(batch)
-                fresh = side.scorer.losses(moved, samples, number)
-            elif (part := self._joining.cached_part(batch, samples, rows)) is not None:
+            part = self._joining.cached_part(batch, samples, rows) if len(rows) < samples else None
+            if part is not None:
                 with self._joining.looking():
                     fresh = side.scorer.losses(side.moved(part), len(rows), number)
-            elif self._joining.is_cached(batch, samples):  # as a whole
+            elif len(rows) == samples or self._joining.is_cached(batch, samples):  # as a whole
                 moved = side.moved(batch)
                 fresh = side.scorer.losses(moved, samples, number)[rows]
             else:
@@ -322,18 +327,23 @@ class SelectedBatches:
                 fresh = side.scorer.losses(part, len(rows), number)
             table.update([ids[row] for row in rows], fresh, epoch)
             self._stats.count(epoch, scored=len(rows) if moved is None else samples)
-        return table.of(ids), moved
+        return table.of(ids), (moved, hooks) if moved is not None else None
 
-    def _piece(self, number: int, batch: Any, moved: Any, ids: _Ids, samples: int, rows: NDArray[np.int64]) -> Piece:
+    def _piece(
+        self, number: int, batch: Any, moved: _WasMoved, ids: _Ids, samples: int, rows: NDArray[np.int64]
+    ) -> Piece:
         return self._joining.piece(number, batch, moved, ids, samples, rows, self._random, self._collated)
 
     def _refill(self, number: int, batch: Any, ids: _Ids) -> None:
-        """Put the samples back into the queue that waited in it when the checkpoint was written."""
+        """Put samples back into the queue of the checkpoint. All that left it meanwhile take the same way once more."""
         if number in self._waiting:
-            rows, _ = self._waiting.pop(number)
+            before = self._waiting.pop(number)
             samples = len(ids) if ids is not None else samples_of(batch)
-            moved = None if self._table.staleness else self._side.moved(batch)  # as before the checkpoint
-            self._queue.add(self._piece(number, batch, moved, ids, samples, rows))
+            hooks = before.hooks or RandomState.current()
+            hooks.restore()
+            moved = (self._side.moved(batch), hooks) if before.moved else None
+            piece = self._piece(number, batch, moved, ids, samples, np.concatenate([before.gone, before.rows]))
+            self._queue.add(piece.take(slice(len(before.gone), None)))
 
     def _generator(self, number: int) -> np.random.Generator:
         """Random numbers of a forward batch: they follow from its place alone, so a resumed run draws the same."""

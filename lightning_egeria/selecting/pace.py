@@ -1,4 +1,4 @@
-"""Learning rates and validation by the samples seen, although only some of them are trained."""
+"""When learning rates change and validation comes, although only some of the samples are trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 _NEVER = 10**12  # batches
 
 
-class PaceOfSeen:
+class Pace:
     """Steps learning rate schedulers, and begins validation, after as many forward batches as in a plain run.
 
     Lightning counts training batches. A schedule that is made for the whole run would end at half of its length, and
@@ -20,14 +20,16 @@ class PaceOfSeen:
 
     Args:
         trainer: the Trainer, after the optimizers are there.
+        by_seen: otherwise training batches count, and only a validation at the end of an epoch comes there all the
+            same.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: pl.Trainer, by_seen: bool) -> None:
+        self._trainer, self._by_seen = trainer, by_seen
         self._frequencies: list[tuple[Any, int]] = []
         self._validates_every = trainer.val_check_batch
         self._seen_before = 0
-        if trainer.lightning_module.automatic_optimization:
+        if by_seen and trainer.lightning_module.automatic_optimization:
             for config in trainer.lr_scheduler_configs:
                 if config.interval == "step" and not config.reduce_on_plateau:
                     self._frequencies.append((config, config.frequency))
@@ -44,15 +46,22 @@ class PaceOfSeen:
         """An epoch begins, or goes on after ``seen`` forward batches."""
         self._seen_before = seen
 
-    def batch_start(self, number: int, seen: int) -> None:
+    def batch_start(self, number: int, seen: int, is_last: bool) -> None:
         """Decide whether validation follows this training batch.
 
         Args:
             number: number of the training batch in its epoch, from 0.
             seen: number of forward batches of the epoch so far.
+            is_last: no training batch follows in this epoch.
         """
         every, trainer = self._validates_every, self._trainer
         if every is None or every == float("inf"):
+            return
+        if not self._by_seen:
+            at_end = (
+                is_last and trainer.check_val_every_n_epoch is not None and not trainer.num_training_batches % every
+            )
+            trainer.val_check_batch = number + 1 if at_end else every
             return
         before, this = 0, number
         if trainer.check_val_every_n_epoch is None:  # it counts over the whole run
@@ -73,7 +82,7 @@ class PaceOfSeen:
         batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
         seen = int(batches) if is_last and batches != float("inf") else max(seen, self._seen_before)
         for number in range(self._seen_before + 1, seen + 1):
-            if number % accumulated and number != batches:
+            if number % accumulated and not (is_last and number == seen):
                 continue
             for config, frequency in self._frequencies:
                 if number % frequency == 0:

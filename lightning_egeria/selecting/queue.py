@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ class Piece:
         random: the random state in which the forward batch was loaded.
         looked: what a cache knows of the forward batch; None if nothing.
         raw: the samples before the collate function; None if they are rows of one shape.
+        moved: whether the whole forward batch went through the hooks for batches.
+        hooks: the random state in which they began; None if there are none.
+        gone: rows that left the queue before these.
     """
 
     number: int
@@ -35,18 +38,19 @@ class Piece:
     random: RandomState
     looked: Any = None
     raw: Sequence[Any] | None = None
+    moved: bool = False
+    hooks: RandomState | None = None
+    gone: tuple[int, ...] = ()
 
     def take(self, places: slice) -> Piece:
-        """Return a part of the piece."""
-        rows = self.rows[places]
-        return Piece(
-            self.number,
-            rows,
-            self.ids[places] if self.ids is not None else None,
-            self.samples.take(np.arange(len(self.rows))[places]),
-            self.random,
-            self.looked,
-            self.raw[places] if self.raw is not None else None,
+        """Return a part of the piece, without what is in front of it or behind it."""
+        return dataclasses.replace(
+            self,
+            rows=self.rows[places],
+            ids=self.ids[places] if self.ids is not None else None,
+            samples=self.samples.take(np.arange(len(self.rows))[places]),
+            raw=self.raw[places] if self.raw is not None else None,
+            gone=(*self.gone, *self.rows[: places.start or 0].tolist()),
         )
 
 
@@ -58,11 +62,15 @@ class Emitted:
         seen: number of forward batches of the epoch so far; with several processes, of the rank that has seen least.
         last: whether it is the last of its epoch.
         ids: ids of its samples; None if they have none.
+        samples: number of its samples.
+        whole: whether it is a forward batch, trained whole.
     """
 
     seen: int
     last: bool
     ids: tuple[Any, ...] | None
+    samples: int
+    whole: bool = False
 
 
 class SelectionQueue:
@@ -120,14 +128,39 @@ class SelectionQueue:
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Return where the samples came from, in plain types."""
-        return {"pieces": [[piece.number, piece.rows.tolist(), piece.random.to_plain()] for piece in self._pieces]}
+        return {
+            "pieces": [
+                [
+                    *(piece.number, piece.rows.tolist(), piece.random.to_plain(), piece.moved),
+                    piece.hooks.to_plain() if piece.hooks is not None else None,
+                    list(piece.gone),
+                ]
+                for piece in self._pieces
+            ]
+        }
 
 
-def waiting_rows(state: dict[str, list[Any]]) -> dict[int, tuple[NDArray[np.int64], RandomState]]:
-    """Return the rows of each forward batch that a queue held, and the random state in which it was loaded."""
+class Waiting(NamedTuple):
+    """What a queue held of a forward batch; as in `Piece`."""
+
+    rows: NDArray[np.int64]
+    random: RandomState
+    moved: bool
+    hooks: RandomState | None
+    gone: NDArray[np.int64]
+
+
+def waiting_of(state: dict[str, list[Any]]) -> dict[int, Waiting]:
+    """Return what a queue held, by the number of the forward batch."""
     return {
-        int(number): (np.asarray(rows, np.int64), RandomState.from_plain(random))
-        for number, rows, random in state["pieces"]
+        int(number): Waiting(
+            np.asarray(rows, np.int64),
+            RandomState.from_plain(random),
+            bool(moved),
+            RandomState.from_plain(hooks) if hooks is not None else None,
+            np.asarray(gone, np.int64),
+        )
+        for number, rows, random, moved, hooks, gone in state["pieces"]
     }
 
 

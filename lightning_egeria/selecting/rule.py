@@ -14,8 +14,8 @@ from lightning_egeria.selecting.window import Window
 class SelectionRule:
     """Keeps a sample with probability ``percentile ** beta``: about 1 / (beta + 1) of all samples.
 
-    The percentile of a loss is the share of the last losses, those of its own batch included, that are smaller. NaN
-    counts as the largest loss.
+    The percentile of a loss is the share of the last losses, those of its own batch included, that are smaller; of
+    equal losses, the mean over their places. NaN counts as the largest loss.
 
     Args:
         beta: how strongly high losses are preferred; 0 keeps every sample.
@@ -25,7 +25,7 @@ class SelectionRule:
         ArgumentError: ``beta`` is negative or not finite, or ``history`` is below 1.
 
     >>> SelectionRule(beta=2, history=4).probabilities(np.array([3.0, 1.0, 2.0, 2.0])).tolist()
-    [0.5625, 0.0, 0.0625, 0.0625]
+    [0.5625, 0.0, 0.140625, 0.140625]
     """
 
     def __init__(self, beta: float = 1, history: int = 1024) -> None:
@@ -57,8 +57,9 @@ class SelectionRule:
                 f"history must be at least the batch size, got {self.history} and a batch of {len(losses)} samples"
             )
         self._last = np.concatenate([self._last, losses])[-self.history :]
-        smaller = np.searchsorted(np.sort(self._last), losses.astype(np.float64), side="left")
-        return np.asarray((smaller / max(len(self._last), 1)) ** self.beta)
+        ordered, own = np.sort(self._last), losses.astype(np.float64)
+        first, behind = (np.searchsorted(ordered, own, side=side) for side in ("left", "right"))
+        return np.asarray(((first + behind - 1) / 2 / max(len(ordered), 1)) ** self.beta)
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return the last losses, oldest first."""

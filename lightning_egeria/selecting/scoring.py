@@ -47,13 +47,14 @@ class Scorer:
         self._notices = Notices("selective backprop")
         self._copies = False  # the training step changes its batch in place
 
-    def check(self, moved: Callable[[], Any], samples: int, number: int) -> None:
+    def check(self, moved: Callable[[], Any], samples: int, number: int, rows: Callable[[Any, int], Rows]) -> None:
         """Compute losses to find out whether they can be had. No random number of the process moves.
 
         Args:
             moved: returns the batch on its device.
             samples: as in `losses`.
             number: as in `losses`.
+            rows: takes a batch of so many samples apart.
 
         Raises:
             PerSampleLossError: they cannot.
@@ -62,7 +63,7 @@ class Scorer:
             batch = copy.deepcopy(moved())
             order = np.random.default_rng(0).permutation(samples)
             # What a cache holds of a batch is in its order.
-            shuffled = None if self._from_cache else copy.deepcopy(Rows.of(batch, samples).take(order).batch())
+            shuffled = None if self._from_cache else copy.deepcopy(rows(batch, samples).take(order).batch())
             versions = [leaf._version for leaf in tensor_leaves(batch)]
             with self._rehearsed():
                 random = RandomState.current()
@@ -71,7 +72,7 @@ class Scorer:
             self._copies = self._copies or versions != [leaf._version for leaf in tensor_leaves(batch)]
             if shuffled is not None:
                 few = samples // 2 if self._per_sample_loss is None and not draws and samples > 2 else 0
-                half = copy.deepcopy(Rows.of(shuffled, samples).take(np.arange(few)).batch()) if few else None
+                half = copy.deepcopy(rows(shuffled, samples).take(np.arange(few)).batch()) if few else None
                 self._check_order(shuffled, losses[order], number)
                 if half is not None:
                     self._check_others(half, losses[order][:few], samples, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -93,12 +94,15 @@ class TrainerSide:
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def check(self, batch: Any, samples: int, number: int) -> None:
-        """Take a batch that is trained whole apart and compute its losses, to find out whether that is possible.
+    def check(self, batch: Any, samples: int, number: int, rows: Callable[[Any, int], Rows]) -> None:
+        """Compute the losses of a batch that is trained whole, to find out whether that is possible.
 
         Raises:
-            RowsError: its samples cannot be told apart.
-            PerSampleLossError: their losses cannot be had.
+            PerSampleLossError: they cannot be had.
         """
-        Rows.of(batch, samples)
-        self.scorer.check(lambda: self.moved(batch), samples, number)
+        self.scorer.check(lambda: self.moved(batch), samples, number, rows)
+
+    def reads_nothing_ahead(self) -> None:
+        """Have Lightning read no batch of a loader without a length ahead: batches know which is the last."""
+        loop: Any = self._trainer.fit_loop
+        loop._data_fetcher.prefetch_batches = 0

@@ -6,8 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
-from lightning_egeria.batches.rows import Rows, samples_of
+from lightning_egeria.batches.rows import Rows, layout_of_both, layout_of_default, layout_of_two, samples_of
 from lightning_egeria.errors import RowsError
 
 ROWS = np.array([2, 0])
@@ -65,7 +66,7 @@ def test_joined_samples_are_those_of_the_whole():
 
 def test_padded_to_other_lengths_is_refused():
     parts = [Rows.of(torch.zeros(2, length), 2) for length in (3, 4)]
-    with pytest.raises(RowsError, match=r"\(3,\) torch.float32 and .*\(4,\).* Pad all samples .* mode='in_batch'"):
+    with pytest.raises(RowsError, match=r"\(3,\) torch.float32; .*\(4,\).* Pad all samples .* mode='in_batch'"):
         Rows.joined(parts)
 
 
@@ -74,3 +75,54 @@ def test_batch_without_rows_is_refused():
         Rows.of({"x": torch.zeros(4)}, 3)
     with pytest.raises(RowsError, match="a batch of type str holds no tensor"):
         samples_of("text")
+
+
+def test_lists_in_samples_are_columns_of_numbers():
+    """As many numbers in each list as there are samples: torch makes a list of columns of them."""
+    samples = [{"x": float(n), "box": [10 * n + at for at in range(4)], "text": f"{n}"} for n in range(4)]
+    batch = default_collate(samples)
+    found = Rows.of(batch, 4, layout_of_default(batch)).take(np.array([3, 1])).batch()
+    assert [column.tolist() for column in found["box"]] == [[30, 10], [31, 11], [32, 12], [33, 13]]
+    assert found["text"] == ["3", "1"]
+    assert found["x"].tolist() == [3, 1]
+
+
+def lists_and_masks(samples):
+    """A list of images of one size each, and what all samples share, of as many rows as there are samples."""
+    return {"images": [torch.full((4, 2), n) for n in samples], "mask": torch.ones(4, 4), "names": list("abcd")}
+
+
+def test_two_batches_show_what_samples_share():
+    batch = lists_and_masks([5, 6, 7, 8])
+    layout = layout_of_two(batch, lists_and_masks([5, 6, 7]), 4)
+    found = Rows.of(batch, 4, layout).take(np.array([2])).batch()
+    assert [image[0, 0] for image in found["images"]] == [7]
+    assert found["mask"].shape == (4, 4)
+    assert found["names"] == list("abcd")
+
+
+def test_a_size_that_changes_by_chance_is_none_of_samples():
+    by_chance = layout_of_two((torch.ones(4), torch.ones(4, 4)), (torch.ones(3), torch.ones(3, 3)), 4)
+    assert by_chance["/1"] == 0
+    later = layout_of_two((torch.ones(4), torch.ones(9, 9)), (torch.ones(3), torch.ones(9, 9)), 4)
+    assert layout_of_both(by_chance, later) == {"": None, "/0": 0, "/1": None}
+
+
+def test_samples_in_another_dimension_are_refused():
+    batch, fewer = (torch.ones(7, 4), torch.ones(4)), (torch.ones(7, 3), torch.ones(3))
+    with pytest.raises(RowsError, match=r"in dimension 1 of a tensor of shape \(7, 4\)\. Let the collate function"):
+        Rows.of(batch, 4, layout_of_two(batch, fewer, 4))
+
+
+def test_a_column_has_a_row_for_each_sample():
+    layout = Rows.of((torch.ones(4, 2), torch.ones(4)), 4).layout
+    with pytest.raises(RowsError, match=r"of 4 samples has the size \[3, 2\], expected a row each"):
+        Rows.of((torch.ones(3, 2), torch.ones(4)), 4, layout)
+
+
+@pytest.mark.parametrize("shared", [0.5, "b", torch.tensor([2.0]), np.arange(2), True])
+def test_samples_of_other_shared_values_are_not_joined(shared):
+    first, *others = (Rows.of((torch.ones(3), one), 3) for one in (None, shared, shared))
+    assert Rows.joined(others).samples == 6
+    with pytest.raises(RowsError, match="structure, shape or shared values differ"):
+        Rows.joined([first, others[0]])

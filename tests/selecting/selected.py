@@ -63,9 +63,13 @@ def trained(data=None, *callbacks, module=None, batches=None, ckpt_path=None, **
 
 
 def percentiles(losses, history, size):
-    """From the formula: the share of the last losses that are smaller, after those of the batch are among them."""
+    """From the formula: the share of the last losses that are smaller, after those of the batch are among them.
+
+    Equal losses have the mean of their places.
+    """
     history = [*history, *losses][-size:]
-    return [sum(other < loss for other in history) / len(history) for loss in losses], history
+    places = [sum(other < loss for other in history) + (history.count(loss) - 1) / 2 for loss in losses]
+    return [place / len(history) for place in places], history
 
 
 def kept(losses, beta, history, size, numbers):

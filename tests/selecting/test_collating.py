@@ -7,7 +7,7 @@ from selected import Indexed, Noting, trained
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.selecting.collating import InOrder
+from lightning_egeria.selecting.collating import InOrder, WithSamples
 
 SAMPLES = [(torch.tensor([float(length)]), length) for length in (3, 1, 2, 5)]
 
@@ -50,3 +50,22 @@ def test_stale_losses_are_never_paired_with_other_samples(workers):
         trained(module=module, batches=data, staleness=1)
     assert module.losses == []
     trained(module=module, batches=data)
+
+
+def with_mask(samples):
+    return torch.tensor(samples), torch.ones(4, 4)
+
+
+def test_first_batches_show_their_layout():
+    collate = WithSamples(with_mask, torch.zeros(()), joins=False, looks=True)
+    found = [collate([1.0, 2.0, 3.0, 4.0]) for _ in range(3)]
+    assert [one.layout for one in found] == [{"": None, "/0": 0, "/1": None}] * 2 + [None]
+    assert all(one.samples is None for one in found)
+
+
+def test_a_collate_function_that_wants_all_samples_shows_none():
+    def whole(samples):
+        first, second, third, fourth = samples
+        return torch.tensor([first, second, third, fourth])
+
+    assert WithSamples(whole, torch.zeros(()), joins=False, looks=True)([1.0, 2.0, 3.0, 4.0]).layout is None

@@ -152,11 +152,11 @@ class Drawn(Indexed):
 
 class DrawingHook(Noting):
     def on_after_batch_transfer(self, batch, dataloader_idx):
-        return batch[0] * torch.rand(1), *batch[1:]
+        return batch[0] * torch.rand(len(batch[0]), 1, 1, 1), *batch[1:]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"start": 0.4, "end": 0.7}])
+@pytest.mark.parametrize("options", [{}, {"start": 0.4, "end": 0.7}, {"staleness": 1}])
 def test_a_resumed_run_draws_and_counts_the_same(tmp_path, options, workers):
     def run(module, *callbacks, ckpt_path=None):
         batches = DataLoader(Drawn(), 8, shuffle=True, num_workers=workers)

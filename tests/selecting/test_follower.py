@@ -57,5 +57,6 @@ def test_a_batch_that_is_skipped_scores_the_next(mode):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 3 else None
 
-    module, _, _ = trained(images(44), module=Skipping(), staleness=1, mode=mode, epochs=4)
+    module, _, data = trained(images(44), module=Skipping(), staleness=1, mode=mode, epochs=4)
     assert len(module.losses) == 12
+    assert data.selection.trained == sum(map(len, module.ids))

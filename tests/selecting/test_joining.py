@@ -28,7 +28,8 @@ def joining_of(**options):
 def piece(joining, samples, rows, collated=True):
     batch = lengths_of(samples)
     kept = Collated(batch, samples, True) if collated else None
-    return joining.piece(0, batch, batch, None, len(samples), np.array(rows), RandomState.current(), kept)
+    moved = batch, RandomState.current()
+    return joining.piece(0, batch, moved, None, len(samples), np.array(rows), RandomState.current(), kept)
 
 
 def test_padded_samples_are_collated_anew():

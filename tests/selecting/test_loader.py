@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from models import equal, images, loader
+from models import After, equal, images, loader
 from selected import Checkpoints, Indexed, Noting, trained
 from test_rule import kept_by_a_loop
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from lightning_egeria import PrefixFreezing
 from lightning_egeria.errors import ArgumentError, RowsError
 from lightning_egeria.selecting.scoring import Scorer
 
@@ -152,6 +153,49 @@ def test_a_stream_without_length_ends_with_its_last_batch():
     assert len(module.ids[0]) == 8
 
 
+@pytest.mark.parametrize("options", [{}, {"mode": "in_batch"}])
+def test_a_stream_is_resumed_at_any_step(tmp_path, options):
+    """Lightning reads a batch of a loader without a length ahead, unless it is asked not to."""
+    whole, trainer, data = trained(None, Checkpoints(tmp_path), batches=DataLoader(Stream(), 8), **options)
+    for step in range(1, trainer.global_step):
+        resumed, _, again = trained(batches=DataLoader(Stream(), 8), ckpt_path=tmp_path / f"{step}", **options)
+        assert resumed.ids == whole.ids[step:]
+        assert resumed.losses == whole.losses[step:]
+        assert again.selection.epochs == data.selection.epochs
+
+
+class Compares(PrefixFreezing):
+    """Looks at every fourth batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.next = 0
+
+    def choose_depth(self, step):
+        self.next = step
+
+    def will_compare(self, batches_ahead):
+        return (self.next + batches_ahead - 1) % 4 == 0
+
+
+@pytest.mark.parametrize("batches", [lambda: loader(Indexed(images(96))), lambda: DataLoader(Stream(), 8)])
+@pytest.mark.parametrize("options", [{"beta": 0.4}, {"mode": "in_batch"}])
+def test_batches_that_are_compared_are_whole(batches, options):
+    epochs = []
+    look = After(lambda trainer, _: epochs.append(trainer.current_epoch))
+    module, _, _ = trained(None, Compares(), look, batches=batches(), epochs=4, **options)
+    compared, at_the_end = 0, 0
+    for at in range(4, len(epochs), 4):
+        ids = module.ids[at]
+        if ids == list(range(ids[0], ids[0] + len(ids))):
+            compared += 1
+        else:  # what is left in the queue
+            assert "beta" in options
+            assert epochs[at] < (*epochs, 4, 4)[at + 2]
+            at_the_end += 1
+    assert compared > at_the_end
+
+
 class Iterating:
     def __iter__(self):
         return iter(loader(Indexed()))
@@ -260,6 +304,48 @@ class OfViews(Noting):
         (x, other), labels, ids = batch
         assert other.equal(x + 1)
         return super().training_step((x, labels, ids), batch_idx)
+
+
+class Boxed(Indexed):
+    """Each sample has a list of as many numbers as a batch has samples."""
+
+    def __getitem__(self, index):
+        x, label, _ = super().__getitem__(index)
+        return x, label, index, [index * 8 + at for at in range(8)]
+
+
+def causal(samples):
+    return *default_collate(samples), torch.ones(8, 8).tril()
+
+
+class OfBoxes(Noting):
+    def training_step(self, batch, batch_idx):
+        x, labels, ids, boxes, *mask = batch
+        assert torch.stack(boxes, 1).equal(ids[:, None] * 8 + torch.arange(8))
+        assert all(one.equal(torch.ones(8, 8).tril()) for one in mask)
+        return super().training_step((x, labels, ids), batch_idx)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "in_batch"}, {"staleness": 1}])
+@pytest.mark.parametrize("collate", [default_collate, causal])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_as_many_values_as_samples_are_no_samples(options, collate, workers):
+    found = []
+    for data, module, own in ((Boxed(images(42)), OfBoxes(), collate), (Indexed(images(42)), Noting(), None)):
+        batches = loader(data, collate_fn=own, num_workers=workers)
+        trained(module=module, batches=batches, epochs=3, **options)
+        found.append((module.ids, module.losses))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "in_batch"}])
+def test_samples_in_another_dimension_are_refused(options):
+    def transposed(samples):
+        x, *others = default_collate(samples)
+        return x.movedim(0, 1), *others
+
+    with pytest.raises(RowsError, match="the samples of a batch are in dimension 1"):
+        trained(batches=loader(Indexed(), collate_fn=transposed), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "in_batch"}, {"staleness": 1}])

@@ -5,6 +5,7 @@ import torch
 from models import After, fit, images, loader
 from selected import Indexed, Noting, trained
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria import SelectiveBackprop
 
@@ -73,6 +74,29 @@ def test_validation_begins_as_often_as_in_a_plain_run(every, times):
     assert counted[0] == counted[1]
     if not every:
         assert module.validated[-1] == module.global_step  # behind the last batch
+
+
+@pytest.mark.parametrize(("every", "times"), [({}, 6), ({"check_val_every_n_epoch": 2}, 3)])
+def test_by_the_samples_used_each_epoch_ends_with_validation(every, times):
+    module = Validating()
+    data = SelectiveBackprop(loader(Indexed(images(100))), schedule="used", val_dataloaders=loader(Indexed()))
+    trainer = fit(module, data=data, epochs=6, **every)
+    assert len(module.validated) == times
+    assert module.validated[-1] == module.global_step
+    assert trainer.val_check_batch == 13
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (Indexed()[index] for index in range(36))
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_schedule_of_a_stream_is_that_of_a_plain_run(accumulated):
+    plain, module = Decaying(), Decaying()
+    for one, beta in ((plain, 0), (module, 1)):
+        trained(module=one, batches=DataLoader(Stream(), 8), beta=beta, accumulate_grad_batches=accumulated)
+    assert steps_of(plain) == steps_of(module) == 3 * -(-5 // accumulated)
 
 
 def trained_run(module, beta, every):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_egeria.batches.rows import Rows
-from lightning_egeria.selecting.queue import Piece, SelectionQueue, joined, waiting_rows
+from lightning_egeria.selecting.queue import Piece, SelectionQueue, joined, waiting_of
 from lightning_egeria.snapshots.random_state import RandomState
 
 
@@ -54,8 +54,8 @@ def test_state_says_where_samples_came_from():
     torch.rand(1)
     queue.add(piece(5, [8]))
     queue.pop(1)
-    waiting = waiting_rows(queue.state_dict())
-    assert {number: rows.tolist() for number, (rows, _) in waiting.items()} == {3: [1, 2], 5: [0]}
-    assert waiting[5][1] == RandomState.current() != waiting[3][1]
+    waiting = waiting_of(queue.state_dict())
+    assert {number: one.rows.tolist() for number, one in waiting.items()} == {3: [1, 2], 5: [0]}
+    assert waiting[5].random == RandomState.current() != waiting[3].random
     queue.clear()
     assert len(queue) == 0

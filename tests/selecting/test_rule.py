@@ -16,7 +16,7 @@ def kept_by_a_loop(batches, numbers, beta, history):
             if len(last) > history:
                 del last[0]
         for loss in losses:
-            percentile = sum(1 for other in last if other < loss) / len(last)
+            percentile = (sum(1 for other in last if other < loss) + (last.count(loss) - 1) / 2) / len(last)
             kept.append(next(numbers) < percentile**beta)
     return kept
 
@@ -42,8 +42,8 @@ def test_the_share_kept_is_that_of_the_paper(beta, share):
     assert np.mean(kept[8:]) == pytest.approx(share, abs=0.005)
 
 
-def test_equal_losses_are_never_kept():
-    assert not SelectionRule(beta=1).probabilities(np.full(8, 2.0)).any()
+def test_equal_losses_have_the_mean_of_their_places():
+    assert SelectionRule(beta=1).probabilities(np.full(9, 2.0)).tolist() == [4 / 9] * 9
 
 
 def test_nan_is_the_largest_loss():

@@ -11,6 +11,7 @@ from models import Classifier, images
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_egeria.batches.rows import Rows
 from lightning_egeria.errors import PerSampleLossError
 from lightning_egeria.selecting.scoring import Scorer
 from lightning_egeria.snapshots.random_state import RandomState
@@ -70,7 +71,7 @@ class Weighted(Classifier):
 
 def test_losses_that_cannot_be_read_ask_for_a_function():
     with pytest.raises(PerSampleLossError, match=r"the training step returned .* per_sample_loss=function\)"):
-        scorer_of(Weighted()).check(lambda: BATCH, 6, 0)
+        scorer_of(Weighted()).check(lambda: BATCH, 6, 0, Rows.of)
 
 
 def brightest_first(batch):
@@ -96,15 +97,17 @@ class Noisy(Classifier):
 
 def test_losses_in_another_order_are_refused():
     with pytest.raises(PerSampleLossError, match="in another order than the samples"):
-        scorer_of(Sorting()).check(lambda: BATCH, 6, 0)
+        scorer_of(Sorting()).check(lambda: BATCH, 6, 0, Rows.of)
 
     def function(module, batch):
         return F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
 
     with pytest.raises(PerSampleLossError, match="in another order than the samples"):
-        scorer_of(Classifier(), lambda *both: function(both[0], brightest_first(both[1]))).check(lambda: BATCH, 6, 0)
+        scorer_of(Classifier(), lambda *both: function(both[0], brightest_first(both[1]))).check(
+            lambda: BATCH, 6, 0, Rows.of
+        )
     for module in (Classifier(), NeedsOrder(), Noisy(), InPlace()):
-        scorer_of(module).check(lambda: tuple(tensor.clone() for tensor in BATCH), 6, 0)
+        scorer_of(module).check(lambda: tuple(tensor.clone() for tensor in BATCH), 6, 0, Rows.of)
 
 
 class InPlace(Classifier):
@@ -115,7 +118,7 @@ class InPlace(Classifier):
 def test_batch_that_the_step_changes_stays_as_it_was():
     batch = tuple(tensor.clone() for tensor in BATCH)
     scorer = scorer_of(InPlace())
-    scorer.check(lambda: batch, 6, 0)
+    scorer.check(lambda: batch, 6, 0, Rows.of)
     losses = scorer.losses(batch, 6, 0)
     assert torch.equal(batch[0], BATCH[0])
     assert np.array_equal(scorer_of(Classifier()).losses((BATCH[0] * 2, BATCH[1]), 6, 0), losses)
@@ -150,8 +153,8 @@ class Summed(Classifier):
 
 def test_a_loss_that_depends_on_the_others_is_told(recwarn):
     with pytest.warns(UserWarning, match="the loss of a sample depends on the other samples of its batch"):
-        scorer_of(Contrastive()).check(lambda: BATCH, 6, 0)
+        scorer_of(Contrastive()).check(lambda: BATCH, 6, 0, Rows.of)
     recwarn.clear()
     for module in (Classifier(), Noisy(), Summed()):
-        scorer_of(module).check(lambda: BATCH, 6, 0)
+        scorer_of(module).check(lambda: BATCH, 6, 0, Rows.of)
     assert not recwarn
