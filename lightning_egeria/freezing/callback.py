@@ -133,7 +133,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the normalisation layers before the first forward moves their statistics."""
-        self._norms = normalisation_layers(pl_module)
+        self._norms, self._guide = normalisation_layers(pl_module), None
         super().on_train_start(trainer, pl_module)
         self._read_ahead(trainer)  # Lightning skips `on_train_epoch_start` when it resumes within an epoch
 

@@ -63,7 +63,7 @@ def set_up_comparison(
     make = functools.partial(ReferenceModel, freezer.chain, samples, precision, crops, reason)
     background = arguments.background
     if background is None:
-        background = has_idle_core(trainer.strategy.root_device)
+        background = has_idle_core(trainer.strategy.root_device, trainer.num_devices)
     return ReferenceComparison(
         freezer,
         policy,

@@ -19,6 +19,7 @@ from lightning_egeria.profiling.costs import StepCosts
 from lightning_egeria.training.notices import Notices
 
 FAILURES_TO_STOP = 3  # in a row
+LATE_TO_TELL = 4  # evaluations without an answer, with none before
 MANY_SMALLER = 3  # evaluations of smaller batches, before a warning
 
 
@@ -130,6 +131,12 @@ class Evaluations:
             self._overdue.append(capture.answer)
             self.counts.late += 1
             self.late_in_a_row += 1
+            if self.counts.late == LATE_TO_TELL and not self.counts.done:
+                self._notices.warn(
+                    f"none of the first {LATE_TO_TELL} evaluations was answered in time, and without them nothing "
+                    "freezes. Other processes use the cores, or steps are very short: set background=False, or raise "
+                    "evaluate_every_n_steps"
+                )
             return None
         try:
             answer = capture.answer.result(self.wait_s)

@@ -18,14 +18,14 @@ from lightning_egeria.snapshots.random_state import preserved_random_state
 from lightning_egeria.snapshots.worker import Worker
 
 
-def has_idle_core(device: torch.device) -> bool:
-    """Whether training on ``device`` leaves a core idle.
+def has_idle_core(device: torch.device, processes: int = 1) -> bool:
+    """Whether training on ``device``, in so many processes on this machine, leaves a core idle.
 
     If training uses all cores, a process of low priority answers late or never, while the training thread does the same
     work in time.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return device.type != "cpu" or torch.get_num_threads() < cores
+    return device.type != "cpu" or processes * torch.get_num_threads() < cores
 
 
 class _Place:

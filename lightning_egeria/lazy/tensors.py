@@ -191,6 +191,7 @@ class LazyTensor(Tensor):
         node: what it stands for.
     """
 
+    __module__, __qualname__ = "torch", "Tensor"  # for code that goes by the name of a type, as loggers of images do
     node: Node
 
     @staticmethod

@@ -109,6 +109,8 @@ def why_nothing_froze(record: RunRecord) -> str | None:
         )
     if savings.evaluations_done == 0:
         lost = savings.evaluations_late + savings.evaluations_dropped
+        if not lost:
+            return "The run ended before its first evaluation. Lower evaluate_every_n_steps."
         return (
             f"No evaluation was completed; {lost} were late or dropped. Leave a core idle for the reference model, or "
             "set background=False."

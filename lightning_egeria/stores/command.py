@@ -33,7 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
         command.add_argument("directory", nargs="?", type=Path, default=default_cache_dir(), metavar="DIR")
     options = parser.parse_args(arguments)
     try:
-        directory = CacheDirectory(options.directory, make=False)
+        # The default one may not be there yet; one that is named must be.
+        directory = CacheDirectory(options.directory, make=options.directory == default_cache_dir())
         if options.command == "prune":
             code = _prune(directory, options.unused_days)
         else:

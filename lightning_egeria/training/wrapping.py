@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from lightning_egeria.errors import ArgumentError, CheckpointError
@@ -44,7 +46,8 @@ class WrappingDataModule(pl.LightningDataModule):
             loaders: methods that take the place of the user's ``val_dataloader`` and its like, where the user has one.
 
         Raises:
-            ArgumentError: ``datamodule`` holds a data module of this class already, or has its own validation loaders.
+            ArgumentError: ``datamodule`` is neither a data module nor loaders, holds a data module of this class
+                already, or has its own validation loaders.
         """
         if isinstance(datamodule, type(self)):
             raise ArgumentError(f"datamodule is a {type(self).__name__} already")
@@ -196,6 +199,12 @@ def _give_back_hyperparameters(wrapper: str, datamodule: pl.LightningDataModule)
 
 
 def _as_module(train_dataloader: Any, val_dataloaders: Any) -> pl.LightningDataModule:
+    for loader in pytree.tree_leaves(train_dataloader):
+        if isinstance(loader, (str, bytes, Tensor)) or not isinstance(loader, Iterable):
+            raise ArgumentError(
+                f"expected a LightningDataModule or a DataLoader, got {type(loader).__name__}. Of a dataset, make a "
+                "loader first: DataLoader(dataset, batch_size=32)"
+            )
     module = pl.LightningDataModule()
     vars(module)["train_dataloader"] = functools.partial(_given, train_dataloader)
     if val_dataloaders is not None:

@@ -1,5 +1,6 @@
 """The data module around the user's own."""
 
+import copy
 import pickle
 import time
 
@@ -86,6 +87,18 @@ def test_copy_is_a_data_module_of_its_own(tmp_path):
     copied.cache_dir = tmp_path / "other"
     assert (copied.datamodule.scale, data.scale) == (2.0, 1.0)
     assert "cache_dir" not in vars(copied.datamodule)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_loader_that_is_copied_is_the_users(run, make):
+    given = loader(shuffle=True)
+    run.fit(Classifier(), given)
+    used = run.caches[-1].trainer.train_dataloader
+    copied = make(used)
+    assert (type(used) is DataLoader, type(copied) is DataLoader) == (False, True)
+    assert vars(copied).keys() == vars(used).keys() == vars(given).keys()
+    assert len(list(copied)) == len(given)
+    assert type(make(run.caches[-1])) is FrozenPrefixCache
 
 
 def test_state_and_hyperparameters_are_the_users_own(tmp_path):

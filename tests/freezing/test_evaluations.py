@@ -18,6 +18,16 @@ def test_a_late_answer_is_dropped_and_counted():
     assert run.comparison.evaluate_every_n_steps == 2
 
 
+def test_late_answers_are_told_while_nothing_was_answered():
+    run = Run(Asked())
+    for _ in range(8):
+        run.steps(2, answers=False)
+        run.pool.busy = False
+    assert run.evaluations.counts.late > 4
+    (told,) = run.told.warnings
+    assert told.startswith("none of the first 4 evaluations was answered in time, and without them nothing freezes")
+
+
 def test_an_evaluation_without_a_free_worker_is_dropped():
     run = Run(Asked())
     run.pool.busy = True

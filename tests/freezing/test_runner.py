@@ -153,3 +153,4 @@ def test_a_process_is_for_an_idle_core(monkeypatch):
     assert has_idle_core(torch.device("cuda")) is True
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert has_idle_core(torch.device("cpu")) is True
+    assert has_idle_core(torch.device("cpu"), processes=2) is False

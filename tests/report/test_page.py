@@ -27,17 +27,18 @@ def test_the_page_needs_nothing_else_and_escapes_names():
 
 
 @pytest.mark.parametrize(
-    ("done", "held_back", "words"),
+    ("done", "lost", "held_back", "words"),
     [
-        (0, None, "No evaluation was completed; 7 were late or dropped."),
-        (5, None, "In 5 evaluations, no layer module stayed below"),
-        (0, "the learning rate is 1.0e-01", "The learning rate is 1.0e-01. A model trained from scratch freezes only"),
+        (0, 7, None, "No evaluation was completed; 7 were late or dropped."),
+        (0, 0, None, "The run ended before its first evaluation. Lower evaluate_every_n_steps."),
+        (5, 7, None, "In 5 evaluations, no layer module stayed below"),
+        (0, 7, "the learning rate is 1.0e-01", "The learning rate is 1.0e-01. A model trained from scratch freezes"),
     ],
 )
-def test_a_page_says_that_nothing_froze_and_why(done, held_back, words):
+def test_a_page_says_that_nothing_froze_and_why(done, lost, held_back, words):
     record = run("calm")
     record.layer_modules = ["net.a", "net.b"]
-    record.savings = Savings((), 0, 0.036, None, 0.1, -0.1, done, 3, 4, "float32", 100, 200, held_back=held_back)
+    record.savings = Savings((), 0, 0.036, None, 0.1, -0.1, done, lost, 0, "float32", 100, 200, held_back=held_back)
     drawn = report.figures(record)
     assert list(drawn) == ["step_time", "phases"]
     text = page([record], drawn)

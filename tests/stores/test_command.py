@@ -48,6 +48,14 @@ def test_ls_says_what_is_there(cache_dir, capsys):
     assert "1 stores" in output
 
 
+def test_default_directory_may_not_be_there_yet(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run("ls") == 0
+    assert "0 stores" in capsys.readouterr().out
+    assert run("ls", tmp_path / "other") == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
 def test_verify_reads_every_entry(cache_dir, capsys):
     assert run("verify", cache_dir) == 0
     assert "40 entries are sound, 0 are damaged" in capsys.readouterr().out

@@ -5,9 +5,10 @@ import warnings
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.rank_zero import WarningCache
-from models import Classifier, Validated, equal, fit, loader
+from models import Classifier, Validated, equal, fit, images, loader
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.training.wrapping import WrappingDataModule, nested
@@ -104,6 +105,12 @@ def test_same_class_twice_is_refused():
         Outer(Inner(Outer(loader())))
     with pytest.raises(ArgumentError, match="val_dataloaders is for a DataLoader"):
         Inner(Data(), val_dataloaders=loader())
+
+
+@pytest.mark.parametrize("given", [3, "data", images(), [loader(), images()], {"x": torch.ones(3)}])
+def test_what_is_no_loader_is_refused(given):
+    with pytest.raises(ArgumentError, match=r"expected a LightningDataModule or a DataLoader, got \w+\. Of a dataset"):
+        Outer(given)
 
 
 def test_two_wrappers_train_as_the_data_alone():
