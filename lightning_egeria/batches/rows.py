@@ -48,7 +48,8 @@ class Rows:
 
     A column is a tensor or an array whose first dimension is the samples, or a list with one element a sample, such as
     texts or tensors of several sizes. All else is the same for the whole batch and stays in the structure. A `Layout`
-    tells which is which; without one, whatever has as many rows or elements as there are samples is a column.
+    tells which is which; without one, what has as many rows or elements as there are samples is a column, and a list of
+    columns of one shape is none.
 
     Args:
         structure: the batch with a mark in the place of each column.
@@ -188,10 +189,8 @@ def layout_of_both(first: Layout, second: Layout) -> Layout:
     return {path: where if second.get(path, where) == where else None for path, where in (second | first).items()}
 
 
-def _taken_apart(
-    value: Any, samples: int, columns: list[Any], known: Layout, found: Layout, path: str = "", is_part: bool = False
-) -> Any:
-    where = known[path] if path in known else 0 if _is_column(value, samples, not is_part) else None
+def _taken_apart(value: Any, samples: int, columns: list[Any], known: Layout, found: Layout, path: str = "") -> Any:
+    where = known[path] if path in known else 0 if _is_column(value, samples, not path) else None
     found[path] = where
     if where:
         raise RowsError(
@@ -203,17 +202,17 @@ def _taken_apart(
             raise RowsError(f"a part of a batch of {samples} samples has the size {_sizes(value)}, expected a row each")
         columns.append(value)
         return _Column(len(columns) - 1)
-    return _changed(value, lambda key, part: _taken_apart(part, samples, columns, known, found, f"{path}/{key}", True))
+    return _changed(value, lambda key, part: _taken_apart(part, samples, columns, known, found, f"{path}/{key}"))
 
 
 def _is_column(value: Any, samples: int, is_root: bool) -> bool:
-    if not value if type(value) in (list, tuple) else not isinstance(value, (Tensor, np.ndarray)):
-        return False
     if _sizes(value)[:1] != [samples]:
         return False
-    # Two tensors of two rows are columns; in a batch of two samples, they might also be two samples.
-    is_several = is_root and not isinstance(value, (Tensor, np.ndarray))
-    return not (is_several and all(_is_column(part, samples, False) for part in value))
+    if isinstance(value, (Tensor, np.ndarray)):
+        return True
+    # Two tensors of two rows are columns; in a batch of two samples, they might also be two samples, of two sizes, say.
+    of_one_shape = is_root or len({tuple(_sizes(part)) for part in value}) == 1
+    return not (of_one_shape and all(_is_column(part, samples, False) for part in value))
 
 
 def _sizes(value: Any) -> list[int]:

@@ -34,3 +34,9 @@ def test_lists_arrays_and_fields_are_split_and_the_rest_is_kept():
     (first, share), (second, _) = split(batch, 2)
     assert (first.image.tolist(), first.name, first.number.tolist(), first.weight) == ([0, 1], ["a", "b"], [0, 1], 0.5)
     assert (second.image.tolist(), second.name, share) == ([2], ["c"], 2 / 3)
+
+
+def test_numbers_in_lists_are_split_by_sample():
+    """As many in each sample as there are samples: `default_collate` makes a list of columns of them."""
+    parts = split({"x": torch.arange(2), "box": [torch.arange(2), torch.arange(2) + 10]}, 2)
+    assert [[column.tolist() for column in part["box"]] for part, _ in parts] == [[[0], [10]], [[1], [11]]]
