@@ -37,6 +37,11 @@ class BatchLimits:
     largest_local: int
     fewest_batches: int = 2
 
+    @property
+    def most_replicas(self) -> int:
+        """Devices that the largest batch can be shared among."""
+        return max(1, self.largest // self.smallest_local)
+
     def split(self, batch_size: float, replicas: int) -> tuple[int, int]:
         """Return local batch size and accumulation steps for a total batch size.
 

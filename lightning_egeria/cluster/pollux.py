@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_egeria.cluster.jobs import Allocation, Cluster, JobView
 from lightning_egeria.cluster.search import Choices, Solution, search
 
 RESTART_S = 30  # that a change of devices costs
 _LEAST = 1e-3  # speed-up that a job without devices counts for
+_SLOWEST = 1e-6  # speed-up of one with devices, at least: none waits beside free devices
 
 
 class Pollux:
@@ -55,20 +57,28 @@ def _choices(job: JobView, cluster: Cluster, fair: int, row: Allocation) -> Choi
     """Return what each allocation of a job costs: the inverse of its speed-up."""
     most = max(1, min(2 * job.profiled, job.most_replicas, cluster.devices))
     on_one = min(most, max(cluster.nodes))
-    if job.model is None:
+    # A job that has frozen layers is faster than its fair share without: others need the devices more.
+    usual = job.unfrozen or job.model
+    base = usual.goodput(1, min(fair, usual.limits.most_replicas)) if usual is not None else 0.0
+    if job.model is None or not base:
         one = np.arange(on_one + 1) / fair
         several = np.arange(most + 1) / fair
     else:
-        # A job that has frozen layers is faster than its fair share without: others need the devices more.
-        base = (job.unfrozen or job.model).goodput(1, fair)
         one, several = (values / base for values in job.model.goodputs(on_one, most))
     # One node's worth of devices at fair speed counts as one.
     scale = len(cluster.nodes) / cluster.devices
     one, several = one * scale, several * scale
     factor = max(job.age - RESTART_S * job.restarts, 0.0) / (job.age + RESTART_S)
     count = sum(devices for _, devices in row)
-    table = several if len(row) > 1 else one
-    keep = 1 / (float(table[count]) + _LEAST) if count < len(table) else math.inf
-    costs_several = 1 / (several * factor + _LEAST)
+    kept = _costs(several if len(row) > 1 else one)
+    keep = float(kept[count]) if count < len(kept) else math.inf
+    costs_several = _costs(several * factor)
     costs_several[:2] = math.inf
-    return Choices((1 / (one * factor + _LEAST)).tolist(), costs_several.tolist(), row, keep)
+    return Choices(_costs(one * factor).tolist(), costs_several.tolist(), row, keep)
+
+
+def _costs(speed_ups: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the cost of 0, 1, 2, ... devices: any number costs less than none."""
+    costs = 1 / (np.maximum(speed_ups, _SLOWEST) + _LEAST)
+    costs[0] = 1 / _LEAST
+    return np.asarray(costs)

@@ -50,10 +50,10 @@ class SimulatedJob:
         )
         self._adapts = adapts_batch_size
         self._batch_size = application.limits.batch_size if adapts_batch_size else submission.batch_size
-        largest = self.limits.largest if adapts_batch_size else submission.batch_size
-        self.most_replicas = max(1, largest // self.limits.smallest_local)
         if adapts_batch_size:
-            self.most_replicas = min(self.most_replicas, MOST_REPLICAS)
+            self.most_replicas = min(self.limits.most_replicas, MOST_REPLICAS)
+        else:
+            self.most_replicas = max(1, submission.batch_size // self.limits.smallest_local)
         if application.limits.most_replicas is not None:
             self.most_replicas = min(self.most_replicas, application.limits.most_replicas)
         self.allocation: Allocation = ()

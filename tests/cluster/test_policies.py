@@ -9,6 +9,7 @@ from models import slow
 from lightning_egeria.cluster.jobs import Cluster, devices_of
 from lightning_egeria.cluster.policies import POLICIES
 from lightning_egeria.cluster.simulator import simulate
+from lightning_egeria.cluster.workloads import Submission
 
 CHOOSE_THE_NUMBER = {"pollux", "optimus", "fair"}
 
@@ -34,6 +35,16 @@ def test_no_job_starves_and_no_gang_is_split(name, seed, jobs, nodes):
         for job_name, job in interval.jobs.items():
             if name not in CHOOSE_THE_NUMBER:
                 assert devices_of(job.allocation) in (0, gangs[job_name])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from([1, 2, 4])), min_size=1, max_size=4))
+def test_jobs_that_arrive_at_a_decision_end(name, jobs):
+    _, applications = example()
+    workload = [Submission(f"{at}", 120 * when, "vision", gang, 64 * gang) for at, (when, gang) in enumerate(jobs)]
+    record = simulate(workload, applications, Cluster.of(1, 4), POLICIES[name](), 120)
+    assert record.completion_times.keys() == {job.name for job in workload}
 
 
 @pytest.mark.parametrize("name", POLICIES)

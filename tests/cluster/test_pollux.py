@@ -1,10 +1,13 @@
 """Pollux: who gains most gets most, nobody moves for little, and the published times are reached."""
 
+import dataclasses
 import time
 
 import numpy as np
 import pytest
 from clusters import example, needs_published, published_average, published_traces, published_workload, view
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
 from lightning_egeria.cluster.jobs import Cluster, devices_of
@@ -47,6 +50,32 @@ def test_who_scales_gets_more():
 def test_every_job_gets_a_device_while_there_are_enough():
     jobs = [settled(f"{number}", 0.001) for number in range(16)]
     assert set(counts(Pollux().allocate(jobs, CLUSTER, {}, 3600)).values()) == {1}
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 9), st.none() | st.floats(0.001, 3), st.integers(32, 4096)),
+        min_size=1,
+        max_size=7,
+    ),
+    st.integers(1, 40),
+)
+def test_no_job_waits_beside_free_devices(jobs, nodes):
+    cluster = Cluster.of(nodes, 4)
+    views = []
+    for number, (age, restarts, exchange, largest) in enumerate(jobs):
+        model = None
+        if exchange is not None:
+            model = dataclasses.replace(goodput(exchange), limits=BatchLimits(32, largest, 32, 64))
+        views.append(view(f"{number}", age=age, restarts=restarts, profiled=restarts, model=model))
+    found = counts(Pollux().allocate(views, cluster, {}, 300))
+    assert len(found) == len(jobs) or sum(found.values()) == cluster.devices
+
+
+def test_a_share_larger_than_the_batch_keeps_the_speed_known():
+    jobs, cluster = [settled("scales", 0.001), settled("does not", 2.0)], Cluster.of(200, 4)
+    found = counts(Pollux().allocate(jobs, cluster, {}, 3600))
+    assert found["scales"] > found["does not"] >= 1
 
 
 def test_a_restart_must_be_worth_it():
