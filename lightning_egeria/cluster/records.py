@@ -8,7 +8,9 @@ with their new allocation, and when each job ``completed`` that has ended since 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,8 +96,15 @@ class Record:
 
     @property
     def utilisation(self) -> float:
-        """Mean share of devices that a job holds, from the first submission to the last end."""
-        used = sum(interval.devices for interval in self.intervals) * self.interval_s
+        """Mean share of devices that a job holds, from the first submission to the last end.
+
+        It holds them from one decision to the next, or to its own end.
+        """
+        used = 0.0
+        for interval, following in itertools.pairwise(self.intervals):
+            for name, job in interval.jobs.items():
+                end = min(following.completed.get(name, math.inf), following.time)
+                used += devices_of(job.allocation) * (end - interval.time)
         return used / (sum(self.nodes) * self.makespan_s)
 
     def write(self, path: Path) -> None:

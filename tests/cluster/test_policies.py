@@ -29,6 +29,7 @@ def test_no_job_starves_and_no_gang_is_split(name, seed, jobs, nodes):
     cluster = Cluster.of(nodes, 4)
     record = simulate(workload, applications, cluster, POLICIES[name](), 120)  # refuses what the cluster does not have
     assert record.completion_times.keys() == {job.name for job in workload}
+    assert 0 < record.utilisation <= 1
     gangs = {job.name: job.gang for job in workload}
     for interval in record.intervals:
         assert interval.devices <= cluster.devices
@@ -45,6 +46,7 @@ def test_jobs_that_arrive_at_a_decision_end(name, jobs):
     workload = [Submission(f"{at}", 120 * when, "vision", gang, 64 * gang) for at, (when, gang) in enumerate(jobs)]
     record = simulate(workload, applications, Cluster.of(1, 4), POLICIES[name](), 120)
     assert record.completion_times.keys() == {job.name for job in workload}
+    assert 0 < record.utilisation <= 1
 
 
 @pytest.mark.parametrize("name", POLICIES)

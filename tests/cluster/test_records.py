@@ -9,6 +9,7 @@ from lightning_egeria.cluster.jobs import Cluster
 from lightning_egeria.cluster.records import Interval, JobState, Record
 from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.tiresias import Tiresias
+from lightning_egeria.cluster.workloads import Submission
 from lightning_egeria.errors import TraceError
 
 
@@ -29,7 +30,15 @@ def test_figures_of_two_jobs_by_hand():
     assert record.completion_times == {"a": 15, "b": 20}
     assert record.average_completion_s == 17.5
     assert record.makespan_s == 25
-    assert record.utilisation == (2 + 1) * 10 / (2 * 25)
+    assert record.utilisation == (5 + 10 + 5) / (2 * 25)
+
+
+@pytest.mark.parametrize("interval_s", [60, 600])
+def test_a_job_uses_its_devices_to_its_end_only(interval_s):
+    _, applications = example()
+    workload = [Submission("a", interval_s, "vision", 1, 64)]
+    record = simulate(workload, applications, Cluster.of(1, 1), Tiresias(), interval_s)
+    assert record.utilisation == 1
 
 
 @pytest.mark.parametrize(
