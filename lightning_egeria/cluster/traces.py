@@ -3,8 +3,8 @@
 A folder of traces has, for an application:
 
 * ``placements.csv``: ``placement,local_bsz,step_time,sync_time``. A placement is written as the devices on each node:
-  31 is three devices on one node and one on another. Times are seconds; ``sync_time`` is the part of a step that
-  exchanges gradients.
+  31 is three devices on one node and one on another, as is 13. Times are seconds; ``sync_time`` is the part of a step
+  that exchanges gradients.
 * ``scalability.csv``: ``num_nodes,num_replicas,local_bsz,step_time,sync_time``, for larger placements.
 * ``validation-B.csv`` of a run with batch size B: ``progress,iteration,metric,grad_sqr,grad_var``, one line an epoch.
   Progress counts steps at the initial batch size that would teach as much. The last two are the squared norm and the
@@ -15,10 +15,10 @@ This is the format of the traces that Pollux (Qiao et al., OSDI 2021) published.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import LinearNDInterpolator
+from scipy.spatial import QhullError
 
+from lightning_egeria.cluster.tables import Table, read_table
 from lightning_egeria.errors import TraceError
 
 MOST_NODES = 16  # the published traces have no larger placement
-Table = dict[str, NDArray[np.float64]]
+LONGEST_S = 1e8  # three years: a simulation takes as many intervals as its jobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Application:
         limits: what these do not say.
 
     Raises:
-        TraceError: there is no validation run, or fewer epochs than ``limits`` names.
+        TraceError: there is no validation run, there are fewer epochs than ``limits`` names, or a job would take years.
     """
 
     def __init__(
@@ -86,12 +88,16 @@ class Application:
         self.epochs = limits.epochs or recorded
         if self.epochs > recorded:
             raise TraceError(f"{name} has {recorded} epochs in each validation-*.csv, expected {self.epochs}")
+        longest = self.progress_at(self.epochs) * max(placements["step_time"].max(), scalability["step_time"].max())
+        if longest > LONGEST_S:
+            raise TraceError(f"{name} takes up to {longest:.2g} s by progress and step_time, expected {LONGEST_S:g}")
         self.initial_batch_size, self.largest_batch_size = min(validation), max(validation)
         self.smallest_local = int(placements["local_bsz"].min())
         self.largest_local = limits.largest_local or int(placements["local_bsz"].max())
         self._measured: dict[tuple[int, ...], NDArray[np.float64]] = {}
         times = np.column_stack([placements[column] for column in ("local_bsz", "step_time", "sync_time")])
-        keys = placements["placement"].astype(int)
+        by_size = np.argsort(times[:, 0], kind="stable")
+        times, keys = times[by_size], placements["placement"][by_size].astype(int)
         for key in np.unique(keys):
             self._measured[tuple(map(int, str(key)))] = times[keys == key]
         self._scalability = scalability
@@ -113,14 +119,14 @@ class Application:
         validation = {}
         for path in folder.glob("validation-*.csv"):
             size = path.stem.removeprefix("validation-")
-            if not size.isdigit():
+            if not re.fullmatch("[1-9][0-9]{0,8}", size):
                 raise TraceError(f"{path} is named by no batch size: expected validation-128.csv, for example")
             validation[int(size)] = read_table(path, ("progress", "iteration", "metric", "grad_sqr", "grad_var"))
         times = ("local_bsz", "step_time", "sync_time")
         return cls(
             folder.name,
-            read_table(folder / "placements.csv", ("placement", *times)),
-            read_table(folder / "scalability.csv", ("num_nodes", "num_replicas", *times)),
+            read_table(folder / "placements.csv", ("placement", *times), keys=2),
+            read_table(folder / "scalability.csv", ("num_nodes", "num_replicas", *times), keys=3),
             validation,
             limits or LIMITS.get(folder.name, Limits()),
         )
@@ -192,7 +198,13 @@ class Application:
             points.append(list(row[:3]))
             times.append(list(row[3:]))
         # Points on a grid have more than one Delaunay triangulation; their order decides which one it is.
-        return LinearNDInterpolator(np.array(points), np.array(times))
+        try:
+            return LinearNDInterpolator(np.array(points), np.array(times))
+        except QhullError as error:
+            raise TraceError(
+                f"{self.name} has too few placements to tell the times of others: expected several numbers of nodes, "
+                "replicas and samples on each"
+            ) from error
 
 
 def read_applications(folder: Path, names: Sequence[str]) -> dict[str, Application]:
@@ -207,25 +219,3 @@ def read_applications(folder: Path, names: Sequence[str]) -> dict[str, Applicati
             f"there are no traces of {', '.join(sorted(missing))} in {folder}: expected one folder for each"
         )
     return {name: Application.read(folder / name) for name in names}
-
-
-def read_table(path: Path, columns: Sequence[str]) -> Table:
-    """Read columns of numbers from a CSV file with a header.
-
-    Raises:
-        TraceError: the file or a column is missing, a value is no number, or there is no line.
-    """
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path} cannot be read as CSV: {error}") from error
-    if not rows:
-        raise TraceError(f"{path} has no lines: expected the columns {', '.join(columns)} and at least one line")
-    try:
-        table = {column: np.array([float(row[column]) for row in rows]) for column in columns}
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{path} needs numbers in the columns {', '.join(columns)}: {error}") from error
-    if not all(np.isfinite(values).all() for values in table.values()):
-        raise TraceError(f"{path} needs finite numbers in the columns {', '.join(columns)}")
-    return table
