@@ -20,8 +20,8 @@ def devices(record: Record) -> Figure:
     """Draw which job holds each device over time. Neighbouring jobs have different colours; a free device is white."""
     order = {name: number for number, name in enumerate(record.submitted)}
     starts = np.cumsum([0, *record.nodes])
-    held = np.full((starts[-1], len(record.intervals)), _FREE)
-    for column, interval in enumerate(record.intervals):
+    held = np.full((starts[-1], len(record.intervals) - 1), _FREE)
+    for column, interval in enumerate(record.intervals[:-1]):  # all jobs have ended in the last
         filled = list(starts[:-1])
         for name, job in interval.jobs.items():
             for node, count in job.allocation:
@@ -29,16 +29,9 @@ def devices(record: Record) -> Figure:
                 filled[node] += count
     figure, axes = _new()
     colors = np.where(held == _FREE, np.nan, held * 7 % 20)
-    end = record.intervals[-1].time / _HOUR_S
-    axes.imshow(
-        colors,
-        aspect="auto",
-        interpolation="nearest",
-        cmap=mpl.colormaps["tab20"],
-        vmin=0,
-        vmax=19,
-        extent=(0, end, starts[-1], 0),
-    )
+    hours = [interval.time / _HOUR_S for interval in record.intervals]
+    axes.pcolormesh(hours, np.arange(starts[-1] + 1), colors, cmap=mpl.colormaps["tab20"], vmin=0, vmax=19)
+    axes.invert_yaxis()
     axes.set_title(f"{record.policy}: who holds each device")
     axes.set_ylabel("device")
     axes.set_xlabel("hours")

@@ -2,7 +2,8 @@
 
 The first line describes the simulation: ``policy``, ``nodes`` (devices of each), ``interval_s`` and ``submitted`` (time
 of each job). Each other line is the end of an interval: its ``time``, the ``jobs`` that have arrived and not ended,
-with their new allocation, and when each job ``completed`` that has ended since the last line.
+with their new allocation, and when each job ``completed`` that has ended since the last line. Intervals without jobs
+have no line.
 """
 
 from __future__ import annotations

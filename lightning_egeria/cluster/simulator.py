@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from lightning_egeria.cluster.freezing_runs import FreezingRun
@@ -25,7 +26,7 @@ def simulate(
     """Run a workload until its last job has ended.
 
     Every interval, all jobs advance. Then the policy decides which devices each has from now on. A job whose devices
-    change stops for 30 seconds.
+    change stops for 30 seconds. Intervals without jobs are left out.
 
     Args:
         workload: the jobs.
@@ -37,12 +38,12 @@ def simulate(
         reclaim: tell the policy that these need less time, so that it can take devices from them.
 
     Raises:
-        ArgumentError: ``interval_s`` is not positive.
+        ArgumentError: ``interval_s`` is not positive and finite.
         SchedulingError: the policy gave away what the cluster does not have, or lets jobs wait on an idle cluster.
         TraceError: a job does what the traces do not cover.
     """
-    if not interval_s > 0:
-        raise ArgumentError(f"interval_s must be positive, got {interval_s}")
+    if not 0 < interval_s < math.inf:
+        raise ArgumentError(f"interval_s must be positive and finite, got {interval_s}")
     ordered = sorted(workload, key=lambda submission: submission.time)
     jobs = {
         submission.name: SimulatedJob(
@@ -56,11 +57,14 @@ def simulate(
     }
     record = Record(policy.name, cluster.nodes, interval_s, {name: job.submission.time for name, job in jobs.items()})
     allocations: dict[str, Allocation] = {}
-    now = 0.0
+    now, decision = 0.0, 0
     while jobs:
+        first = next(iter(jobs.values()))  # to arrive; before, there is nothing to decide
+        decision = max(decision + 1, math.ceil(first.submission.time / interval_s))
+        seconds = decision * interval_s - now
         for job in jobs.values():
-            job.advance(now, interval_s)
-        now += interval_s
+            job.advance(now, seconds)
+        now += seconds
         completed = {name: job.completed for name, job in jobs.items() if job.completed is not None}
         jobs = {name: job for name, job in jobs.items() if name not in completed}
         active = {name: job for name, job in jobs.items() if job.submission.time <= now}

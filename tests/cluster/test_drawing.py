@@ -17,9 +17,10 @@ def record():
 
 
 def test_each_held_device_is_coloured(record):
-    (image,) = drawing.devices(record).axes[0].images
-    coloured = ~np.isnan(np.ma.filled(image.get_array(), np.nan))
-    assert coloured.sum(axis=0).tolist() == [interval.devices for interval in record.intervals]
+    (mesh,) = drawing.devices(record).axes[0].collections
+    coloured = ~np.ma.getmaskarray(mesh.get_array())
+    assert coloured.sum(axis=0).tolist() == [interval.devices for interval in record.intervals[:-1]]
+    assert mesh.get_coordinates()[0, :, 0].tolist() == [interval.time / 3600 for interval in record.intervals]
 
 
 def test_completion_times_rise_to_all_jobs(record):

@@ -20,7 +20,7 @@ def test_a_log_is_read_as_written(tmp_path):
     assert Record.read(tmp_path / "log.jsonl") == record
     first, *lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     assert first["policy"] == "tiresias"
-    assert [line["time"] for line in lines] == [60 * number for number in range(1, len(lines) + 1)]
+    assert [line["time"] for line in lines] == [interval.time for interval in record.intervals]
 
 
 def test_figures_of_two_jobs_by_hand():

@@ -11,6 +11,7 @@ from lightning_egeria.cluster.jobs import Cluster
 from lightning_egeria.cluster.optimus import Optimus
 from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.tiresias import Tiresias
+from lightning_egeria.cluster.workloads import Submission
 from lightning_egeria.errors import ArgumentError, SchedulingError
 
 GOLDEN = {"tiresias": 3469.69375, "optimus": 5301.875}
@@ -54,6 +55,19 @@ def test_a_finer_interval_does_not_change_what_one_job_does():
     assert times[0] == pytest.approx(times[1], abs=30 + 12)
 
 
+def two_jobs(first, second):
+    workload = [Submission("a", first, "vision", 1, 64), Submission("b", second, "vision", 1, 64)]
+    return simulate(workload, example()[1], Cluster.of(1, 4), Tiresias())
+
+
+def test_time_without_jobs_costs_nothing():
+    later = 60 * 25_000_000
+    early, late = two_jobs(1, 1000), two_jobs(1 + later, 1000 + later)
+    assert late.completion_times == early.completion_times
+    assert [interval.time - later for interval in late.intervals] == [interval.time for interval in early.intervals]
+    assert len(two_jobs(1, later).intervals) == len(early.intervals)
+
+
 class Scripted:
     name, adapts_batch_size = "scripted", False
 
@@ -79,9 +93,10 @@ def test_a_gang_larger_than_the_cluster_is_an_error():
         simulate(workload, applications, Cluster.of(1, 4), Tiresias())
 
 
-def test_an_interval_has_a_length():
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_an_interval_has_a_length(seconds):
     with pytest.raises(ArgumentError, match="interval_s"):
-        simulate([], {}, Cluster.of(1, 1), Tiresias(), 0)
+        simulate([], {}, Cluster.of(1, 1), Tiresias(), seconds)
 
 
 def test_the_simulator_needs_no_torch():
