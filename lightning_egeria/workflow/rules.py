@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from lightning_egeria.errors import UnsupportedError, near_match
 from lightning_egeria.programs.descriptions import Description, read
 from lightning_egeria.training.combinations import check_combination
-from lightning_egeria.workflow.schema import METHODS, Job
+from lightning_egeria.workflow.schema import METHODS, VARIABLE, Job
 
 # The words of a description, and those of the table of combinations.
 IN_TABLE = {"cache": "caching", "selective": "selecting"}
@@ -45,9 +46,7 @@ def broken_rules(job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if entry.get("experiment") and (job.get("resources") or {}).get("nodes", 1) > 1:
         yield "resources.nodes", "an experiment runs on one node. For more, use a command with srun or torchrun"
     yield from _of_optimisations(job.get("optimisations", "auto"), trains=bool(entry.get("experiment")))
-    for name, values in job.get("sweep", {}).items():
-        if not values:
-            yield f"sweep.{name}", "expected at least one value"
+    yield from _of_sweep(job)
     for name, data in job.get("data", {}).items():
         if data.get("stage") and not data.get("digest"):
             yield (
@@ -69,10 +68,31 @@ def _of_entry(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if entry.get("overrides"):
             yield "entry.overrides", "belongs to an experiment. Write arguments into the command"
     for place, override in enumerate(entry.get("overrides", ())):
-        if override.lstrip("+~").startswith(("callbacks=", "cache=", "run_dir=", "ckpt_path=", "hydra.")):
-            name = override.lstrip("+~").partition("=")[0]
-            better = "optimisations" if name in ("callbacks", "cache") else "checkpoints, or a new job,"
-            yield f"entry.overrides.{place}", f"{name} is set by the workflow. Use {better} instead"
+        yield from _of_override(f"entry.overrides.{place}", override)
+
+
+def _of_override(key: str, override: str) -> Iterator[tuple[str, str]]:
+    if override.lstrip("+~").startswith(("callbacks=", "cache=", "run_dir=", "ckpt_path=", "hydra.")):
+        name = override.lstrip("+~").partition("=")[0]
+        better = "optimisations" if name in ("callbacks", "cache") else "checkpoints, or a new job,"
+        yield key, f"{name} is set by the workflow. Use {better} instead"
+
+
+def _of_sweep(job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A name in a sweep keeps the rules of what it becomes: an override of an experiment, a variable of a command."""
+    environment = job.get("environment") or {}
+    for name, values in job.get("sweep", {}).items():
+        key = f"sweep.{name}"
+        if not values:
+            yield key, "expected at least one value"
+        if job["entry"].get("experiment"):
+            yield from _of_override(key, f"{name}=")
+            continue
+        if not re.fullmatch(VARIABLE, name):
+            yield key, f"becomes an environment variable, whose name must match {VARIABLE}"
+        for other in ("variables", "secrets"):
+            if name in environment.get(other, ()):
+                yield key, f"stands in environment.{other} too. Keep one of the two"
 
 
 def _of_optimisations(chosen: Any, trains: bool) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_egeria.programs.descriptions import key
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-_VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"
+VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"
 PERIOD = r"[1-9][0-9]*[smhd]"
 _SIZE = r"[1-9][0-9]*(MB|GB|TB)"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -53,13 +53,11 @@ class Environment:
     )
     lock: str | None = dataclasses.field(default=None, metadata=key("file of requirements with exact versions"))
     variables: dict[str, str] = dataclasses.field(
-        default_factory=dict, metadata=key("environment variables", keys=_VARIABLE, pattern=r"[^\x00]*")
+        default_factory=dict, metadata=key("environment variables", keys=VARIABLE, pattern=r"[^\x00]*")
     )
     secrets: list[str] = dataclasses.field(
         default_factory=list,
-        metadata=key(
-            "names of environment variables that the job gets and that are written nowhere", pattern=_VARIABLE
-        ),
+        metadata=key("names of environment variables that the job gets and that are written nowhere", pattern=VARIABLE),
     )
 
 

@@ -11,6 +11,8 @@ def broken(**keys):
 
 def test_a_good_job_breaks_none():
     assert broken() == []
+    assert broken(sweep={"A": ["1", "2"]}, environment={"variables": {"B": "1"}}) == []
+    assert broken(entry=EXPERIMENT, sweep={"optimizer.lr": ["1", "2"]}) == []
     assert broken(entry=EXPERIMENT, optimisations={"freezing": True, "cache": {"host_bytes": "1"}}) == []
 
 
@@ -34,6 +36,12 @@ def test_a_good_job_breaks_none():
         ({"entry": EXPERIMENT, "optimisations": {"cache": "yes"}}, "expected true, false or options, got 'yes'"),
         ({"entry": EXPERIMENT, "optimisations": {"goodput": True, "tuning": True}}, "cannot train in one run"),
         ({"sweep": {"A": []}}, "sweep.A: expected at least one value"),
+        ({"sweep": {"EGERIA_CHECKPOINTS": ["/x"]}}, "sweep.EGERIA_CHECKPOINTS: becomes an environment variable"),
+        ({"sweep": {"optimizer.lr": ["1"]}}, "sweep.optimizer.lr: becomes an environment variable"),
+        ({"sweep": {"A": ["1"]}, "environment": {"variables": {"A": "2"}}}, "sweep.A: stands in environment.variables"),
+        ({"sweep": {"A": ["1"]}, "environment": {"secrets": ["A"]}}, "sweep.A: stands in environment.secrets too"),
+        ({"entry": EXPERIMENT, "sweep": {"+run_dir": ["x"]}}, "sweep.+run_dir: run_dir is set by the workflow"),
+        ({"entry": EXPERIMENT, "sweep": {"hydra.run.dir": ["x"]}}, "hydra.run.dir is set by the workflow"),
         ({"data": {"a": {"path": "x", "stage": True}}}, "a copy is checked by its digest"),
     ],
 )
