@@ -19,6 +19,7 @@ from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.traces import read_applications
 from lightning_egeria.cluster.workloads import read_workload
 from lightning_egeria.errors import EgeriaError
+from lightning_egeria.programs.arguments import whole_number
 
 LIVE = ("fair", "pollux", "tiresias")
 _EXTRAS = {"matplotlib": "report", "ray": "ray"}
@@ -34,20 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--workload", type=Path, required=True, help="CSV: name,time,application,num_replicas,batch_size"
     )
     running.add_argument("--traces", type=Path, help="default: traces/ beside the workload, or one folder above")
-    running.add_argument("--nodes", type=int, default=16, help="default: 16")
-    running.add_argument("--devices", type=int, default=4, help="of a node; default: 4")
+    running.add_argument("--nodes", type=whole_number(1, 100_000), default=16, help="default: 16")
+    running.add_argument("--devices", type=whole_number(1, 1000), default=4, help="of a node; default: 4")
     running.add_argument("--interval", type=float, default=60, help="seconds between two decisions; default: 60")
     running.add_argument("--out", type=Path, default=Path("simulation"), help="folder to write to; default: simulation")
     writing = commands.add_parser("example", help="write a small workload and its traces")
     writing.add_argument("folder", type=Path)
-    writing.add_argument("--jobs", type=int, default=40, help="default: 40")
-    writing.add_argument("--seed", type=int, default=0, help="default: 0")
+    writing.add_argument("--jobs", type=whole_number(1, 1_000_000), default=40, help="default: 40")
+    writing.add_argument("--seed", type=whole_number(), default=0, help="default: 0")
     live = commands.add_parser("run", help="run real jobs on Ray (extra: ray)")
     live.add_argument("jobs", type=Path, help="YAML: jobs: {NAME: {command: [PROGRAM, ...], devices: 1, ...}}")
     live.add_argument("--policy", choices=LIVE, default="pollux", help="default: pollux")
     live.add_argument("--out", type=Path, default=Path("jobs"), help="a folder for each job; default: jobs")
     live.add_argument("--interval", type=float, default=60, help="seconds between two decisions; default: 60")
-    live.add_argument("--retries", type=int, default=3, help="how often a job may fail; default: 3")
+    live.add_argument("--retries", type=whole_number(), default=3, help="how often a job may fail; default: 3")
     live.add_argument("--resource", default="CPU", help="a device, as Ray names it: CPU or GPU; default: CPU")
     live.add_argument("--address", help="of a Ray cluster, or 'auto'; default: start Ray on this machine")
     options = parser.parse_args(arguments)

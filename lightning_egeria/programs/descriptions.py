@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from lightning_egeria.errors import DescriptionError, near_match
+from lightning_egeria.programs.arguments import LARGEST
 
 LARGEST_BYTES = 2**20
 DEEPEST = 30
@@ -29,8 +30,8 @@ def key(help: str, **rules: Any) -> dict[str, Any]:
 
     Args:
         help: what it means.
-        rules: ``pattern`` of its text, ``least`` value, ``keys``: a pattern of the names in a map, ``form``: the JSON
-            schema of a field of type Any, which may be ``nullable``.
+        rules: ``pattern`` of its text, ``least`` number (the most is `LARGEST`), ``keys``: a pattern of the names in a
+            map, ``form``: the JSON schema of a field of type Any, which may be ``nullable``.
     """
     return {"help": help, **rules}
 
@@ -272,8 +273,9 @@ class _Reader:
                 value = None
         if value is None:
             self.wrong(node, path, f"expected {_WANTED[kind]}, got {text!r}")
-        elif "least" in rules and value < rules["least"]:
-            self.wrong(node, path, f"must be at least {rules['least']}, got {text}")
+        elif kind in (int, float) and not (least := rules.get("least", -LARGEST)) <= value <= LARGEST:
+            bound = f"at least {least}" if value < least else f"at most {LARGEST}"
+            self.wrong(node, path, f"must be {bound}, got {text}")
         return value
 
     def free(self, node: yaml.Node, path: str) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_egeria.errors import QueueError, WorkflowError
+from lightning_egeria.programs.arguments import whole_number
 from lightning_egeria.workflow.backends import NAMES, backend
 from lightning_egeria.workflow.compiler import Compiled, explanation
 from lightning_egeria.workflow.eviction import evict
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("-b", "--backend", choices=NAMES, default="local", help="default: local")
     added.add_argument("--after", type=int, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
     listing = command("ps", _ps, "list the jobs that have not ended, and the latest that have")
-    listing.add_argument("-n", type=int, default=20, help="how many that have ended; default: 20")
+    listing.add_argument("-n", type=whole_number(), default=20, help="how many that have ended; default: 20")
     listing.add_argument("--json", action="store_true", help="print one JSON object a line")
     logs = command("logs", _logs, "print the log of a job")
     logs.add_argument("-f", "--follow", action="store_true", help="until the job ends")
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     evicting.add_argument("--older-than", type=_period, default="30d", metavar="PERIOD", help="default: 30d")
     command("queue", _queue, "be the local queue until no job is left, as `submit` starts it in the background")
     serving = command("serve", _serve, "show jobs on a page, on this machine only")
-    serving.add_argument("--port", type=int, default=8642, help="default: 8642")
+    serving.add_argument("--port", type=whole_number(1, 65535), default=8642, help="default: 8642")
     serving.add_argument(
         "--actions", action="store_true", help="let the page cancel and resume; prints the token for it"
     )

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_egeria.programs.arguments import LARGEST
 from lightning_egeria.workflow.schema import Job
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -43,8 +44,8 @@ def _of(kind: Any, rules: Mapping[str, Any]) -> dict[str, Any]:
         schema["type"] = ["string", "number", "boolean"]
     if "pattern" in rules:
         schema["pattern"] = f"^({rules['pattern']})$"
-    if "least" in rules:
-        schema["minimum"] = rules["least"]
+    if kind in (int, float):
+        schema |= {"minimum": rules.get("least", -LARGEST), "maximum": LARGEST}
     return schema
 
 

@@ -74,6 +74,7 @@ class Row:
         return {**dataclasses.asdict(self), "state": self.state.value}
 
 
+_NO_ID = 2**63  # beyond the integers of SQLite
 _COLUMNS = ", ".join(field.name for field in dataclasses.fields(Row))
 
 
@@ -143,7 +144,7 @@ class History:
         Raises:
             QueueError: there is none with this id.
         """
-        for row in self._rows("WHERE id = ?", id):
+        for row in self._rows("WHERE id = ?", id) if id < _NO_ID else ():
             return row
         raise QueueError(f"there is no job {id}. `egeria-jobs ps` lists them")
 

@@ -10,8 +10,8 @@ from lightning_egeria.programs.descriptions import key
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"
-PERIOD = r"[1-9][0-9]*[smhd]"
-_SIZE = r"[1-9][0-9]*(MB|GB|TB)"
+PERIOD = r"[1-9][0-9]{0,6}[sm]|[1-9][0-9]{0,3}[hd]"
+_SIZE = r"[1-9][0-9]{0,5}(MB|GB|TB)"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 METHODS = ("freezing", "cache", "selective", "partial", "tuning", "goodput")
 
@@ -119,7 +119,7 @@ class Queueing:
         default=None, metadata=key("whose fair share it uses; the user if left out", pattern=_NAME)
     )
     after: list[str] = dataclasses.field(
-        default_factory=list, metadata=key("ids of jobs that must be done first", pattern=r"[0-9]+")
+        default_factory=list, metadata=key("ids of jobs that must be done first", pattern=r"[0-9]{1,18}")
     )
 
 

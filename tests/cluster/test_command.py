@@ -41,7 +41,6 @@ def test_traces_are_found_one_folder_above(workload, tmp_path):
     [
         (["--workload", "missing.csv"], "missing.csv cannot be read"),
         (["--traces", "nowhere"], "no traces of ranking, vision in nowhere"),
-        (["--nodes", "0"], "at least one device"),
         (["--interval", "0"], "interval_s"),
         (["--nodes", "1"], "waiting on an idle cluster"),
     ],
@@ -52,6 +51,14 @@ def test_a_mistake_is_one_line(workload, tmp_path, capsys, options, message):
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("egeria-cluster: ")
     assert message in last
+
+
+@pytest.mark.parametrize("option", ["--nodes", "--devices"])
+@pytest.mark.parametrize("number", ["0", "9" * 30])
+def test_a_number_has_bounds(capsys, option, number):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--workload", "x", option, number])
+    assert f"argument {option}: expected a whole number from 1 to" in capsys.readouterr().err
 
 
 def test_an_unwritable_folder_is_named(workload, tmp_path, capsys):

@@ -48,6 +48,48 @@ def test_from_a_description_to_its_log(jobs, tmp_path):
     assert len(list((tmp_path / "home" / "runs").iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("logs", "9" * 23),
+        ("cancel", "9" * 23),
+        ("resume", 2**63),
+        ("submit", "job.yaml", "--after", "9" * 23),
+        ("submit", "job.yaml", "--set", "queue.after=['99999999999999999']"),
+    ],
+)
+def test_no_job_has_so_large_an_id(jobs, arguments):
+    status, _, errors = jobs(*arguments)
+    assert status == 2
+    assert "there is no job" in errors
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"queue.priority={10**33}",
+        f"queue.priority={-(2**31)}",
+        f"queue.after=['{'9' * 23}']",
+        f"resources.link_gbit=1e{'9' * 9}",
+        f"resources.time={'9' * 20}d",
+        f"resources.memory={'9' * 20}TB",
+        f"retries={2**31}",
+    ],
+)
+def test_a_number_of_a_description_has_bounds(jobs, key):
+    status, _, errors = jobs("compile", "job.yaml", "--set", key)
+    assert status == 2
+    assert errors.count("\n") == 1
+    assert key.partition("=")[0] in errors
+
+
+@pytest.mark.parametrize("arguments", [("serve", "--port", 99999), ("serve", "--port", 0), ("ps", "-n", 2**63)])
+def test_an_option_has_bounds(jobs, arguments, capsys):
+    with pytest.raises(SystemExit):
+        jobs(*arguments)
+    assert "expected a whole number from" in capsys.readouterr().err
+
+
 def test_cancel_and_resume(jobs, tmp_path):
     wait = "entry.command=test -e ../../go || exec sleep 60"
     assert jobs("submit", "job.yaml", "--set", wait)[0] == 0

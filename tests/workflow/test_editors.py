@@ -24,6 +24,7 @@ def test_it_is_a_schema_and_takes_a_good_job():
         {"nam": 1},
         {"resources": {"time": "soon"}},
         {"retries": -1},
+        {"queue": {"priority": 10**33}},
         {"optimisations": "some"},
         {"entry": {"command": []}},
         {"optimisations": {"magic": True}},

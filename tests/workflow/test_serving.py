@@ -47,6 +47,10 @@ def ask(home, path, method="GET", body=b"", host="127.0.0.1", token=None):
     return sent[0]["status"], headers, b"".join(part.get("body", b"") for part in sent[1:]).decode()
 
 
+def test_no_job_has_so_large_an_id(home):
+    assert ask(home, f"/jobs/{10**30}")[0] == 404
+
+
 def test_pages(home):
     status, headers, text = ask(home, "/")
     assert (status, headers["content-security-policy"].split(";")[0]) == (200, "default-src 'none'")
