@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from lightning_egeria.programs.descriptions import Description, read
 from lightning_egeria.training.combinations import check_combination
 from lightning_egeria.workflow.schema import METHODS, VARIABLE, Job
 
+MOST_JOBS = 1000  # of one sweep
 # The words of a description, and those of the table of combinations.
 IN_TABLE = {"cache": "caching", "selective": "selecting"}
 
@@ -80,11 +83,16 @@ def _of_override(key: str, override: str) -> Iterator[tuple[str, str]]:
 
 def _of_sweep(job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """A name in a sweep keeps the rules of what it becomes: an override of an experiment, a variable of a command."""
-    environment = job.get("environment") or {}
-    for name, values in job.get("sweep", {}).items():
+    environment, sweep = job.get("environment") or {}, job.get("sweep", {})
+    if (jobs := math.prod(map(len, sweep.values()))) > MOST_JOBS:
+        yield "sweep", f"has {jobs} combinations, expected at most {MOST_JOBS}. Leave out values"
+    for name, values in sweep.items():
         key = f"sweep.{name}"
         if not values:
             yield key, "expected at least one value"
+        for value, count in Counter(values).items():
+            if count > 1:
+                yield key, f"has {value!r} {count} times. Keep one"
         if job["entry"].get("experiment"):
             yield from _of_override(key, f"{name}=")
             continue

@@ -2,6 +2,7 @@ import pytest
 
 from lightning_egeria.workflow.rules import broken_rules
 
+TEN = list("0123456789")
 COMMAND, EXPERIMENT = {"command": "x"}, {"experiment": "default"}
 
 
@@ -11,6 +12,7 @@ def broken(**keys):
 
 def test_a_good_job_breaks_none():
     assert broken() == []
+    assert broken(sweep=dict.fromkeys("ABC", TEN)) == []
     assert broken(sweep={"A": ["1", "2"]}, environment={"variables": {"B": "1"}}) == []
     assert broken(entry=EXPERIMENT, sweep={"optimizer.lr": ["1", "2"]}) == []
     assert broken(entry=EXPERIMENT, optimisations={"freezing": True, "cache": {"host_bytes": "1"}}) == []
@@ -36,6 +38,11 @@ def test_a_good_job_breaks_none():
         ({"entry": EXPERIMENT, "optimisations": {"cache": "yes"}}, "expected true, false or options, got 'yes'"),
         ({"entry": EXPERIMENT, "optimisations": {"goodput": True, "tuning": True}}, "cannot train in one run"),
         ({"sweep": {"A": []}}, "sweep.A: expected at least one value"),
+        ({"sweep": {"A": ["1", "2", "1"]}}, "sweep.A: has '1' 2 times. Keep one"),
+        (
+            {"sweep": {"A": list("abcdefghijk"), "B": TEN, "C": TEN}},
+            "sweep: has 1100 combinations, expected at most 1000",
+        ),
         ({"sweep": {"EGERIA_CHECKPOINTS": ["/x"]}}, "sweep.EGERIA_CHECKPOINTS: becomes an environment variable"),
         ({"sweep": {"optimizer.lr": ["1"]}}, "sweep.optimizer.lr: becomes an environment variable"),
         ({"sweep": {"A": ["1"]}, "environment": {"variables": {"A": "2"}}}, "sweep.A: stands in environment.variables"),
