@@ -88,7 +88,7 @@ def _simulate(options: argparse.Namespace) -> None:
     cluster = Cluster.of(options.nodes, options.devices)
     options.out.mkdir(parents=True, exist_ok=True)
     records = []
-    for name in options.policy:
+    for name in dict.fromkeys(options.policy):
         print(f"{name}: {len(workload)} jobs on {cluster.devices} devices", file=sys.stderr, flush=True)
         records.append(simulate(workload, applications, cluster, POLICIES[name](), options.interval))
         records[-1].write(options.out / f"{name}.jsonl")

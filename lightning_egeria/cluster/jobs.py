@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lightning_egeria.errors import ArgumentError, SchedulingError
@@ -83,7 +83,7 @@ class JobView:
         model: its measured speed; None before its first step.
         unfrozen: the speed it would have if it had frozen no layers; None if it has frozen none.
         oracle: its true speed and length; None outside of a simulation.
-        seconds_left: estimate of its run time on its gang; None where nobody knows.
+        seconds_left: estimates its run time on its gang; None where nobody knows.
     """
 
     name: str
@@ -97,7 +97,7 @@ class JobView:
     model: Goodput | None = None
     unfrozen: Goodput | None = None
     oracle: Oracle | None = None
-    seconds_left: float | None = None
+    seconds_left: Callable[[], float] | None = None
 
 
 class Policy(Protocol):

@@ -102,7 +102,7 @@ class ShortestRemaining:
             ArgumentError: nobody knows how long a job will run.
         """
         left, running = cluster.devices, []
-        for job in sorted(jobs, key=_seconds_left):
+        for job in sorted((job for job in jobs if job.gang <= cluster.devices), key=_seconds_left):
             if job.gang <= left:
                 running.append(job)
                 left -= job.gang
@@ -117,4 +117,4 @@ class ShortestRemaining:
 def _seconds_left(job: JobView) -> float:
     if job.seconds_left is None:
         raise ArgumentError(f"srtf needs an estimate of the time that each job has left, which {job.name} lacks")
-    return job.seconds_left
+    return job.seconds_left()

@@ -121,8 +121,11 @@ class SimulatedJob:
             model=model,
             unfrozen=unfrozen,
             oracle=self,
-            seconds_left=None if self._adapts else self.steps_left * self.step_seconds(self.submission.gang),
+            seconds_left=None if self._adapts else self._seconds_left,
         )
+
+    def _seconds_left(self) -> float:
+        return self.steps_left * self.step_seconds(self.submission.gang)
 
     def reallocate(self, allocation: Allocation) -> None:
         """Stop, and restart on other devices or wait for some."""

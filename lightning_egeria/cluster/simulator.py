@@ -75,7 +75,7 @@ def simulate(
             check(allocations, views, cluster, policy.name)
             if not allocations:
                 raise SchedulingError(
-                    f"{policy.name} leaves {len(active)} jobs waiting on an idle cluster of {cluster.devices} devices; "
+                    f"{policy.name} leaves jobs waiting on an idle cluster of {cluster.devices} devices; "
                     f"{views[0].name} asks for {views[0].gang}. Use a larger cluster or smaller jobs"
                 )
             for name, job in active.items():

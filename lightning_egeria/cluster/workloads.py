@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
+from lightning_egeria.cluster.tables import read_rows
 from lightning_egeria.errors import TraceError
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
+_BOUNDS = {"time": (0, 10**10), "num_replicas": (1, 10**6), "batch_size": (1, 10**9)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,24 +40,28 @@ def read_workload(path: Path) -> list[Submission]:
     Raises:
         TraceError: the file cannot be read, or a line of it is no job. The message names file and line.
     """
-    submissions: list[Submission] = []
-    try:
-        with path.open(newline="") as file:
-            for number, row in enumerate(csv.DictReader(file), 2):
-                try:
-                    time, gang, batch_size = (int(row[column]) for column in ("time", "num_replicas", "batch_size"))
-                    job = Submission(row["name"], time, row["application"], gang, batch_size)
-                except (KeyError, TypeError, ValueError) as error:
-                    raise TraceError(f"line {number} of {path} needs {', '.join(COLUMNS)}: {error}") from error
-                if time < 0 or gang < 1 or batch_size < 1 or not job.name or not job.application:
-                    raise TraceError(f"line {number} of {path} is no job: {job}. Expected a name, counts of at least 1")
-                submissions.append(job)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path} cannot be read as CSV: {error}") from error
-    names = [job.name for job in submissions]
-    if not names or len(set(names)) < len(names):
-        raise TraceError(f"{path} needs at least one job, and a different name for each")
+    lines: dict[str, int] = {}
+    submissions = []
+    for line, row in read_rows(path, COLUMNS):
+        name, application = row["name"], row["application"]
+        if not name or not application:
+            raise TraceError(f"line {line} of {path} has no name or no application, expected both")
+        if lines.setdefault(name, line) != line:
+            raise TraceError(f"lines {lines[name]} and {line} of {path} are both named {name}. Rename one")
+        time, gang, batch_size = (_whole(row, column, f"line {line} of {path}") for column in _BOUNDS)
+        submissions.append(Submission(name, time, application, gang, batch_size))
     return submissions
+
+
+def _whole(row: Mapping[str, str], column: str, where: str) -> int:
+    (least, most), text = _BOUNDS[column], row[column]
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise TraceError(f"{where}: {column} is {text!r}, expected a whole number from {least} to {most}")
+    return value
 
 
 def read_philly(path: Path) -> list[tuple[float, float, int]]:

@@ -59,6 +59,8 @@ def _plan(given: Sequence[str]) -> None:
         key, equals, value = setting.partition("=")
         if not equals or key not in known:
             raise ArgumentError(f"expected key=value with a key of {', '.join(known)}, got {setting!r}")
+        if key in settings:
+            raise ArgumentError(f"{key} is given twice, {settings[key]!r} and {value!r}. Keep one")
         settings[key] = value
     if not {"model", "devices"} <= settings.keys():
         raise ArgumentError("model=... and devices=... must be given")

@@ -18,8 +18,9 @@ def workload(tmp_path, capsys):
 def test_simulate_writes_logs_and_pictures(workload, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--workload", str(workload), "--out", str(out), "--nodes", "4", "--interval", "120"]
-    assert main(["simulate", "--policy", "pollux", "tiresias", *options]) == 0
-    shown = capsys.readouterr().out
+    assert main(["simulate", "--policy", "pollux", "tiresias", "pollux", *options]) == 0
+    shown, progress = capsys.readouterr()
+    assert progress.count("pollux: 6 jobs") == 1
     for name in ("pollux", "tiresias"):
         record = Record.read(out / f"{name}.jsonl")
         assert (record.policy, len(record.completion_times)) == (name, 6)

@@ -43,7 +43,7 @@ def test_the_last_to_arrive_is_stopped_first():
 
 
 def test_the_shortest_stops_others():
-    jobs = [view("long", gang=8, seconds_left=900), view("short", gang=2, seconds_left=30)]
+    jobs = [view("long", gang=8, seconds_left=lambda: 900), view("short", gang=2, seconds_left=lambda: 30)]
     assert counts(ShortestRemaining().allocate(jobs, CLUSTER, {"long": ((0, 4), (1, 4))}, 60)) == {"short": 2}
     with pytest.raises(ArgumentError, match="estimate"):
         ShortestRemaining().allocate([view("a")], CLUSTER, {}, 60)
@@ -72,7 +72,9 @@ def run(policy, workload):
             left[name] = arrival, gang, seconds - INTERVAL_S
         left = {name: job for name, job in left.items() if job[2] > 0}
         views = [
-            view(name, submitted=arrival, age=now - arrival, gang=gang, seconds_left=seconds, service=gang * now)
+            view(
+                name, submitted=arrival, age=now - arrival, gang=gang, seconds_left=seconds.__int__, service=gang * now
+            )
             for name, (arrival, gang, seconds) in left.items()
             if arrival <= now
         ]

@@ -9,6 +9,7 @@ from clusters import example, needs_published, published_average, published_trac
 
 from lightning_egeria.cluster.jobs import Cluster
 from lightning_egeria.cluster.optimus import Optimus
+from lightning_egeria.cluster.policies import POLICIES as ALL
 from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.tiresias import Tiresias
 from lightning_egeria.cluster.workloads import Submission
@@ -87,10 +88,18 @@ def test_a_policy_that_errs_is_named(allocations, message):
         simulate(workload, applications, Cluster.of(1, 4), Scripted(allocations))
 
 
-def test_a_gang_larger_than_the_cluster_is_an_error():
-    workload, applications = example()
-    with pytest.raises(SchedulingError, match="asks for 8"):
-        simulate(workload, applications, Cluster.of(1, 4), Tiresias())
+@pytest.mark.parametrize("policy", ["fcfs", "backfill", "srtf", "tiresias"])
+def test_a_gang_larger_than_the_cluster_is_an_error(policy):
+    _, applications = example()
+    workload = [Submission("a", 0, "vision", 1, 64), Submission("b", 0, "vision", 17, 1024)]
+    with pytest.raises(SchedulingError, match="idle cluster of 4 devices; b asks for 17"):
+        simulate(workload, applications, Cluster.of(1, 4), ALL[policy]())
+
+
+def test_a_policy_without_gangs_takes_any_job():
+    _, applications = example()
+    record = simulate([Submission("a", 0, "vision", 17, 64)], applications, Cluster.of(1, 4), Optimus())
+    assert record.completion_times.keys() == {"a"}
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])

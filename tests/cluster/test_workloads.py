@@ -18,15 +18,19 @@ def test_a_workload_is_read_as_written(tmp_path):
     ("text", "message"),
     [
         (None, "cannot be read"),
-        ("", "at least one job"),
-        (HEADER, "at least one job"),
-        (HEADER + "a,0,vision,1,64\na,1,vision,1,64\n", "different name"),
-        (HEADER + "a,0,vision,1,64\nb,soon,vision,1,64\n", "line 3"),
-        (HEADER + "a,0,vision,0,64\n", "line 2 .* no job"),
-        (HEADER + "a,0,vision\n", "line 2"),
-        ("name,time\na,0\n", "line 2"),
+        ("", "at least one line"),
+        (HEADER, "at least one line"),
+        (HEADER + "a,0,vision,1,64\nb,0,vision,1,64\na,1,vision,1,64\n", "lines 2 and 4 .* named a"),
+        (HEADER + "a,0,vision,1,64\nb,soon,vision,1,64\n", "line 3 .*: time is 'soon', expected a whole number from 0"),
+        (HEADER + "a,-1,vision,1,64\n", "line 2 .*: time is '-1', expected"),
+        (HEADER + f"a,{10**11},vision,1,64\n", "line 2 .*: time is '1000"),
+        (HEADER + "a,0,vision,0,64\n", "line 2 .*: num_replicas is '0', expected a whole number from 1"),
+        (HEADER + "a,0,vision,1,0\n", "line 2 .*: batch_size is '0'"),
+        (HEADER + ",0,vision,1,64\n", "line 2 .* no name"),
+        (HEADER + "a,0,vision\n", "line 2 .* 3 fields"),
+        (HEADER + "a,0,vision,1,64,9\n", "line 2 .* 6 fields"),
+        ("name,time\na,0\n", "0 columns named application"),
     ],
-    ids=["missing", "empty", "header only", "names", "time", "gang", "short line", "columns"],
 )
 def test_a_damaged_workload_is_refused(tmp_path, text, message):
     path = tmp_path / "workload.csv"

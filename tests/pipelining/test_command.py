@@ -60,6 +60,7 @@ def test_it_explains_itself(arguments, capsys):
         (["model=nothing", "devices=2"], "model must be one of candle-uno"),
         (["model=dlrm", "device=2"], "got 'device=2'"),
         (["dlrm"], "expected key=value"),
+        (["model=dlrm", "devices=2", "devices=3"], "devices is given twice, '2' and '3'. Keep one"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message, capsys):
