@@ -16,7 +16,7 @@ MIN_EPOCHS_FROM_SCRATCH = 12  # of the runs from scratch with steps that froze i
 # Least and most training time as a share of the plain run's, over the workloads of the proof of that kind.
 TOOK = {
     ("tuned", "freezing"): (0.32, 0.68),
-    ("tuned", "cache"): (0.18, 0.65),
+    ("tuned", "cache"): (0.17, 0.65),
     ("steps", "freezing"): (0.84, 0.89),
     ("steps", "cache"): (0.83, 0.96),
     ("smooth", "freezing"): (0.89, 1.01),
