@@ -17,9 +17,8 @@ from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import RowsError
 
 Index = NDArray[np.int64]
-Layout = dict[
-    str, int | None
-]  # by the path of each part of a batch: its dimension that is the samples; None: it has none
+# The dimension of each part of a batch that is the samples, by its path; None: the samples share that part.
+Layout = dict[str, int | None]
 
 
 class _Column(NamedTuple):
@@ -159,11 +158,11 @@ def layout_of_default(batch: Any) -> Layout:
 
 
 def layout_of_two(batch: Any, fewer: Any, samples: int) -> Layout:
-    """Return the layout of a batch, from one without its last sample: a column has one row less there.
+    """Return the layout of a batch, from one without its first or last sample: a column has one row less there.
 
     Args:
         batch: of so many samples.
-        fewer: the same without the last one.
+        fewer: the same without one.
         samples: at least 3.
 
     >>> layout_of_two((torch.zeros(3, 3), torch.zeros(3, 3)), (torch.zeros(2, 3), torch.zeros(3, 3)), 3)
@@ -185,7 +184,11 @@ def layout_of_two(batch: Any, fewer: Any, samples: int) -> Layout:
 
 
 def layout_of_both(first: Layout, second: Layout) -> Layout:
-    """Return what two layouts agree on. Sizes that change with the number of samples by chance do so once."""
+    """Return what two layouts agree on.
+
+    Padding may be one shorter without the longest sample, and look like the samples where it is as long as they are
+    many. It does not without another sample.
+    """
     return {path: where if second.get(path, where) == where else None for path, where in (second | first).items()}
 
 
@@ -228,7 +231,7 @@ def _add_shared(structure: Any, update: Callable[[bytes], None]) -> bool:
         return False
     if parts := _parts(structure):
         return sum(_add_shared(part, update) for part in parts.values()) > 0  # of all, so no any()
-    if type(structure) is Tensor:
+    if type(structure) is Tensor and structure.layout is torch.strided:
         structure = structure.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(structure, np.ndarray) and structure.dtype != object:
         update(structure.tobytes())

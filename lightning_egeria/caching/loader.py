@@ -95,11 +95,8 @@ class Line:
             return self.iterate() if is_asked_by_loop() else kind.__iter__(loader)
 
         members = {"__iter__": batches, "__module__": kind.__module__, "__doc__": kind.__doc__}
-        members["__reduce__"] = lambda one: (
-            object.__new__,
-            (kind,),
-            vars(one).copy(),
-        )  # a copy is one of the user's kind
+        # What is pickled or copied is one of the user's kind.
+        members["__reduce__"] = lambda one: (object.__new__, (kind,), vars(one).copy())
         followed = copy.copy(loader)
         object.__setattr__(followed, "__class__", type(kind.__name__, (kind,), members))
         return followed

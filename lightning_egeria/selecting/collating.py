@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_egeria.batches.rows import Layout, Rows, layout_of_two
+from lightning_egeria.batches.rows import Layout, Rows, layout_of_both, layout_of_two
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.snapshots.random_state import preserved_random_state
 
@@ -79,7 +79,7 @@ class WithSamples:
         keeps: a tensor in shared memory: whether samples are handed on. It tells workers that run already, and becomes
             true here where batches are seen to be padded.
         joins: whether samples of several batches are joined, so that padding matters.
-        looks: whether the first batches are made once more without their last sample, to learn what the columns are.
+        looks: whether the first batches are made once more without a sample, to learn what the columns are.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], keeps: Tensor, joins: bool, looks: bool) -> None:
@@ -94,21 +94,22 @@ class WithSamples:
         if is_checked and _depends_on_others(self.collate, samples):
             self._keeps.fill_(True)
         kept = copy.deepcopy(samples) if self._keeps else None  # collating may change them
-        fewer = copy.deepcopy(samples[:-1]) if is_first and self._looks else None
+        again = copy.deepcopy(samples) if is_first and self._looks else None
         if is_checked:
             batch, in_order = _checked(self.collate, samples)
             self._in_order &= in_order
         else:
             batch = self.collate(samples)
-        layout = _layout(self.collate, batch, fewer) if fewer is not None else None
+        layout = _layout(self.collate, batch, again) if again is not None else None
         return Collated(batch, kept if self._in_order else None, self._in_order, layout)
 
 
-def _layout(collate: Callable[[list[Any]], Any], batch: Any, fewer: list[Any]) -> Layout | None:
-    """The columns of a batch, from one without the last sample; None if the collate function wants all samples."""
-    samples = len(fewer) + 1
+def _layout(collate: Callable[[list[Any]], Any], batch: Any, samples: list[Any]) -> Layout | None:
+    """The columns of a batch, which is made without its last and its first sample; None if that is not possible."""
     with preserved_random_state(), contextlib.suppress(Exception):  # whatever the collate function raises
-        return layout_of_two(batch, collate(fewer), samples)
+        without_last, without_first = collate(copy.deepcopy(samples[:-1])), collate(samples[1:])
+        layouts = (layout_of_two(batch, fewer, len(samples)) for fewer in (without_last, without_first))
+        return layout_of_both(*layouts)
     return None
 
 
@@ -134,11 +135,11 @@ def _form(sample: Any) -> Any:
 
 def _checked(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
     """The user's batch, and whether its rows have the order of the samples."""
-    moved_on, fewer = copy.deepcopy(samples[1:] + samples[:1]), copy.deepcopy(samples[:-1])
+    moved_on, again = copy.deepcopy(samples[1:] + samples[:1]), copy.deepcopy(samples)
     batch = collate(samples)
     with preserved_random_state():
         other = collate(moved_on)
-    layout = _layout(collate, batch, fewer)
+    layout = _layout(collate, batch, again)
     first, second = (Rows.of(one, len(samples), layout).columns for one in (batch, other))
     return batch, not _is_in_another_order(first, second)
 

@@ -44,6 +44,7 @@ class Joining:
         self.source = BatchSource(loader, self._collate)
         self.forms: set[str] = set()
         self.layout: Layout = {}
+        self._learnt: Layout = {}  # as far as collate functions have shown, and not by sizes alone
         self._keeps = torch.zeros((), dtype=torch.bool).share_memory_()
 
     @property
@@ -76,7 +77,7 @@ class Joining:
         if self._is_default and not self.layout:
             self.layout = layout_of_default(batch)
         if collated is not None and collated.layout is not None:
-            self.layout = layout_of_both(self.layout, collated.layout)
+            self.layout = self._learnt = layout_of_both(self._learnt, collated.layout)
         rows, lookahead = self.rows(batch, samples), self.source.lookahead
         self.know({*self.forms, rows.form}, self.keeps_samples, self.layout or rows.layout)
         # The first epoch is whole, so samples are kept when some wait. A cache knows their order.

@@ -69,3 +69,13 @@ def test_a_collate_function_that_wants_all_samples_shows_none():
         return torch.tensor([first, second, third, fourth])
 
     assert WithSamples(whole, torch.zeros(()), joins=False, looks=True)([1.0, 2.0, 3.0, 4.0]).layout is None
+
+
+def test_padding_as_long_as_there_are_samples_is_none_of_them():
+    """Without the last sample, the longest, the positions are one fewer, as the samples are."""
+
+    def with_positions(samples):
+        return torch.tensor(samples), torch.arange(max(samples))[None], torch.ones(max(samples), 2)
+
+    found = WithSamples(with_positions, torch.zeros(()), joins=False, looks=True)([1, 2, 3, 4])
+    assert found.layout == {"": None, "/0": 0, "/1": None, "/2": None}
