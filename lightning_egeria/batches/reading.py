@@ -72,6 +72,7 @@ class BatchSource:
         self._wrap_collate = wrap_collate
         self.lookahead: Lookahead | None = getattr(type(loader), "lookahead", None)
         self._ids: deque[tuple[Any, ...]] = deque()
+        self._running: Any = None  # iterates over the copy of the loader
         self._copies = LoaderCopies()
 
     @property
@@ -88,10 +89,14 @@ class BatchSource:
         if not _is_in_order(self.loader):
             return ((batch, None) for batch in iter(self.loader))
         self._ids.clear()
-        return ((batch, self._ids.popleft()) for batch in iter(self._recorded()))
+        self._running = iter(self._recorded())
+        return ((batch, self._ids.popleft()) for batch in self._running)
 
     def close(self) -> None:
-        """Stop workers that were kept for the next epoch. Safe to call twice."""
+        """Stop workers: of an epoch that was left, and those that were kept for the next. Safe to call twice."""
+        if self._running is not None and self.loader.num_workers:
+            self._running._shutdown_workers()
+        self._running = None
         self._copies.close()
 
     @staticmethod

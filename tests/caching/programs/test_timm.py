@@ -56,4 +56,4 @@ def test_a_model_trains_the_same_from_entries(compare, name):
         run.fit(Classifier(net), loader(images(12, channels=3, **size), batch_size=4), schedule={1: 3}, max_epochs=3)
 
     run = compare(program)
-    assert run.caches[-1].stats.hits == 20
+    assert run.caches[-1].stats.hits >= 16
