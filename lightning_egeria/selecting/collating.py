@@ -40,7 +40,7 @@ class InOrder:
         if not self._left or len(samples) < FEWEST:
             return self.collate(samples)
         self._left -= 1
-        batch, in_order = _checked(self.collate, samples)
+        batch, in_order, _ = _checked(self.collate, samples)
         if not in_order:
             raise UnsupportedError(
                 "the collate function of the DataLoader changes the order of the samples, so stale losses would be "
@@ -94,13 +94,16 @@ class WithSamples:
         if is_checked and _depends_on_others(self.collate, samples):
             self._keeps.fill_(True)
         kept = copy.deepcopy(samples) if self._keeps else None  # collating may change them
-        again = copy.deepcopy(samples) if is_first and self._looks else None
+        layout = None
         if is_checked:
-            batch, in_order = _checked(self.collate, samples)
+            batch, in_order, layout = _checked(self.collate, samples)
             self._in_order &= in_order
+        elif is_first and self._looks:
+            again = copy.deepcopy(samples)
+            batch = self.collate(samples)
+            layout = _layout(self.collate, batch, again)
         else:
             batch = self.collate(samples)
-        layout = _layout(self.collate, batch, again) if again is not None else None
         return Collated(batch, kept if self._in_order else None, self._in_order, layout)
 
 
@@ -133,15 +136,15 @@ def _form(sample: Any) -> Any:
     return len(sample) if isinstance(sample, (list, tuple, str, bytes)) else None
 
 
-def _checked(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool]:
-    """The user's batch, and whether its rows have the order of the samples."""
+def _checked(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[Any, bool, Layout | None]:
+    """The user's batch, whether its rows have the order of the samples, and its columns as `_layout` finds them."""
     moved_on, again = copy.deepcopy(samples[1:] + samples[:1]), copy.deepcopy(samples)
     batch = collate(samples)
     with preserved_random_state():
         other = collate(moved_on)
     layout = _layout(collate, batch, again)
     first, second = (Rows.of(one, len(samples), layout).columns for one in (batch, other))
-    return batch, not _is_in_another_order(first, second)
+    return batch, not _is_in_another_order(first, second), layout
 
 
 def _is_in_another_order(columns: Sequence[Any], moved_on: Sequence[Any]) -> bool:
