@@ -12,8 +12,8 @@ from conftest import REPOSITORY
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["step_time.py", "--depth", "8", "--pairs", "1"],
-        ["cached_step.py", "--pairs", "1", "--depths", "1"],
+        ["step_time.py", "--depth", "8", "--pairs", "1", "--every", "2"],
+        ["cached_step.py", "--model", "resnet8", "--pairs", "1", "--depths", "1"],
         ["communication.py", "--rate", "0", "--runs", "1", "--steps", "6", "--depths", "2"],
         ["snapshot.py", "--width", "16", "--depth", "1", "--repeats", "1"],
         ["branch_tuning.py", "--seeds", "0", "--epochs", "1"],
@@ -31,7 +31,7 @@ def test_a_benchmark_runs(arguments, tmp_path):
     run = subprocess.run(
         [sys.executable, REPOSITORY / "benchmarks" / script, *options],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

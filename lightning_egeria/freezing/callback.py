@@ -171,12 +171,13 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         Feed.remove(trainer, self)
 
     def _read_ahead(self, trainer: pl.Trainer) -> None:
-        if getattr(trainer, "fast_dev_run", False) or not Branches.possible(trainer):
+        if getattr(trainer, "fast_dev_run", False):
             return
         policy = FreezingPolicy() if self.policy is None else self.policy
         trial = self._guide.trial if self._guide is not None and self.freezer is not None else None
         may_want_one = isinstance(policy, FreezingPolicy) and policy.pretrained and policy.trial_progress is not None
-        if (trial is not None and not trial.over) or (self.freezer is None and may_want_one):
+        wanted = may_want_one if self.freezer is None else trial is not None and not trial.over
+        if wanted and Branches.possible(trainer):
             feed = Feed.install(trainer, self, lambda: self._try_depths(trainer, feed))
 
     def _try_depths(self, trainer: pl.Trainer, feed: Feed) -> None:
