@@ -107,8 +107,7 @@ class Line:
         self._dataset.dataset, self._dataset.collate = loader.dataset, loader.collate_fn
         self._dataset.collate_plain = self.wrap(loader.collate_fn) if self.wrap is not None else loader.collate_fn
         epoch, epochs = self._epochs(has_samples_once(loader))
-        self.stream.begin_epoch(epoch, epochs)
-        self.stream.accounts.loads_ahead = loader.num_workers > 0
+        self.stream.begin_epoch(epoch, epochs, loader.num_workers > 0)
         # At once, as the user's does: it draws a random number and starts the workers.
         planned, self._workers = self._planned(loader)
         return self._batches(iter(planned))

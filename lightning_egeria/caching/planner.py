@@ -74,7 +74,7 @@ class Planner:
         self._numbers: dict[Any, int] | None = None  # of ids that are not indices
         self._seen_indices = False
         self._data: dict[str, str] = {}
-        self._data_seconds = 1.0
+        self._data_seconds, self._has_copies = 1.0, False
 
     @property
     def has_own_ids(self) -> bool:
@@ -87,14 +87,18 @@ class Planner:
             self.inputs, self.structure = (), None
         self.sizes = BatchSizes()
         self.trial_planned, self._since_check = False, 0
+        if self._has_copies:
+            return  # it was looked at when they were made
         if len(self._levels):
             self.look_at_data()  # entries of before may be of other data
         else:
             self._data = digests_of(self._dataset.dataset) if front is not None else {}
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Batches that were planned and did not come will not."""
-        self._epoch = epoch
+    def begin_epoch(self, epoch: int, has_front: bool, has_copies: bool) -> None:
+        """Batches that were planned and did not come will not; workers that ``has_copies`` load as the data is now."""
+        self._epoch, self._has_copies = epoch, has_copies
+        if has_front or has_copies:
+            self.look_at_data()
         self._reads.clear()
         self.trial_planned, self._checked = False, False
 
@@ -153,7 +157,7 @@ class Planner:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
         if plan.mode is not Mode.FOLLOWED or not plan.stored:
             return plan
-        if self._data_seconds < QUICK_S:
+        if self._data_seconds < QUICK_S and not self._has_copies:
             self.look_at_data()
         entries, stored = np.array(plan.entries, np.int64), np.array(plan.stored)
         for number, folder in enumerate(plan.stores):

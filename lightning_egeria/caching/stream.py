@@ -130,19 +130,18 @@ class Stream:
         """Sizes of batches whose rows have the same bits."""
         return self._planner.sizes
 
-    def begin_epoch(self, epoch: int, epochs: int | None) -> None:
+    def begin_epoch(self, epoch: int, epochs: int | None, has_workers: bool) -> None:
         """The loader begins anew; batches that were planned and did not come will not.
 
         Args:
             epoch: number of the epoch.
             epochs: number of all epochs, if each of them has every sample once at most; None if nobody knows.
+            has_workers: whether other processes load.
         """
-        self._epoch, self._epochs = epoch, epochs
-        self._planner.begin_epoch(epoch)
+        self._epoch, self._epochs, self.accounts.loads_ahead = epoch, epochs, has_workers
+        self._planner.begin_epoch(epoch, self.front is not None, has_workers)
         self.accounts.race.new_pass()
         self.levels.begin_epoch()
-        if self.front is not None:
-            self._planner.look_at_data()
 
     def plan(self, ids: Sequence[Any]) -> Plan:
         """Plan the next batch."""

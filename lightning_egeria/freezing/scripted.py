@@ -15,7 +15,7 @@ class ScriptedPolicy:
 
     Args:
         schedule: frozen depth by optimizer step. ``{200: 4, 900: 0}`` freezes the first four layer modules after
-            step 200 and unfreezes them after step 900.
+            step 200 and unfreezes them after step 900. With several processes, after the next evaluation step.
 
     Raises:
         ArgumentError: if a step is below 1 or a depth is negative. At the start of training, if a depth is larger than

@@ -29,6 +29,7 @@ class Sent:
         bases: places of the nodes whose memory they share; None for one with its own.
         value: the tensor, if it is there.
         rows: values of rows, one behind the other: to send many tensors takes long.
+        attributes: what the program has set on the tensor.
     """
 
     steps: tuple[Any, ...]
@@ -36,6 +37,7 @@ class Sent:
     bases: tuple[int | None, ...]
     value: Tensor | None
     rows: Tensor | None = None
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +72,13 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
 
     def once(lazy: LazyTensor) -> Any:
         if id(lazy) not in known:
-            known[id(lazy)] = plain(lazy) if lazy.node.root in as_they_are else describe(lazy)
+            known[id(lazy)] = as_it_is(lazy) if lazy.node.root in as_they_are else describe(lazy)
         return known[id(lazy)]
+
+    def as_it_is(lazy: LazyTensor) -> Tensor:
+        value = plain(lazy).detach() if lazy.attributes else plain(lazy)
+        vars(value).update(lazy.attributes)
+        return value
 
     def describe(lazy: LazyTensor) -> Any:
         order = orders[id(lazy)]
@@ -95,7 +102,7 @@ def send(batch: Any, keep_rows: bool = False) -> Any:
         rows = torch.stack([node.value for node in together if node.value is not None]) if together else None
         names = tuple(node.number for node in order)
         bases = tuple(places.get(node.base) if node.base is not None else None for node in order)
-        return Sent(tuple(steps), names, bases, value, rows)
+        return Sent(tuple(steps), names, bases, value, rows, lazy.attributes)
 
     return change_leaves(batch, LazyTensor, once)
 
@@ -197,7 +204,9 @@ def receive(batch: Any, tape: Tape) -> Any:
             if name is not None:
                 named[name] = nodes[-1]
         nodes[-1].value = sent.value
-        return show(nodes[-1])
+        lazy = show(nodes[-1])
+        vars(lazy).update(sent.attributes)
+        return lazy
 
     return change_leaves(batch, Sent, once)
 

@@ -211,6 +211,17 @@ class LazyTensor(Tensor):
         """Whether the values are there already."""
         return self.node.value is not None
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the program has set on the tensor."""
+        return {name: value for name, value in vars(self).items() if name != "node"}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the dataset has set on a tensor of a sample."""
+        if name.startswith("_") or name == "node" or self.node.row is None:
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}", name=name, obj=self)
+        return getattr(plain(self), name)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -256,6 +267,10 @@ class LazyTensor(Tensor):
         args, kwargs = pytree.tree_unflatten(values, spec)
         result = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda leaf: owners.get(id(leaf), leaf), result)
+
+    def as_subclass(self, cls: type[Any]) -> Any:  # noqa: D102  # torch's own asks no ``__torch_function__``
+        self.node.tape.change()  # it shares the memory
+        return plain(self).as_subclass(cls)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch passes tensor_contents
         return repr(plain(self))

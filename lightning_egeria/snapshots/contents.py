@@ -25,7 +25,6 @@ from lightning_egeria.snapshots.digests import has_values
 from lightning_egeria.snapshots.random_state import GENERATORS, state_of
 
 MAX_OBJECTS = 20_000
-MAX_DEPTH = 6
 MAX_ITEMS = 10_000  # of a list of objects; numbers and texts are read whole
 MAX_BYTES = 2**28  # of one array; a larger one is sampled
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -78,7 +77,8 @@ def moving_of(dataset: Any) -> dict[str, str]:
     If loading a sample changes one, another load of the sample may return something else.
     """
     kinds = (*GENERATORS, *_MEMORY, bool, int, float, complex, np.number, itertools.count)
-    return {path: _digest_of_any(value) for path, value in _reach(dataset, items=16) if isinstance(value, kinds)}
+    found = _reach(dataset, items=16, most=MAX_OBJECTS // 10)
+    return {path: _digest_of_any(value) for path, value in found if isinstance(value, kinds)}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> str | None:
@@ -98,14 +98,18 @@ def _reach(
 ) -> Iterator[tuple[str, Any]]:
     parts_of = _parts_of if strict else _parts_of_any
     seen: dict[int, Any] = {}
-    waiting: list[tuple[str, Any, int]] = [("", root, 0)]
-    while waiting and len(seen) < most:
-        path, value, depth = waiting.pop()
+    waiting = collections.deque[tuple[str, Any]]([("", root)])
+    while waiting:  # what is near comes first
+        path, value = waiting.popleft()
         if isinstance(value, _VALUES):
             yield path, value
             continue
-        if id(value) in seen or depth > MAX_DEPTH:
+        if id(value) in seen:
             continue
+        if len(seen) == most:
+            if strict:
+                raise ValueError(f"there are more than {most} objects")
+            return
         seen[id(value)] = value
         inside = None if isinstance(value, (Tensor, np.ndarray, *GENERATORS)) else parts_of(value, items, follows)
         if inside is None:
@@ -113,7 +117,7 @@ def _reach(
             continue
         if not isinstance(value, types.FunctionType):
             yield f"{path}.__class__", type(value).__qualname__
-        waiting += [(f"{path}{name}".removeprefix("."), item, depth + 1) for name, item in inside]
+        waiting += [(f"{path}{name}".removeprefix("."), item) for name, item in inside]
 
 
 def _parts_of_any(value: Any, items: int, follows: Callable[[Any], bool] | None) -> list[tuple[str, Any]] | None:
@@ -134,7 +138,8 @@ def _parts_of(value: Any, items: int, follows: Callable[[Any], bool] | None) -> 
     if isinstance(value, (list, tuple, collections.deque)):
         return [(f"[{at}]", item) for at, item in enumerate(itertools.islice(value, items))] + [(".len()", len(value))]
     if isinstance(value, (dict, types.MappingProxyType)):
-        return [(f"[{key!r}]", value[key]) for key in itertools.islice(value, items)] + [(".len()", len(value))]
+        found = [(f"[{key!r}]", value[key]) for key in itertools.islice(value, items)]
+        return [*found, (".keys()", "".join(path for path, _ in found)), (".len()", len(value))]
     if isinstance(value, functools.partial):
         return [("()", value.func), ("().args", value.args), ("().keywords", value.keywords), ("", vars(value))]
     if isinstance(value, types.MethodType):

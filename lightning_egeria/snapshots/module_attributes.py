@@ -67,12 +67,31 @@ class ModuleAttributes:
             attributes.restore(vars(part), done, self._without)
 
 
+class ObjectAttributes:
+    """The attributes of an object that is no module, as `ModuleAttributes` keeps them.
+
+    Args:
+        owner: the object.
+        parts: identities of objects of which a reference is kept.
+        without: names of attributes to leave alone.
+    """
+
+    def __init__(self, owner: Any, parts: set[int], without: Sequence[str]) -> None:
+        self._owner, self._without = owner, without
+        known = _Known({type(owner).__module__.partition(".")[0]} - _LIBRARIES, parts)
+        self._attributes = _Attributes(vars(owner), known, without)
+
+    def restore(self) -> None:
+        """Return to the moment of the capture, any number of times."""
+        self._attributes.restore(vars(self._owner), set(), self._without)
+
+
 class _Known:
     """What is captured already, and where objects come from that are captured with their attributes.
 
     Attributes:
         packages: names of the packages of the user's modules.
-        parts: identities of the modules that are captured.
+        parts: identities of objects that are captured elsewhere.
         kept: captured values, by identity.
     """
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_egeria.snapshots.module_attributes import put_back
+from lightning_egeria.snapshots.module_attributes import ObjectAttributes, put_back
 from lightning_egeria.snapshots.random_state import RandomState
 from lightning_egeria.snapshots.tensor_store import TensorStore
 
@@ -32,11 +32,11 @@ class Stateful(Protocol):
 class TrainingState:
     """The state of training at one moment. `restore` returns to it, any number of times, bit for bit.
 
-    It holds copies of parameters, their gradients, buffers, the state and the settings of optimizers, the state of
-    ``others``, and the random state of torch, numpy and Python. Parameters, buffers and submodules keep their identity,
-    so nothing that refers to them needs to know; added ones go. Copies are on the devices of their tensors, or in a
-    `TensorStore`, which shares what several states have in common. A tensor that FSDP2 divides is copied in parts, by
-    each rank its own.
+    It holds copies of parameters, their gradients, buffers, the state, settings and attributes of optimizers, the state
+    of ``others``, and the random state of torch, numpy and Python. Parameters that only an optimizer knows count.
+    Parameters, buffers and submodules keep their identity, so nothing that refers to them needs to know; added ones go.
+    Copies are on the devices of their tensors, or in a `TensorStore`, which shares what several states have in common.
+    A tensor that FSDP2 divides is copied in parts, by each rank its own.
 
     It does not hold which parameters train (``Freezer.freeze_to`` changes that back), the mode of modules, attributes
     of modules that are not tensors, nor the position in the data: batches are the caller's. Capture and restore between
@@ -75,13 +75,15 @@ class TrainingState:
             (part, kind, dict(getattr(part, kind))) for part in module.modules() for kind in ("_modules", "_parameters")
         ]
         keep = _keep if store is None else store.keep
-        self._parameters = {name: _Copy(parameter, keep) for name, parameter in module.named_parameters()}
-        self._gradients = {name: _Gradient(parameter, keep) for name, parameter in module.named_parameters()}
+        parameters = dict.fromkeys(module.parameters())
+        parameters |= dict.fromkeys(one for opt in optimizers for group in opt.param_groups for one in group["params"])
+        self._parameters = [(_Copy(parameter, keep), _Gradient(parameter, keep)) for parameter in parameters]
         self._buffers = {
             path: {name: None if buffer is None else _Copy(buffer, keep) for name, buffer in part._buffers.items()}
             for path, part in module.named_modules()
         }
-        self._optimizers = [_OptimizerState(optimizer, keep) for optimizer in optimizers]
+        parts = {*map(id, [*module.modules(), *optimizers])}
+        self._optimizers = [_OptimizerState(optimizer, keep, parts) for optimizer in optimizers]
         self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]
         self._random = RandomState.current()
         if store is not None:
@@ -92,10 +94,10 @@ class TrainingState:
         for part, kind, members in self._members:
             put_back(getattr(part, kind), members)
         parts = dict(self._module.named_modules())
+        self.restore_parameters()
         with torch.no_grad():
-            for name, parameter in self._module.named_parameters():
-                self._parameters[name].write_back()
-                self._gradients[name].write_back(parameter)
+            for parameter, gradient in self._parameters:
+                gradient.write_back(parameter.original)
             for path, buffers in self._buffers.items():
                 values = {name: None if copied is None else copied.write_back() for name, copied in buffers.items()}
                 put_back(parts[path]._buffers, values)
@@ -104,6 +106,12 @@ class TrainingState:
         for optimizer in self._optimizers:  # behind the schedulers, which may write into it
             optimizer.restore()
         self._random.restore()
+
+    def restore_parameters(self) -> None:
+        """Write the values of the parameters back, and nothing else."""
+        with torch.no_grad():
+            for parameter, _ in self._parameters:
+                parameter.write_back()
 
 
 class _Values(Protocol):
@@ -142,11 +150,11 @@ class _Copy:
 class _Gradient:
     """The gradient of a parameter. Each step may make a new tensor, so the old one is kept only while others do."""
 
-    def __init__(self, parameter: nn.Parameter, keep: _Keep) -> None:
+    def __init__(self, parameter: Tensor, keep: _Keep) -> None:
         self._kept = keep(parameter.grad) if parameter.grad is not None else None
         self._original = weakref.ref(parameter.grad) if parameter.grad is not None else None
 
-    def write_back(self, parameter: nn.Parameter) -> None:
+    def write_back(self, parameter: Tensor) -> None:
         """Give the parameter its gradient back."""
         if self._kept is None or self._original is None:
             parameter.grad = None
@@ -171,10 +179,10 @@ def _write(values: Tensor, original: Tensor) -> None:
 class _OptimizerState:
     """Not `Optimizer.state_dict`: loading that casts state to the dtype of its parameter.
 
-    Attributes that hold numbers and tensors return too, and so do optimizers inside this one.
+    Attributes return too, those with an identity in ``parts`` by reference, and so do optimizers inside this one.
     """
 
-    def __init__(self, optimizer: Optimizer, keep: _Keep, seen: set[Optimizer] | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, keep: _Keep, parts: set[int], seen: set[Optimizer] | None = None) -> None:
         self._optimizer = optimizer
         seen = seen if seen is not None else set()
         seen.add(optimizer)
@@ -186,8 +194,10 @@ class _OptimizerState:
             for group in optimizer.param_groups
         ]
         inside = held_by(optimizer, Optimizer)
-        self._inner = [_OptimizerState(inner, keep, seen) for inner in inside if inner not in seen]
+        parts = parts | {*map(id, inside)}
+        self._inner = [_OptimizerState(inner, keep, parts, seen) for inner in inside if inner not in seen]
         self._attributes = [(name, value, _packed(value, keep, known)) for name, value in _own(optimizer)]
+        self._others = ObjectAttributes(optimizer, parts, without=(*_KNOWN, *(name for name, *_ in self._attributes)))
 
     def restore(self) -> None:
         for inner in self._inner:
@@ -202,6 +212,7 @@ class _OptimizerState:
             group["params"] = list(parameters)
             group.update({name: unpack(packed, before.get(name)) for name, packed in settings.items()})
         self._optimizer.param_groups[:] = [group for group, _, _ in self._groups]
+        self._others.restore()
         own = dict(_own(self._optimizer))
         for name in own.keys() - {name for name, *_ in self._attributes}:
             delattr(self._optimizer, name)

@@ -76,6 +76,10 @@ class FitState:
             freezer.prefix.load_state_dict(self._prefix)
             freezer.update_reducer()
 
+    def restore_parameters(self) -> None:
+        """Write the values of the parameters back, and nothing else."""
+        self._training.restore_parameters()
+
 
 def _innermost(trainer: Any) -> Any:
     """The user's own data module; the Trainer, if there is none."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from torch.nn.parameter import is_lazy
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError, check_integers
@@ -76,7 +77,7 @@ class BranchTuner(pl.Callback):
         most_state_bytes: int = 2**32,
     ) -> None:
         super().__init__()
-        if isinstance(searcher, str) and searcher not in SEARCHERS:
+        if not callable(searcher) and searcher not in SEARCHERS:
             raise ArgumentError(f"searcher must be one of {', '.join(SEARCHERS)} or a function, got {searcher!r}")
         check_integers(1, max_trials=max_trials, first_steps=first_steps)
         if type(seed) is not int:
@@ -281,6 +282,8 @@ class BranchTuner(pl.Callback):
         accumulated = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
         if self._due is None or accumulated or (self.tunables.needs_freezer and freezer_of(trainer) is None):
             return  # the first step of training finds the layer modules
+        if any(map(is_lazy, trainer.lightning_module.parameters())):
+            return  # the first step makes them
         assert self._feed is not None
         try:
             self.tunables.check(trainer)  # schedulers may be other ones since the start, as with weight averaging

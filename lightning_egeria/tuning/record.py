@@ -22,6 +22,7 @@ class SearchRecord:
         trial_steps: steps of the winner's trial, of its batch size; of the last trial without a winner.
         seconds: time that the search took.
         setting: setting in use after it.
+        unlearned_steps: optimizer steps whose weights were put back: what the loss of each batch is without learning.
     """
 
     step: int
@@ -32,11 +33,13 @@ class SearchRecord:
     trial_steps: int
     seconds: float
     setting: Setting
+    unlearned_steps: int = 0
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of all branches."""
-        return sum(branch["steps"] for branch in self.branches)
+        """Optimizer steps of all branches, and those without learning."""
+        steps: int = sum(branch["steps"] for branch in self.branches)
+        return steps + self.unlearned_steps
 
     def state(self) -> dict[str, Any]:
         """Return the record in plain types; a number that is not finite is None."""

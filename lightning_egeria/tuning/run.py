@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.stopping import is_to_stop, stop
 from lightning_egeria.training.unseen import saving_later
 from lightning_egeria.tuning.record import SearchRecord, describe
 from lightning_egeria.tuning.rounds import FIFTHS, Limits, Order, Outcome, Result, search
@@ -66,13 +67,13 @@ class SearchRun:
             show: called with the setting of each trial.
 
         Raises:
-            SIGTERMException: if Lightning was told to stop; training is where it was, and ``finished`` has the trials.
+            SIGTERMException: if training is to stop; it is where it was, and ``finished`` has the trials.
         """
         started, trials = time.perf_counter(), self._trials
         self._notices.inform(f"step {self._step}: a search begins, because {reason}")
         run = search(new_searcher(trials.tunables.spaces), trials.present, limits) if self._ranks.leads else None
         result: Result | None = None
-        with saving_later(self._trainer) as waiting, self._back_after_an_error():
+        with self._stopping(), saving_later(self._trainer) as waiting, self._back_after_an_error():
             while True:
                 message = self._ranks.share(_next_message(run, result))
                 if "order" not in message:
@@ -93,13 +94,23 @@ class SearchRun:
                 trials.adopt(Order(winner, setting, branches[winner]["steps"]))
         length = trials.converted(message["trial_steps"] if winner is None else branches[winner]["steps"])
         seconds = time.perf_counter() - started
-        record = SearchRecord(self._step, reason, message["reason"], branches, winner, length, seconds, setting)
+        still = trials.steps_without_learning
+        record = SearchRecord(self._step, reason, message["reason"], branches, winner, length, seconds, setting, still)
         self._notices.inform(
             f"step {self._step}: the search ends after {len(branches)} trials and {record.steps} steps, because "
             f"{record.ended}. "
             + ("No setting made progress" if winner is None else f"Training goes on with {describe(setting)}")
         )
         return record
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Save where the search began, if training is to stop."""
+        try:
+            yield
+        except SIGTERMException:
+            stop(self._trainer)
+            raise
 
     @contextlib.contextmanager
     def _back_after_an_error(self) -> Iterator[None]:
@@ -135,7 +146,7 @@ class SearchRun:
             self._trials.leave()
             type(self._trainer).save_checkpoint(self._trainer, path, weights_only)
         waiting.clear()
-        if self._ranks.share(bool(getattr(self._trainer, "received_sigterm", False))):
+        if self._ranks.largest(is_to_stop(self._trainer)):
             raise SIGTERMException
 
 

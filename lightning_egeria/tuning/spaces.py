@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from lightning_egeria.errors import ArgumentError
 
@@ -23,6 +25,11 @@ class Space(Protocol):
         """Return values in equal distances, ``points`` of them at most unless the space is a list."""
 
 
+def plain(value: Any) -> Any:
+    """Return a number of numpy as one of Python, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 class Choice:
     """One value of a list.
 
@@ -37,11 +44,11 @@ class Choice:
     """
 
     def __init__(self, values: Sequence[Value]) -> None:
-        self.values: list[Value] = list(values) if isinstance(values, list | tuple | range) else []
-        plain = all(
+        self.values: list[Value] = [*map(plain, values)] if isinstance(values, list | tuple | range) else []
+        known = all(
             type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)) for value in self.values
         )
-        if not plain or not self.values or len(set(self.values)) < len(self.values):
+        if not known or not self.values or len(set(self.values)) < len(self.values):
             raise ArgumentError(
                 f"Choice needs a list of different numbers, strings or booleans, got {values!r}. For another kind of "
                 "value, choose between names and use Custom with a setter"
@@ -72,6 +79,7 @@ class Uniform:
     """
 
     def __init__(self, low: float, high: float) -> None:
+        low, high = plain(low), plain(high)
         numbers = all(type(value) in (int, float) and math.isfinite(value) for value in (low, high))
         if not (numbers and low < high):
             raise ArgumentError(f"{type(self).__name__} needs finite low < high, got {low!r} and {high!r}")

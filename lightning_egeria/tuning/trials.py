@@ -6,13 +6,10 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import EgeriaError, UnsupportedError
@@ -20,6 +17,7 @@ from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.training.feed import BranchFeed, Feed, ReadAhead
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
+from lightning_egeria.training.stopping import is_to_stop
 from lightning_egeria.training.unseen import BranchRecorder, advance, unseen
 from lightning_egeria.tuning.record import describe
 from lightning_egeria.tuning.rounds import Order, Result
@@ -92,7 +90,7 @@ class Trials:
         self._batch_size = tunables.batch_size
         self._present_size = self._batch_size.get(trainer) if self._batch_size is not None else None
         self._ahead = {self._present_size: feed.ahead}  # by batch size
-        self._unlearned: dict[int | None, list[float]] = {}  # loss of each batch without learning, by batch size
+        self._unlearned: dict[int | None, _Branch] = {}  # does not learn; by batch size
         if self._batch_size is not None:
             self._batch_size.begin(trainer)
 
@@ -102,7 +100,8 @@ class Trials:
         After an error with the present setting, `leave` returns to the beginning.
 
         Raises:
-            UnsupportedError: if the training step returns no loss.
+            UnsupportedError: if the training step returns no loss, with manual optimization.
+            SIGTERMException: if training is to stop.
         """
         for number, other in self._branches.items():
             if number not in order.needed and number != order.branch:
@@ -112,9 +111,9 @@ class Trials:
         try:
             if self._continue(branch, order.steps):
                 branch.ended = self.tunables.get(self._trainer)
-                failed = self._without_effect(branch)
+                failed = self._without_effect(branch) if branch.losses else "the training step returned no loss"
                 branch.state = FitState(self._trainer, self._freezer, self._store)
-                self._train_without_learning(len(branch.losses))
+                self._train_without_learning(branch.setting, branch.batches)
             else:
                 failed = f"the epoch has too few samples left for batches of {branch.setting['batch_size']}"
         except EgeriaError:
@@ -141,6 +140,11 @@ class Trials:
                     now, others = describe({name: branch.ended[name]}), describe({name: other.setting[name]})
                     return f"something sets {name!r} itself: {now} after this trial, as after that of {others}"
         return None
+
+    @property
+    def steps_without_learning(self) -> int:
+        """Number of steps whose weights were put back."""
+        return sum(one.batches for one in self._unlearned.values()) // self._trainer.accumulate_grad_batches
 
     def leave(self) -> None:
         """Return to the beginning."""
@@ -192,15 +196,8 @@ class Trials:
     def _continue(self, branch: _Branch, steps: int) -> bool:
         """Train a branch until it has the samples of ``steps`` steps; False if the epoch has no batch for it."""
         self._is_set = False
-        if branch.state is not None:
-            branch.state.restore()
-            self.tunables.set_outside_checkpoints(self._trainer, branch.setting)
-        else:
-            self._parent.restore()
-            branch.batches, branch.losses, branch.seconds = 0, [], 0.0
-            self.tunables.set(self._trainer, branch.setting)
+        self._begin(branch)
         self._is_set = True
-        branch.state = None
         accumulated = self._trainer.accumulate_grad_batches
         if self._batch_size is not None and self._present_size is not None:
             steps = self._batch_size.steps(steps, self._present_size, accumulated)
@@ -208,38 +205,47 @@ class Trials:
             self._train(branch, steps * accumulated)
         return steps > 0
 
+    def _begin(self, branch: _Branch) -> None:
+        """Return to the end of a branch, or to the beginning."""
+        if branch.state is not None:
+            branch.state.restore()
+            self.tunables.set_outside_checkpoints(self._trainer, branch.setting)
+        else:
+            self._parent.restore()
+            branch.batches, branch.losses, branch.seconds = 0, [], 0.0
+            self.tunables.set(self._trainer, branch.setting)
+        branch.state = None
+
     def _relative(self, losses: list[float], cost: float, failed: str | None) -> Result:
         """Take the part out of the losses that the batch has in them: with learning minus without, plus the mean."""
-        base = self._unlearned.get(self._size, [])[: len(losses)]
+        base = self._unlearned[self._size].losses[: len(losses)] if self._size in self._unlearned else []
         if not losses or len(base) < len(losses) or not all(map(math.isfinite, base)):
             return Result(losses, cost, failed)
         mean = math.fsum(base) / len(base)
         relative = [loss - unlearned + mean for loss, unlearned in zip(losses, base, strict=True)]
         return Result(relative, cost, failed, mean)
 
-    def _train_without_learning(self, batches: int) -> None:
-        """Note the losses of the first batches with the weights of the beginning. The state changes."""
-        trainer, module = self._trainer, self._trainer.lightning_module
-        known = self._unlearned.setdefault(self._size, [])
-        done = len(known)
-        if batches <= done or not module.automatic_optimization:
+    def _train_without_learning(self, setting: Setting, batches: int) -> None:
+        """Note the losses of the first batches with the weights of the beginning. The state changes.
+
+        The steps are whole ones, whose weights are put back: so a module finds all that it finds in training. With
+        manual optimization, a step may use weights that it has just changed, so there is nothing to note.
+        """
+        trainer, size = self._trainer, self._size
+        own = {name: value for name, value in setting.items() if name == "batch_size"}
+        still = self._unlearned.setdefault(size, _Branch(self.present | own))
+        if batches <= still.batches or not trainer.lightning_module.automatic_optimization:
             return
-        size = self._size
-        self._parent.restore()
-        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        losses: list[float] = []
-        with unseen(trainer, BranchRecorder(None)), torch.no_grad():
-            items = self._batches(size).from_here(done, alike=True)
-            for position, item in zip(range(done, batches), items, strict=False):
-                batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(item[0]))
-                batch = trainer.strategy.batch_to_device(batch)
-                number = self._first + position
-                _call_lightning_module_hook(trainer, "on_train_batch_start", batch, number)
-                output: Any = trainer.strategy.training_step(*((batch, number) if takes_index else (batch,)))
-                _call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, number)
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                losses.append(math.nan if loss is None else float(loss) / trainer.accumulate_grad_batches)
-        known += self._ranks.mean(losses)
+        self._begin(still)
+        feed = BranchFeed(self._batches(size).from_here(still.batches, alike=True), _nothing)
+        recorder = BranchRecorder(self._freezer)
+        with unseen(trainer, recorder):
+            for _ in range(batches - still.batches):
+                self._advance(feed)
+                self._parent.restore_parameters()
+        still.batches = batches
+        still.losses += self._ranks.mean([loss for loss in recorder.take() if loss is not None])
+        still.state = FitState(trainer, self._freezer, self._store)
 
     def _train(self, branch: _Branch, batches: int) -> None:
         """Train until the branch has had so many batches, or a loss is not finite."""
@@ -258,12 +264,14 @@ class Trials:
                     self._advance(feed)
             branch.batches += count
             branch.losses += self._ranks.mean([loss for loss in recorder.take() if loss is not None])
+            if self._ranks.largest(is_to_stop(self._trainer)):
+                raise SIGTERMException
         wait()
         branch.seconds += time.perf_counter() - started - feed.seconds
-        if not branch.losses:
+        if not branch.losses and not self._trainer.lightning_module.automatic_optimization:
             raise UnsupportedError(
                 "the training step returned no loss in a trial. With manual optimization, return it at the end of "
-                "training_step; otherwise tune with batches that train"
+                "training_step"
             )
 
     def _advance(self, feed: BranchFeed) -> None:

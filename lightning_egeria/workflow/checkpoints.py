@@ -123,6 +123,20 @@ class ResumableCheckpoints(pl.Callback):
         """Stop listening; Lightning does not call `on_train_end` after an error."""
         self._deafen()
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether this process got a signal to stop."""
+        return self._asked
+
+    def stop(self, trainer: pl.Trainer) -> None:
+        """Save between two batches, and end the process.
+
+        Raises:
+            SystemExit: with status 75.
+        """
+        self._leaving = True
+        self._save(trainer)
+
     def _go_on(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
         """Load the batches again that the epoch has had, and return the generators to the checkpoint's state."""
         self._batches, self._at_epoch_start = state["batches"], state["at_epoch_start"]

@@ -71,7 +71,7 @@ class Drive:
     def epoch(self, order=None, size=BATCH, epochs=None, step=None):
         """Run an epoch in batches; return their outputs."""
         order = list(range(len(self.data))) if order is None else order
-        self.stream.begin_epoch(self.epochs, epochs)
+        self.stream.begin_epoch(self.epochs, epochs, False)
         self.epochs += 1
         return [self.batch(order[start : start + size], step) for start in range(0, len(order), size)]
 

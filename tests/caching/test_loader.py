@@ -96,7 +96,7 @@ class Stream:
         self.accounts = Accounts(CacheStats())
 
     def begin_epoch(self, *epoch):
-        self.epochs.append(epoch)
+        self.epochs.append(epoch[:2])
 
     def plan(self, ids):
         self.planned.append(ids)

@@ -45,7 +45,7 @@ def test_ids_that_cannot_be_numbered(drive, ids, reason):
 
 def test_trial_comes_first_and_once(drive):
     one = drive()
-    one.stream.begin_epoch(0, None)
+    one.stream.begin_epoch(0, None, False)
     found = plans(one, [0, 1, 2], [3, 4, 5], [6, 7])
     assert [plan.mode for plan in found] == [Mode.TRIAL, Mode.PLAIN, Mode.PLAIN]
 
@@ -78,7 +78,7 @@ def test_views_of_a_sample_have_entries_of_their_own(drive):
     one = drive(views=2)
     found = []
     for epoch in range(3):
-        one.stream.begin_epoch(epoch, None)
+        one.stream.begin_epoch(epoch, None, False)
         found.append(one.stream.plan([3, 0]))
     assert [plan.entries for plan in found] == [(6, 0), (7, 1), (6, 0)]
     assert found[0].seeds == found[2].seeds != found[1].seeds

@@ -230,3 +230,25 @@ def test_another_run_has_the_same_digests():
     }
     assert len(found) == 1
     assert b"[5].a" in found.pop()
+
+
+def test_depth_and_order_count():
+    deep = {"a": 1}
+    for _ in range(30):
+        deep = {"inner": deep, "other": [1, 2]}
+    before, inner = digests_of(deep), deep
+    while "inner" in inner:
+        inner = inner["inner"]
+    inner["a"] = 2
+    assert changed(before, digests_of(deep)).endswith("['a']")
+    pair = {"one": 1, "two": 2}
+    before = digests_of(pair)
+    pair["one"] = pair.pop("one")
+    assert changed(before, digests_of(pair)) == "keys()"
+
+
+def test_more_objects_than_it_looks_at_are_an_error_if_strict():
+    many = [[number] for number in range(100)]
+    assert len(digests_of(many, most=50)) < 200
+    with pytest.raises(ValueError, match="more than 50 objects"):
+        digests_of(many, most=50, strict=True)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import deque
 
 import numpy as np
 import pytest
@@ -416,3 +417,54 @@ def test_inside_one_fit(optimizer):
     fit(module, After(look), data=loader(Subset(images(), range(8))), epochs=18)
     assert len(module.losses) == 18
     assert module.losses[13:18] == module.losses[3:8] != module.losses[8:13]
+
+
+class Noisy(torch.optim.SGD):
+    """With a generator, a deque and an object of the user's own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.generator, self.last, self.seen = torch.Generator().manual_seed(0), deque([0.0]), Count()
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.seen.steps += 1
+        self.last.append(float(torch.randn((), generator=self.generator)) + self.last[-1])
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data += 0.01 * self.last[-1] * self.seen.steps
+
+
+class Count:
+    steps = 0
+
+
+def test_what_an_optimizer_alone_knows_returns():
+    """Its parameters, and attributes that are no numbers or tensors."""
+    layer, scale = nn.Linear(2, 1), nn.Parameter(torch.ones(1))
+    optimizer = Noisy([*layer.parameters(), scale])
+
+    def step():
+        optimizer.zero_grad()
+        loss = (layer(torch.randn(3, 2)) * scale).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item(), scale.item(), len(optimizer.last), optimizer.seen.steps
+
+    step()
+    state = TrainingState(layer, [optimizer])
+    first = [step(), step()]
+    for _ in range(2):
+        state.restore()
+        assert [step(), step()] == first
+
+
+def test_parameters_return_alone():
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    state, before = TrainingState(layer, [optimizer]), layer.weight.tolist()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state.restore_parameters()
+    assert layer.weight.tolist() == before
+    assert layer.weight.grad is not None
+    assert optimizer.state[layer.weight]["momentum_buffer"] is not None

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from lightning_egeria.errors import ArgumentError
@@ -54,3 +55,9 @@ def test_grids_have_both_ends():
 def test_a_wrong_space_is_refused(make):
     with pytest.raises(ArgumentError, match=r"Choice needs|Uniform needs"):
         make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert Choice(list(np.array([0.001, 0.1]))).values == [0.001, 0.1]
+    space = LogUniform(np.float64(1e-4), np.float64(1))
+    assert (type(space.low), space.high) == (float, 1.0)

@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from models import Classifier, equal, fit
+from torch import nn
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import UnsupportedError
@@ -139,3 +140,48 @@ def test_without_a_loss_it_says_what_to_return():
     module.automatic_optimization = False
     with pytest.raises(UnsupportedError, match="the training step returned no loss in a trial"):
         fit(module, Tries(lambda trials: trials.run(Order(0, A, 2)), epoch=0))
+
+
+class Demanding(Classifier):
+    """Needs in each step what a step of training has."""
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        scores = self.net(inputs.requires_grad_())
+        (slope,) = torch.autograd.grad(scores.sum(), inputs, create_graph=True)
+        return nn.functional.cross_entropy(scores, labels) + 0.01 * slope.square().mean() + 100.0 * self.global_step
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert outputs["loss"] > 0
+        assert any(one.grad is not None for one in self.parameters())
+
+
+def test_steps_without_learning_are_whole_steps():
+    """A part of the loss that rises by itself is no lack of progress."""
+    results = []
+
+    def do(trials):
+        results.append(trials.run(Order(0, A, 3)))
+        assert trials.steps_without_learning == 3
+        trials.leave()
+
+    fit(Demanding(), Tries(do))
+    (result,) = results
+    assert result.failed is None
+    assert max(result.losses) - min(result.losses) < 50  # the ramp is not part of it
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_without_a_loss_a_branch_has_failed():
+    class Waits(Classifier):
+        def training_step(self, batch, batch_idx):
+            return None if self.trainer.current_epoch == 1 else super().training_step(batch, batch_idx)
+
+    results = []
+
+    def do(trials):
+        results.append(trials.run(Order(0, A, 3)))
+        trials.leave()
+
+    fit(Waits(), Tries(do))
+    assert results[0].failed == "the training step returned no loss"

@@ -390,3 +390,55 @@ def test_spectral_norm_in_the_front(compare):
         run.fit(Classifier(net))
 
     compare(program, served=None)
+
+
+def _deep(value):
+    for _ in range(12):
+        value = {"inner": value}
+    return value
+
+
+def _bottom(holder):
+    while "inner" in holder:
+        holder = holder["inner"]
+    return holder
+
+
+def _reorder(holder):
+    holder["relu"] = holder.pop("relu")
+
+
+HOLDERS = {
+    "deep": (lambda: _deep({"relu": 1, "tanh": 1}), lambda held: _bottom(held).update(relu=2), True),
+    "order": (lambda: {"relu": 1, "tanh": 1}, _reorder, True),
+    "many": (lambda: {"relu": 1, "tanh": 1, "table": [[0] for _ in range(3000)]}, lambda h: h.update(relu=2), False),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_change_inside_an_attribute_of_the_front(compare, name):
+    """Of 3,000 lists, more than it compares: such a front is not cached."""
+    make, change, served = HOLDERS[name]
+
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.holder = make()
+
+        def forward(self, x):
+            for kind, times in _bottom(self.holder).items():
+                if kind != "table":
+                    x = (F.relu if kind == "relu" else torch.tanh)(x) * times
+            return x
+
+    def program(run):
+        net = Net()
+        net.a[1] = Steps()
+
+        def look(trainer, module, *_):
+            if run.batches == 11:
+                change(net.a[1].holder)
+
+        run.fit(Classifier(net), loader(), on(on_train_batch_end=look))
+
+    compare(program, served=None if served else False)

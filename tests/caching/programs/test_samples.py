@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from programs.parts import BATCH, WORKERS, Classifier, ConvNet, Samples, grid, images, loader, vectors
+from programs.parts import BATCH, WORKERS, Classifier, ConvNet, Samples, Stepping, grid, images, loader, vectors
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
@@ -382,3 +382,57 @@ def test_a_dataset_loads_batches_at_once(compare, load, served, workers):
 
     told = compare(program, served=served)
     assert served or "__getitems__" in " ".join(told.messages)
+
+
+def test_attributes_of_tensors_in_a_batch(compare):
+    """Set by the collate function, and by the dataset."""
+
+    def collate(samples):
+        x, y = default_collate(samples)
+        x.scale, y.smoothing = 0.5, 0.1
+        return x, y
+
+    def step(module, x, y):
+        return F.cross_entropy(module.net(x) * x.scale, y, label_smoothing=y.smoothing)
+
+    def program(run):
+        run.fit(Stepping(step), loader(collate_fn=collate))
+
+    compare(program)
+
+
+def test_attributes_of_tensors_of_a_sample(compare):
+    def noted(data, index):
+        x = data.x[index].clone()
+        x.times = 1 + index % 3
+        return x, data.y[index]
+
+    def collate(samples):
+        return torch.stack([x * x.times for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    def program(run):
+        run.fit(Classifier(), loader(Samples(noted), collate_fn=collate))
+
+    compare(program, served=None)
+
+
+class Framed(torch.Tensor):
+    """A kind of tensor of its own, as those of torchvision."""
+
+
+@pytest.mark.parametrize("place", ["step", "collate"])
+def test_inputs_of_another_kind(compare, place):
+    def framed(x):
+        return torch.as_tensor(x).as_subclass(Framed).as_subclass(torch.Tensor)
+
+    def collate(samples):
+        x, y = default_collate(samples)
+        return framed(x), y
+
+    def program(run):
+        if place == "step":
+            run.fit(Stepping(lambda module, x, y: F.cross_entropy(module.net(framed(x)), y)))
+        else:
+            run.fit(Classifier(), loader(collate_fn=collate))
+
+    compare(program, served=None)

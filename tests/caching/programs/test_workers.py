@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from programs.parts import SAMPLES, Classifier, grid, loader, on, vectors
+from programs.parts import BATCH, SAMPLES, Classifier, grid, loader, on, vectors
 from torch.utils.data import (
+    DataLoader,
     Dataset,
     get_worker_info,
 )
@@ -178,5 +179,31 @@ def test_a_child_process_reads_the_batch(compare):
                 run.note(torch.tensor(child.exitcode))
 
         run.fit(Classifier(), loader(num_workers=2), on(on_train_batch_end=read), max_epochs=4)
+
+    compare(program)
+
+
+class Relabels(torch.utils.data.Sampler):
+    """Changes the dataset as an epoch begins, when workers have their copies already."""
+
+    def __init__(self, dataset, changes):
+        self.dataset, self.changes = dataset, changes
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __iter__(self):
+        change = next(self.changes, None)
+        if change is not None:
+            self.dataset.tensors[0][change] += 1
+        yield from torch.randperm(len(self.dataset)).tolist()
+
+
+@pytest.mark.parametrize("changes", [(None, None, 3, 5), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)])
+def test_the_sampler_changes_the_data(compare, changes):
+    def program(run):
+        dataset = vectors()
+        data = DataLoader(dataset, BATCH, sampler=Relabels(dataset, iter(changes)), num_workers=1)
+        run.fit(Classifier(), data, max_epochs=7)
 
     compare(program)
