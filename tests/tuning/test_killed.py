@@ -1,4 +1,4 @@
-"""Kill -9 in the middle of a search: resumed from the last checkpoint, a run ends as the one that was not killed."""
+"""Kill -9, or a signal to stop, in a search: resumed from the last checkpoint, a run ends as one that was not killed."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from ranks import LOCAL
 
 from lightning_egeria import BranchTuner, LogUniform
 from lightning_egeria.snapshots.digests import digest
+from lightning_egeria.workflow.checkpoints import ResumableCheckpoints
 
 
 class Killed(Classifier):
@@ -69,6 +70,42 @@ def test_a_killed_search_ends_as_one_that_was_not(at, tmp_path):
     assert again.returncode == 0, again.stderr
     *found, _ = json.loads(again.stdout.splitlines()[-1])
     assert found == expected
+
+
+class Stopped(Killed):
+    """Is asked to stop in a call of the training step."""
+
+    def training_step(self, batch, batch_idx):
+        self.calls_after += Killed.count >= self.at > 0
+        if Killed.count + 1 == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            Killed.count += 1
+        Killed.count += 1
+        return Classifier.training_step(self, batch, batch_idx)
+
+    calls_after = 0
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("into", [3, 9])
+def test_a_signal_to_stop_ends_a_search(epoch, into, tmp_path):
+    """Within its trial; the checkpoint is of where the search began."""
+
+    def train(at, folder, **arguments):
+        Killed.count, module = 0, Stopped(at)
+        tuner = BranchTuner({"lr": LogUniform(1e-3, 1)}, first_steps=2, max_share=100, max_trials=6, at_epochs=(epoch,))
+        try:
+            fit(module, tuner, ResumableCheckpoints(folder=folder), data=loader(), **arguments)
+        finally:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        return digest(dict(module.named_parameters())), tuner.setting, [one.branches for one in tuner.searches]
+
+    expected = train(0, tmp_path / "whole")
+    with pytest.raises(SystemExit) as stopped:
+        train(5 * epoch + into, tmp_path)
+    assert stopped.value.code == 75
+    assert Killed.count < 5 * epoch + into + 6
+    assert train(0, tmp_path, ckpt_path=tmp_path / "last.ckpt") == expected
 
 
 if __name__ == "__main__":
