@@ -1,4 +1,4 @@
-"""Kill -9, or a signal to stop, in a search: resumed from the last checkpoint, a run ends as one that was not killed."""
+"""Kill -9, or a signal to stop, in a search: resumed from its last checkpoint, a run ends as one that was let be."""
 
 import json
 import os
