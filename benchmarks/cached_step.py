@@ -13,13 +13,11 @@ import argparse
 import contextlib
 import io
 import itertools
-import logging
 import platform
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass, field
 
 import lightning
@@ -29,6 +27,7 @@ from timm.models import ResNet, VisionTransformer, create_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.proof.run import quiet
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.caching import stats
 from lightning_egeria.demos.resnet import CifarResNet
@@ -141,18 +140,9 @@ def train(net: nn.Module, data: object, device: torch.device, *callbacks: Callba
         callbacks=[times, *callbacks],
     )
     named = {"datamodule" if isinstance(data, lightning.LightningDataModule) else "train_dataloaders": data}
-    with contextlib.redirect_stdout(io.StringIO()):  # the callback's table
+    with quiet(), contextlib.redirect_stdout(io.StringIO()):  # the callback prints a table
         trainer.fit(Model(net), **named)
     return times.medians()
-
-
-def quiet() -> None:
-    """Print neither messages nor hints from here on."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_egeria"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
-    warnings.filterwarnings("ignore", message=".*lower value for log_every_n_steps")
 
 
 def main() -> None:
@@ -167,7 +157,6 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     options = parser.parse_args()
     stats.COMPARED_STEPS = sys.maxsize  # or it would stop where it does not pay
-    quiet()
     device = options.device
     images = torch.randn(BATCHES * options.batch_size, 3, options.size, options.size)
     labels = torch.randint(10, (len(images),))

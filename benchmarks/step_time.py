@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.cached_step import BATCHES, new_net, parts_of, quiet, train
+from benchmarks.cached_step import BATCHES, new_net, parts_of, train
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
 
 
@@ -36,7 +36,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--every", type=int, default=9, help="measure every n-th depth")
     options = parser.parse_args()
-    quiet()
     name, device = f"resnet{options.depth}", torch.device("cpu")
     rows = BATCHES * options.batch_size
     data = TensorDataset(torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,)))

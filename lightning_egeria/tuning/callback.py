@@ -77,7 +77,7 @@ class BranchTuner(pl.Callback):
         most_state_bytes: int = 2**32,
     ) -> None:
         super().__init__()
-        if not callable(searcher) and searcher not in SEARCHERS:
+        if not callable(searcher) and searcher not in [*SEARCHERS]:
             raise ArgumentError(f"searcher must be one of {', '.join(SEARCHERS)} or a function, got {searcher!r}")
         check_integers(1, max_trials=max_trials, first_steps=first_steps)
         if type(seed) is not int:

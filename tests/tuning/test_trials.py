@@ -171,7 +171,7 @@ def test_steps_without_learning_are_whole_steps():
     assert max(result.losses) - min(result.losses) < 50  # the ramp is not part of it
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # on purpose, here
 def test_without_a_loss_a_branch_has_failed():
     class Waits(Classifier):
         def training_step(self, batch, batch_idx):
