@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import rich
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.file_proxy import FileProxy
 
@@ -34,24 +36,30 @@ def _above_the_bar() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _above_live_display() -> Iterator[None]:
-    """Make the log handlers write to the streams of Rich's progress bar while it is active.
+    """Print through the streams of Rich's progress bar, while it is active, what log handlers write.
 
     The handlers keep the original streams, and the bar draws over lines that bypass its own.
     """
     proxies = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, FileProxy)]
     logger: logging.Logger | None = _log if proxies else None
-    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+    moved: list[tuple[logging.StreamHandler[Any], FileProxy, io.StringIO]] = []
     while logger is not None:
         for handler in logger.handlers:
             for proxy in proxies:
                 if isinstance(handler, logging.StreamHandler) and handler.stream is proxy.rich_proxied_file:
-                    moved.append((handler, handler.setStream(proxy)))
+                    moved.append((handler, proxy, io.StringIO()))
+                    handler.setStream(moved[-1][-1])
         logger = logger.parent if logger.propagate else None
     try:
         yield
     finally:
-        for handler, stream in moved:
-            handler.setStream(stream)
+        for handler, proxy, written in moved:
+            handler.setStream(proxy.rich_proxied_file)
+            with contextlib.ExitStack() as at_rest:
+                # Rich looks where the bar stands, and writes later: its own thread would draw in between.
+                for live in getattr(rich.get_console(), "_live_stack", ()):
+                    at_rest.enter_context(live._lock)
+                proxy.write(written.getvalue())
 
 
 class Notices:

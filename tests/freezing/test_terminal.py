@@ -2,14 +2,18 @@
 
 import contextlib
 import io
+import itertools
 import logging
 import re
+import threading
 
 import lightning as L
 import pytest
 import rich
 import torch
 from lightning.pytorch.callbacks import RichProgressBar
+from rich.console import RenderHook
+from rich.live import Live
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
@@ -98,6 +102,39 @@ def test_the_bar_draws_over_nothing():
         assert words in text
     rows = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
     assert rows[-5:] == ["estimated time saved", "train/loss", *(f"train/metric_{number}" for number in range(3))]
+
+
+class DrawsBetween(RenderHook):
+    """Lets the thread of a bar draw after Rich looked where the bar stands, before it writes."""
+
+    def __init__(self, bar):
+        self.threads = []
+        self.bar = bar
+
+    def process_renderables(self, renderables):
+        if threading.current_thread() not in self.threads:
+            self.threads.append(threading.Thread(target=self.bar.refresh))
+            self.threads[-1].start()
+            self.threads[-1].join(timeout=0.2)
+        return renderables
+
+
+def test_the_thread_of_a_bar_draws_over_no_line():
+    heights = itertools.cycle([1, 3])
+    with terminal() as output:
+        rich.reconfigure(force_terminal=True, width=WIDTH, file=output)
+        bar = Live(auto_refresh=False, get_renderable=lambda: "\n".join(["bar"] * next(heights)))
+        with bar:
+            hook = DrawsBetween(bar)
+            rich.get_console().push_render_hook(hook)
+            for step in range(3):
+                log_line(f"step {step}: froze")
+            rich.get_console().pop_render_hook()
+    for thread in hook.threads:
+        thread.join()
+    assert len(hook.threads) == 3
+    lines = [line.rstrip() for line in screen(output.getvalue())]
+    assert [line for line in lines if line.startswith("step")] == [f"step {step}: froze" for step in range(3)]
 
 
 def test_a_line_of_the_log_does_not_begin_behind_the_bar_of_tqdm():
