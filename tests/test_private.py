@@ -9,7 +9,8 @@ from leftovers import REPOSITORY
 FOLDERS = ("lightning_egeria", "tests", "benchmarks", "notebooks")
 # Names that classes of torch, Lightning, matplotlib, Rich and Python have too.
 OTHERS = {
-    *("_buffers", "_config", "_device", "_lock", "_log_hyperparams", "_modules", "_parameters", "_repr_png_", "_version"),
+    *("_buffers", "_config", "_device", "_lock", "_log_hyperparams", "_modules"),
+    *("_parameters", "_repr_png_", "_version"),
 }
 
 
