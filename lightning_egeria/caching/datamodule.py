@@ -149,7 +149,8 @@ class FrozenPrefixCache(WrappingDataModule):
     def _val_dataloader(self) -> Any:
         """Return the user's validation loaders, with plans behind their batches."""
         loaders = self.datamodule.val_dataloader()
-        if self._cache is None or not _is_fitting(self.trainer) or not is_asked_by_loop():
+        fits = getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.FITTING
+        if self._cache is None or not fits or not is_asked_by_loop():
             return loaders
         if isinstance(loaders, (list, tuple)):
             return [self._line(f"validation {at}", loader) for at, loader in enumerate(loaders)]
@@ -158,7 +159,8 @@ class FrozenPrefixCache(WrappingDataModule):
     def _line(self, name: str, loader: Any) -> Any:
         cache, directory, training = self._cache, self._directory, name == "training"
         stats = self._stats if training else self._validation_stats
-        reason = why_not(loader)
+        model: Any = getattr(self.trainer, "lightning_module", None)
+        reason = why_not(loader, model.training_step if training else model.validation_step)
         if cache is None or directory is None or reason is not None:
             stats.off = reason
             tell = self._notices.warn if training else self._notices.inform
@@ -256,7 +258,3 @@ class FrozenPrefixCache(WrappingDataModule):
             self._cache.owner.observers.remove(self._cache)
             self._cache.close(remove=self._is_temporary)
         self._cache = None
-
-
-def _is_fitting(trainer: Any) -> bool:
-    return getattr(getattr(trainer, "state", None), "fn", None) == TrainerFn.FITTING

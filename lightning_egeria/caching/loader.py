@@ -24,13 +24,15 @@ from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.lazy.sending import joined_rows
 from lightning_egeria.snapshots.contents import changed, digests_of
-from lightning_egeria.training.loops import is_asked_by_loop
+from lightning_egeria.training.loops import fetches_batches, is_asked_by_loop
 
 LOOK_AHEAD_BATCHES = 3
 
 
-def why_not(loader: Any) -> str | None:
-    """Return why the batches of a loader cannot be planned; None if they can."""
+def why_not(loader: Any, step: Callable[..., Any]) -> str | None:
+    """Return why the batches of a loader cannot be planned for a step of the module; None if they can."""
+    if fetches_batches(step):
+        return f"{step.__name__} takes dataloader_iter, and fetches its own batches. Take a batch instead"
     if (reason := why_no_ids(loader)) is not None:
         return reason
     if not hasattr(loader.dataset, "__len__"):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
 from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.training.loops import fetches_batches
 
 _WEIGHT_READERS = ("WeightAveraging", "StochasticWeightAveraging")
 _PLAIN = (bool, int, float, str, type(None))
@@ -47,7 +47,7 @@ def check_support(trainer: pl.Trainer, module: pl.LightningModule, optimizers: S
             f"a graph pipeline needs precision='32-true' or 'bf16-mixed', got {precision!r}. A scaler of gradients "
             "would skip a step in one process and not in another"
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+    if fetches_batches(module.training_step):
         raise UnsupportedError("a graph pipeline splits batches: training_step must get a batch, not dataloader_iter")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         found = [one.__name__ for one in type(callback).__mro__ if one.__name__ in _WEIGHT_READERS]

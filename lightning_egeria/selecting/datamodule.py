@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
 from lightning_egeria.batches.reading import BatchSource
@@ -24,7 +23,7 @@ from lightning_egeria.selecting.stats import SelectionStats
 from lightning_egeria.selecting.window import Window
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
-from lightning_egeria.training.loops import is_asked_by_loop
+from lightning_egeria.training.loops import fetches_batches, is_asked_by_loop
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.panels import Panel
 from lightning_egeria.training.wrapping import WrappingDataModule
@@ -273,7 +272,7 @@ class SelectiveBackprop(WrappingDataModule):
             raise UnsupportedError(
                 "with FSDP2 all ranks score together, and with staleness they do not. Use staleness=0"
             )
-        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        if fetches_batches(module.training_step):
             raise UnsupportedError(
                 "the training step takes dataloader_iter and fetches its own batches. Take a batch instead"
             )

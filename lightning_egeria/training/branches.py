@@ -6,12 +6,12 @@ import itertools
 import math
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.training.feed import BranchFeed, Feed
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer
+from lightning_egeria.training.loops import fetches_batches
 from lightning_egeria.training.unseen import BranchRecorder, advance, unseen
 
 
@@ -37,8 +37,7 @@ class Branches:
     def possible(trainer: pl.Trainer) -> bool:
         """Whether steps of this run can be tried: automatic optimization, and a step that takes a batch."""
         module = trainer.lightning_module
-        takes_iterator = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-        return module.automatic_optimization and not takes_iterator
+        return module.automatic_optimization and not fetches_batches(module.training_step)
 
     def at(self, depth: int, batches: int) -> list[float] | None:
         """Train at a depth and return the loss of each batch, the mean of all ranks.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 _FRAMES = 18  # from a loop to the iterator of a loader
 
@@ -22,6 +24,11 @@ def is_asked_by_loop() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def fetches_batches(step: Callable[..., Any]) -> bool:
+    """Whether a ``training_step`` or ``validation_step`` takes ``dataloader_iter``, and fetches batches itself."""
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 def resumes_at_an_end(trainer: pl.Trainer) -> bool:

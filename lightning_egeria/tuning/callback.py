@@ -109,6 +109,7 @@ class BranchTuner(pl.Callback):
         self._started = 0.0
         self._bar_entry: BarEntry | None = None
         self._feed: Feed | None = None
+        self._own_clipping: list[float | None] = []  # the Trainer's, before it was tuned
         self._forget()
 
     def _forget(self) -> None:
@@ -147,6 +148,8 @@ class BranchTuner(pl.Callback):
         """
         self.tunables.check(trainer)
         check_schedulers(trainer, self.notices.inform)
+        if "gradient_clip_val" in self.tunables.spaces:
+            self._own_clipping.append(trainer.gradient_clip_val)
         self._started = time.perf_counter()
         if not self._resumed:
             self._forget()
@@ -237,7 +240,8 @@ class BranchTuner(pl.Callback):
         """Take the state of a checkpoint.
 
         Raises:
-            CheckpointError: if another version of this class wrote the checkpoint, or it is damaged.
+            CheckpointError: if another version of this class wrote the checkpoint, it is of a search for something
+                else, or it is damaged.
         """
         if self._fitting is False:
             return
@@ -245,6 +249,12 @@ class BranchTuner(pl.Callback):
             raise CheckpointError(
                 f"the checkpoint holds tuning state of version {state_dict.get('version')!r}, expected version "
                 f"{STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
+            )
+        setting = state_dict.get("setting")
+        if isinstance(setting, Mapping) and set(setting) != set(self.tunables.spaces):
+            raise CheckpointError(
+                f"the checkpoint holds a search for {', '.join(sorted(setting))}, and this BranchTuner tunes "
+                f"{', '.join(sorted(self.tunables.spaces))}. Leave out ckpt_path, or tune the same"
             )
         self._forget()
         with checkpoint_read("tuning"):
@@ -262,7 +272,10 @@ class BranchTuner(pl.Callback):
         self._resumed = True
 
     def _read_ahead(self, trainer: pl.Trainer) -> None:
-        if self._due is None or self._feed is not None or getattr(trainer, "fast_dev_run", False):
+        if self._due is None or self._feed is not None:
+            return
+        if getattr(trainer, "fast_dev_run", False):
+            self.notices.inform("no search, because of fast_dev_run", once="fast_dev_run")
             return
         self._feed = Feed.install(trainer, self, lambda: self._search_if_due(trainer))
 
@@ -274,6 +287,8 @@ class BranchTuner(pl.Callback):
         self._release(trainer)
         if self.tunables.batch_size is not None:
             self.tunables.batch_size.detach()
+        if self._own_clipping:
+            trainer.gradient_clip_val = self._own_clipping.pop()
         if self._bar_entry is not None:
             self._bar_entry.remove()
         self._bar_entry = None

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.training.feed import Feed
+from lightning_egeria.training.loops import fetches_batches
 
 TRIED = ("SingleDeviceStrategy", "DDPStrategy")
 TOO_SHORT = (
@@ -37,7 +37,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
             "branch tuning does not run with WeightAveraging: its averages would lack the steps of trials that are "
             "kept. Average the weights in the model, which trials restore"
         )
-    if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+    if fetches_batches(trainer.lightning_module.training_step):
         raise UnsupportedError(
             "branch tuning reads batches ahead, and a training_step with dataloader_iter reads them itself. Use "
             "training_step(batch, batch_idx)"

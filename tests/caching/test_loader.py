@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning import LightningModule
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from programs.parts import Samples, loader, vectors
 from torch.utils.data import (
@@ -53,11 +54,20 @@ REFUSED = {
 
 @pytest.mark.parametrize(("data", "reason"), REFUSED.values(), ids=REFUSED)
 def test_loader_whose_batches_cannot_be_planned(data, reason):
-    assert reason in why_not(data)
+    assert reason in why_not(data, LightningModule().training_step)
 
 
 def test_ordinary_loader_is_planned():
-    assert why_not(loader()) is None
+    assert why_not(loader(), LightningModule().training_step) is None
+
+
+def test_step_that_fetches_batches_is_not_planned():
+    class Iterates(LightningModule):
+        def training_step(self, dataloader_iter):
+            return None
+
+    reason = why_not(loader(), Iterates().training_step)
+    assert reason == "training_step takes dataloader_iter, and fetches its own batches. Take a batch instead"
 
 
 DATA = vectors()

@@ -1,5 +1,6 @@
 """Each tunable reads and sets what it names, and says what does not fit."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -112,9 +113,10 @@ def test_a_custom_tunable_is_set_only_where_it_differs():
     box["value"] = 1
     tunables.set_outside_checkpoints(trainer, {"mine": 2, "lr": 0.05})  # the rate is in the checkpoint
     assert (box["value"], trainer.optimizers[0].param_groups[0]["lr"]) == (2, 0.7)
-    box["value"] = None
-    with pytest.raises(UnsupportedError, match="returned None, expected a number"):
-        tunables.check(trainer)
+    for wrong in (None, math.nan):
+        box["value"] = wrong
+        with pytest.raises(UnsupportedError, match=f"returned {wrong}, expected a number"):
+            tunables.check(trainer)
 
 
 @pytest.mark.parametrize("space", [Uniform(0, 2.9), Choice([True, False]), Choice([-1, 0]), Choice([0.5, 1])])

@@ -135,4 +135,4 @@ def test_training_step_with_an_iterator(compare):
             (x, y), _, _ = next(dataloader_iter)
             return self.loss_of(x, y)
 
-    compare(lambda run: run.fit(Iterates()), served=None)
+    compare(lambda run: run.fit(Iterates()), served=False)
