@@ -23,7 +23,8 @@ from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 
 _HERE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 # Their kernels without values have other strides or results, or torch takes other ones for a subclass.
-_OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool", "rnn", "lstm", "gru")
+_OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool", "rnn", "lstm", "gru", "_packed_")
+_NORMS = (torch.norm, Tensor.norm)  # the nuclear one uses svd
 # Operations that read only the shape, dtype and device of their first argument.
 _FACTORIES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
@@ -121,8 +122,10 @@ def _nodes_of(
             if leaf.node.tape is not tape or leaf.node.name == UNKNOWN or leaf.requires_grad:
                 return None
         elif isinstance(leaf, Tensor):
-            known = type(leaf) in (Tensor, torch.nn.Parameter) and is_small(leaf)  # else nobody knows what it was then
-            if leaf.requires_grad or not known:
+            plain_one = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+            if (
+                leaf.requires_grad or not plain_one or not is_small(leaf)
+            ):  # of a large one nobody knows what it was then
                 return None
     try:
         found = _shapes(func, spec, *[_known_of(leaf) for leaf in flat])
@@ -227,16 +230,24 @@ class LazyTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute what leaves torch; all else goes to `__torch_dispatch__`."""
-        if func in _reads() or any(word in getattr(func, "__name__", "") for word in _OTHER_KERNELS):
-            lazies = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, LazyTensor)]
-            if func in _memory():  # the caller may write to it
-                for lazy in lazies:
+        nuclear = func in _NORMS and "nuc" in [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, str)]
+        if nuclear or func in _reads() or any(word in getattr(func, "__name__", "") for word in _OTHER_KERNELS):
+            for lazy in pytree.tree_leaves(args) if func in _memory() else ():  # the caller may write to it
+                if isinstance(lazy, LazyTensor):
                     lazy.node.tape.change()
-            return func(*pytree.tree_map_only(LazyTensor, plain, args), **(kwargs or {}))
+            args, kwargs = pytree.tree_map_only(LazyTensor, plain, (args, kwargs or {}))
+            return func(*args, **kwargs)
         if func is Tensor.new_tensor:  # it reads the items of a list past torch
             args = (args[0], *pytree.tree_map_only(LazyTensor, plain, args[1:]))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "data is not allocated" not in str(error):
+                raise
+        # One of many operations that are made of others and read a value past them, such as lengths or places.
+        args, kwargs = pytree.tree_map_only(LazyTensor, plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is not annotated alike

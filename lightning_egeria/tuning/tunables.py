@@ -86,7 +86,7 @@ class Custom:
         Raises:
             UnsupportedError: if ``get`` returns no number, string or boolean.
         """
-        value = self.get(trainer)
+        value: object = self.get(trainer)
         if not isinstance(value, bool | int | float | str) or value != value:  # NaN
             raise UnsupportedError(
                 f"the getter of a Custom tunable returned {value!r:.60}, expected a number, a string or a boolean"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lazies import Source, described, is_lazy, lazy
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.lazy.tensors import LazyTensor, plain, stack
@@ -110,6 +111,11 @@ OPERATIONS = {
     "autocast": lambda x: _autocast(x),
     "equal": lambda x: (torch.equal(x, x + 0), torch.allclose(x, x), x.eq(0)),
     "membership": lambda x: 0.123 in x,
+    "packed sequence": lambda x: pad_packed_sequence(PackedSequence(x[:, 0], (x[:1, 0, 0] * 0 + 4).long())),
+    "places of a split": lambda x: torch.tensor_split(X, x[:2, 0, 0].clamp(1, 2).long()),
+    "names of arguments": lambda x: (torch.fft.rfft(input=x), torch.linalg.svdvals(A=x[0])),
+    "nuclear norm": lambda x: [(torch.norm(y, p="nuc"), y.norm("nuc")) for y in x.unbind()],
+    "sparse": lambda x: torch.eye(3).to_sparse_csr() @ x[0],
 }
 
 
@@ -130,6 +136,7 @@ def _autocast(x):
         return x @ INTO
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("is_computed", [False, True])
 def test_operation_is_that_of_the_plain_tensor(operation, is_computed):

@@ -10,6 +10,7 @@ from programs import harness
 from programs.parts import CLASSES, SAMPLES, Chain, Classifier, Net, Samples, Stepping, block, grid, loader, vectors
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 # Sequences.
@@ -36,6 +37,21 @@ class Recurrent(nn.Module):
         states, _ = self.first(self.embedding(ids))
         states, _ = self.second(states)
         return self.head(self.third(states[:, -1]).tanh())
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, ids):
+        lengths = (ids > 4).sum(1).clamp(min=1).cpu()
+        states = pack_padded_sequence(self.embedding(ids), lengths, batch_first=True, enforce_sorted=False)
+        for layer in self.layers:
+            states, _ = layer(states)
+        return self.head(pad_packed_sequence(states, batch_first=True)[0].mean(1))
 
 
 SEQUENCE_NETS = {
@@ -65,6 +81,11 @@ def test_network_for_sequences(compare, net, dropout):
         run.fit(module, loader(_ids()))
 
     compare(program)
+
+
+def test_packed_sequences(compare):
+    run = compare(lambda run: run.fit(Classifier(Packed()), loader(_ids())), served=False)
+    assert "does not begin with the" in run.caches[-1].stats.off
 
 
 # Modules that hold more than one network, or train in other ways.
