@@ -122,10 +122,8 @@ def _nodes_of(
             if leaf.node.tape is not tape or leaf.node.name == UNKNOWN or leaf.requires_grad:
                 return None
         elif isinstance(leaf, Tensor):
-            plain_one = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
-            if (
-                leaf.requires_grad or not plain_one or not is_small(leaf)
-            ):  # of a large one nobody knows what it was then
+            known = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and is_small(leaf)
+            if leaf.requires_grad or not known:  # nobody would know what a large one was then
                 return None
     try:
         found = _shapes(func, spec, *[_known_of(leaf) for leaf in flat])
