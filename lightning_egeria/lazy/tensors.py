@@ -23,7 +23,7 @@ from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 
 _HERE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 # Their kernels without values have other strides or results, or torch takes other ones for a subclass.
-_OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool", "rnn", "lstm", "gru", "_packed_")
+_OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool", "rnn", "lstm", "gru")
 _NORMS = (torch.norm, Tensor.norm)  # the nuclear one uses svd
 # Operations that read only the shape, dtype and device of their first argument.
 _FACTORIES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -233,17 +233,16 @@ class LazyTensor(Tensor):
             for lazy in pytree.tree_leaves(args) if func in _memory() else ():  # the caller may write to it
                 if isinstance(lazy, LazyTensor):
                     lazy.node.tape.change()
-            args, kwargs = pytree.tree_map_only(LazyTensor, plain, (args, kwargs or {}))
-            return func(*args, **kwargs)
-        if func is Tensor.new_tensor:  # it reads the items of a list past torch
-            args = (args[0], *pytree.tree_map_only(LazyTensor, plain, args[1:]))
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        except RuntimeError as error:
-            if "data is not allocated" not in str(error):
-                raise
-        # One of many operations that are made of others and read a value past them, such as lengths or places.
+        else:
+            if func is Tensor.new_tensor:  # it reads the items of a list past torch
+                args = (args[0], *pytree.tree_map_only(LazyTensor, plain, args[1:]))
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                # Many operations are made of others, and read a value past them, such as lengths or places.
+                if "data is not allocated" not in str(error):
+                    raise
         args, kwargs = pytree.tree_map_only(LazyTensor, plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -62,7 +62,6 @@ def result(function, first, others, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_operations_of_torch_are_the_same(dtype):
-    pytest.importorskip("expecttest")  # which torch's own tests need
     from torch.testing._internal.common_methods_invocations import op_db
 
     operations = [one for one in op_db if dtype in one.dtypes and is_comparable(one.name)]
