@@ -185,11 +185,11 @@ def blocking(name: str, rounds: int) -> None:
     packing, copying = [], []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        parcel = pack({"": network})
+        parcel = pack({"": network}, for_process=True)
         packing.append(time.perf_counter() - start)
         kept = parcel.to_host()
         copying.append(time.perf_counter() - start - packing[-1])
-    sent = pack(Evaluation([NetworkCall("", (torch.zeros(64, *shape[1:]),), {})], {"": network}, 0))
+    sent = pack(Evaluation([NetworkCall("", (torch.zeros(64, *shape[1:]),), {})], {"": network}, 0), for_process=True)
     print(
         f"{name}: a snapshot of {kept.size_bytes / 1e6:.0f} MB keeps the training thread for "
         f"{statistics.median(packing) * 1000:.0f} + {statistics.median(copying) * 1000:.0f} ms (structure, tensors); "

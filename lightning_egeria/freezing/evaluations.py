@@ -150,6 +150,14 @@ class Evaluations:
         self._take_costs(capture)
         if answer.precision != self.precision:
             self._notices.inform(f"the reference model runs in {answer.precision}: {answer.reason}")
+        if answer.differs:
+            self._notices.warn(
+                "the reference process does not run the network as this process does: with the same weights and input, "
+                f"outputs differ by up to {answer.differs:.0%} of the largest value. Forward reads a global, or "
+                "a setting of a Python module, that has changed since it was imported; the process has its own copy. "
+                "Set background=False to run the reference in the training thread",
+                once="other outputs",
+            )
         self._crops, self.precision = answer.crops, answer.precision
         return self._comparable(answer)
 

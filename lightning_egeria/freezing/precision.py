@@ -15,7 +15,7 @@ from lightning_egeria.freezing.int8 import Int8Layers
 from lightning_egeria.freezing.recording import GramRecorder
 from lightning_egeria.network.calls import EarlierOutput, NetworkCall
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.snapshots.packing import pack, unpack
+from lightning_egeria.snapshots.packing import copied
 
 Lower = Literal["bf16", "int8"]
 
@@ -75,8 +75,7 @@ class SnapshotNetwork:
         Raises:
             UnsupportedError: if no layer can run in int8.
         """
-        # Not by deepcopy: a function that replaces a forward would keep using the modules of the original.
-        entries = unpack(pack(self._entries).to_host())
+        entries = copied(self._entries)
         if precision == "bf16":  # the int8 kernels order channels themselves
             for entry in entries.values():
                 entry.to(memory_format=torch.channels_last)
@@ -98,6 +97,16 @@ class SnapshotNetwork:
             A matrix ``[samples, samples]`` per layer module, None where not measured; and the number of samples in.
         """
         recorder = GramRecorder(self._modules, self._chain, self._samples, first)
+        recorder.start()
+        try:
+            self.outputs(calls, by_batch)
+        finally:
+            recorder.stop()
+        return recorder.grams, recorder.batch_size
+
+    @torch.no_grad()
+    def outputs(self, calls: list[NetworkCall], by_batch: Collection[str] = ()) -> list[list[Tensor]]:
+        """Run the network and return the tensors that each call returned; arguments as of `boundary_grams`."""
         outputs: list[list[Tensor]] = []
 
         def prepare(value: Any) -> Any:
@@ -107,7 +116,6 @@ class SnapshotNetwork:
             return value.to(self._dtype if value.is_floating_point() else value.dtype, copy=True)
 
         fast_path = torch.backends.mha.get_fastpath_enabled()
-        recorder.start()
         try:
             # The fast path reads the weights of nn.TransformerEncoderLayer directly and would bypass int8.
             torch.backends.mha.set_fastpath_enabled(fast_path and self._precision != "int8")
@@ -117,8 +125,7 @@ class SnapshotNetwork:
                     outputs.append(list(tensor_leaves(self._entries[call.entry](*args, **kwargs))))
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            recorder.stop()
-        return recorder.grams, recorder.batch_size
+        return outputs
 
     @contextlib.contextmanager
     def _normalising_by_batch(self, paths: Collection[str]) -> Iterator[None]:

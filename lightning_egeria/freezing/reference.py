@@ -22,6 +22,7 @@ Precision = Literal["auto", "int8", "bf16", "float32"]
 NOISE_SHARE = 0.1  # a lower precision may change plasticity by this share of it
 NEGLIGIBLE = 1e-5  # a plasticity this low counts as converged with any tolerance
 TIMED_RUNS = 2
+ROUNDING_SHARE = 0.01  # of the largest output: devices round differently, and TF32 by about 0.001
 # Precisions to try before float32, in order.
 _CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
     "auto": ("bf16", "int8"),
@@ -38,11 +39,14 @@ class Evaluation:
         calls: calls that a training step made to the network.
         network: the called modules by path, with the weights after the step.
         first: index of the first layer module that still trains.
+        expected: what these calls return in the process that trains, in evaluation mode and float32; None if the
+            reference need not compare that with what they return where it runs.
     """
 
     calls: list[NetworkCall]
     network: Mapping[str, nn.Module]
     first: int
+    expected: list[Tensor] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Comparison:
         precision: precision of the reference.
         reason: why this precision.
         seconds: seconds that the evaluation took.
+        differs: largest difference from the expected outputs, as a share of their largest value; 0 for rounding.
     """
 
     plasticity: tuple[float, ...]
@@ -66,6 +71,7 @@ class Comparison:
     precision: str
     reason: str
     seconds: float
+    differs: float = 0.0
 
 
 class ReferenceModel:
@@ -119,6 +125,12 @@ class ReferenceModel:
         with eager():  # compiling for a few forwards costs more than it saves
             return self._compare(evaluation, snapshot)
 
+    def outputs(self, evaluation: Evaluation) -> list[Tensor]:
+        """Return what the network returns in evaluation mode and float32; changes its modules in place."""
+        with eager():
+            network = SnapshotNetwork(evaluation.network, self._chain, self._samples)
+            return [output for call in network.outputs(evaluation.calls) for output in call]
+
     def _compare(self, evaluation: Evaluation, snapshot: Mapping[str, nn.Module] | None) -> Comparison:
         started = time.perf_counter()
         if snapshot is not None:
@@ -130,6 +142,7 @@ class ReferenceModel:
             self._crops = self._cropping_is_safe(self._network, evaluation.calls)
         calls = crop_calls(evaluation.calls, self._samples) if self._crops else evaluation.calls
         moved = SnapshotNetwork(evaluation.network, self._chain, self._samples)
+        differs = _difference(moved, evaluation.calls, evaluation.expected) if evaluation.expected is not None else 0.0
         if self._takes_batch_statistics is None and moved.batch_norms:
             self._takes_batch_statistics = _takes_batch_statistics(moved, calls)
         compare = functools.partial(
@@ -151,6 +164,7 @@ class ReferenceModel:
             precision=self._precision,
             reason=self._reason,
             seconds=time.perf_counter() - started,
+            differs=differs,
         )
 
     def _cropping_is_safe(self, full: SnapshotNetwork, calls: list[NetworkCall]) -> bool:
@@ -233,6 +247,27 @@ def compare_networks(
     after, _ = moved.boundary_grams(calls, first, by_batch)
     samples = max((gram.shape[0] for gram in after if gram is not None), default=0)
     return NetworksCompared(tuple(samples * value for value in distances(before, after)), samples)
+
+
+def _difference(network: SnapshotNetwork, calls: list[NetworkCall], expected: list[Tensor]) -> float:
+    """Return the largest difference from the expected outputs as a share of their largest value; 0 for rounding.
+
+    A network that draws random numbers has no expected outputs.
+    """
+    first: list[Tensor] = []
+    again: list[Tensor] = []
+    for seed, outputs in enumerate((first, again)):
+        torch.manual_seed(seed)
+        outputs.extend(output for call in network.outputs(calls) for output in call)
+    if len(first) != len(expected) or not all(map(torch.equal, first, again)):
+        return 0.0
+    pairs = [(found.double(), wanted.double()) for found, wanted in zip(first, expected, strict=True)]
+    if any(found.shape != wanted.shape for found, wanted in pairs):
+        return 1.0
+    largest = max((float(wanted.abs().max()) for _, wanted in pairs if wanted.numel()), default=0.0)
+    difference = max((float((found - wanted).abs().max()) for found, wanted in pairs if wanted.numel()), default=0.0)
+    share = difference / largest if largest else difference
+    return share if share > ROUNDING_SHARE else 0.0
 
 
 def _takes_batch_statistics(network: SnapshotNetwork, calls: list[NetworkCall]) -> bool:

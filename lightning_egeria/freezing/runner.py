@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 from lightning_egeria.distributed.gathering import fill
 from lightning_egeria.errors import CheckpointError
 from lightning_egeria.freezing.reference import Comparison, Evaluation, ReferenceModel
-from lightning_egeria.snapshots.packing import PackedObject, pack, unpack
+from lightning_egeria.snapshots.module_attributes import CodeValues
+from lightning_egeria.snapshots.packing import PackedObject, copied, pack, unpack
 from lightning_egeria.snapshots.random_state import preserved_random_state
 from lightning_egeria.snapshots.worker import Worker
 
@@ -26,6 +29,17 @@ def has_idle_core(device: torch.device, processes: int = 1) -> bool:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return device.type != "cpu" or processes * torch.get_num_threads() < cores
+
+
+@contextlib.contextmanager
+def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo what running the code of copies of a network changes outside of them: random state, globals and the like."""
+    values = CodeValues(modules)
+    with preserved_random_state():
+        try:
+            yield
+        finally:
+            values.restore()
 
 
 class _Place:
@@ -42,7 +56,7 @@ class _Place:
     def evaluate(self, evaluation: PackedObject, snapshot: PackedObject, number: int) -> Future[Comparison]:
         if self._answer is not None and self._answer.exception() is not None:
             self._snapshot = -1  # the snapshot with that evaluation may not have arrived
-        newer = snapshot if number != self._snapshot else pack(None)
+        newer = snapshot if number != self._snapshot else pack(None, for_process=self.worker is not None)
         self._snapshot, self.busy_since = number, time.monotonic()
         if self.worker is not None:
             self._answer = self.worker.call(evaluation, newer)
@@ -53,8 +67,9 @@ class _Place:
             evaluation.wait()
             snapshot.wait()
             # A copy, because the network may change its buffers and the snapshot must stay the same.
-            with preserved_random_state():
-                answer.set_result(self._inline(unpack(evaluation), unpack(newer.to_host())))
+            asked, reference = unpack(evaluation), unpack(newer.to_host())
+            with untouched(asked.network.values()):
+                answer.set_result(self._inline(asked, reference))
         except Exception as error:  # the user's modules may raise anything; the future carries it
             answer.set_exception(error)
         return answer
@@ -99,6 +114,7 @@ class ReferenceRunner:
         self.snapshot: PackedObject | None = None
         self._named: dict[str, int] = {}  # weights and buffers among its tensors
         self._number = 0
+        self._is_checked = False
 
     @property
     def has_snapshot(self) -> bool:
@@ -123,7 +139,7 @@ class ReferenceRunner:
             Exception: if a part of the network cannot be pickled.
         """
         network = self._network(module)
-        packed = pack(network)
+        packed = pack(network, self._background)
         self._name(network, packed)
         self._keep(_gathered(packed, network, weights).to_host())
 
@@ -144,7 +160,7 @@ class ReferenceRunner:
             CheckpointError: if a weight does not fit.
         """
         network = self._network(module)
-        packed = pack(network)
+        packed = pack(network, self._background)
         self._name(network, packed)
         names = _names(network)
         for place, now in enumerate(packed.tensors):
@@ -187,9 +203,21 @@ class ReferenceRunner:
         place = self._free_place()
         if place is None:
             return None
-        packed = _gathered(pack(evaluation), evaluation.network, weights).to_host()
+        if self._background and not self._is_checked and weights is None:
+            self._is_checked = True
+            evaluation = dataclasses.replace(evaluation, expected=self._expected(evaluation))
+        packed = _gathered(pack(evaluation, self._background), evaluation.network, weights).to_host()
         self.evaluation_bytes = packed.size_bytes
         return place.evaluate(packed, self.snapshot, self._number)
+
+    def _expected(self, evaluation: Evaluation) -> list[Tensor] | None:
+        """Return what the network returns in this process, for the reference process to compare once."""
+        try:
+            here = copied(evaluation, to_host=False)
+            with untouched(here.network.values()):
+                return self._make().outputs(here)
+        except Exception:  # the user's modules may raise anything; the reference process reports it
+            return None
 
     def _free_place(self) -> _Place | None:
         place = self._place

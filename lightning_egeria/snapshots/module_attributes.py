@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextlib
 import copy
+import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ _CONTAINERS = (*_MAPPINGS, list, set, collections.deque)
 _BASES = (collections.OrderedDict, dict, list, set, collections.deque, tuple)
 _ARRAYS = (np.ndarray, bytearray, array.array)
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_Holder: TypeAlias = "dict[str, Any] | type | types.CellType | None"  # of globals, class attributes, closures
 _CONSTANTS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 
@@ -84,6 +87,95 @@ class ObjectAttributes:
     def restore(self) -> None:
         """Return to the moment of the capture, any number of times."""
         self._attributes.restore(vars(self._owner), set(), self._without)
+
+
+class CodeValues:
+    """Values outside of modules that their code may change, at one moment. `restore` returns to it.
+
+    Follows methods of each module to the functions, methods and classes that they name, as long as these belong to the
+    packages of the modules, and keeps the globals, closure variables, defaults and class attributes that this code
+    names: counters, schedules, caches. Values are kept as `ModuleAttributes` keeps them. A global that the code creates
+    stays.
+
+    Args:
+        modules: the modules; their submodules count too.
+        methods: names of the methods to follow.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], methods: Sequence[str] = ("forward",)) -> None:
+        parts = [part for module in modules for part in module.modules()]
+        self._known = _Known(
+            {type(part).__module__.partition(".")[0] for part in parts} - _LIBRARIES, {*map(id, parts)}
+        )
+        self._kept: list[tuple[_Holder, str, _Kept]] = []
+        self._seen: set[tuple[int, type | None]] = set()
+        for kind in {type(part) for part in parts}:
+            for name in methods:
+                self._follow(getattr(kind, name, None), kind)
+        for part in parts:
+            self._follow(vars(part).get("forward"), type(part))
+
+    def restore(self) -> None:
+        """Return to the moment of the capture, any number of times."""
+        done: set[int] = set()
+        for holder, name, kept in self._kept:
+            value = kept.restored(done)
+            if isinstance(holder, dict):
+                holder[name] = value
+            elif isinstance(holder, type) and vars(holder).get(name) is not value:
+                setattr(holder, name, value)
+            elif isinstance(holder, types.CellType):
+                holder.cell_contents = value
+
+    def _follow(self, value: Any, owner: type | None) -> None:
+        """Follow a function or a class to what its code names.
+
+        Args:
+            value: anything; other values have no code.
+            owner: class whose attributes the code reaches through ``self``.
+        """
+        function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None
+        if not isinstance(function, types.FunctionType) or (id(function), owner) in self._seen:
+            return
+        if function.__module__.partition(".")[0] not in self._known.packages:
+            return
+        self._seen.add((id(function), owner))
+        names = _names_in(function.__code__)
+        for name in names & function.__globals__.keys():
+            self._keep(function.__globals__, name, function.__globals__[name], names)
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                self._keep(cell, "", cell.cell_contents, names)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._keep(None, "", default, names)
+        self._look_into(owner, names)
+
+    def _look_into(self, kind: type | None, names: set[str]) -> None:
+        """Keep or follow the attributes of a class that code names."""
+        own = () if kind is None else kind.__mro__
+        for base in own:
+            if base.__module__.partition(".")[0] in self._known.packages:
+                for name in names & vars(base).keys():
+                    value = vars(base)[name]
+                    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                    if isinstance(value, types.FunctionType):
+                        self._follow(value, kind)
+                    else:
+                        self._keep(base, name, value, set())
+
+    def _keep(self, holder: _Holder, name: str, value: Any, names: set[str]) -> None:
+        kind = value if isinstance(value, type) else type(value)
+        self._look_into(kind, names | {"__init__", "__call__", "forward"})
+        if isinstance(value, types.FunctionType):
+            self._follow(value, None)
+        elif not isinstance(value, type | types.ModuleType):
+            self._kept.append((holder, name, _Kept.of(value, self._known)))
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes in a function and the functions that it defines."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return {*code.co_names}.union(*map(_names_in, inner))
 
 
 class _Known:

@@ -52,7 +52,7 @@ class Worker:
         folders = [entry for entry in sys.path if isinstance(entry, str)]  # type: ignore[redundant-expr]  # not all are
         program = f"import sys; sys.path[:] = {folders!r}; from {__name__} import serve; serve()"
         hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
-        first = pack((make, threads))
+        first = pack((make, threads), for_process=True)
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
@@ -81,7 +81,7 @@ class Worker:
         """Call the object in the process; returns at once.
 
         Args:
-            arguments: packed arguments, in host memory.
+            arguments: arguments packed for another process, in host memory.
 
         Returns:
             Future of the result. Its exception is a `WorkerError` if the object raised, or the process ended.
@@ -185,7 +185,8 @@ def _receive_objects(stream: Any) -> list[PackedObject]:
     objects = []
     for kinds in pickle.loads(read_part(stream)):
         structure = read_part(stream)
-        objects.append(PackedObject(structure, [_tensor(read_part(stream), *kind) for kind in kinds]))
+        tensors = [_tensor(read_part(stream), *kind) for kind in kinds]
+        objects.append(PackedObject(structure, tensors, received=True))
     return objects
 
 

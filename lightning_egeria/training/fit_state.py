@@ -8,20 +8,41 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_egeria.snapshots.module_attributes import ModuleAttributes, constants_of
+from lightning_egeria.snapshots.module_attributes import CodeValues, ModuleAttributes, constants_of
 from lightning_egeria.snapshots.tensor_store import TensorStore
 from lightning_egeria.snapshots.training_state import Stateful, TrainingState, held_by
 from lightning_egeria.training.freezer import Freezer
 from lightning_egeria.training.wrapping import WrappingDataModule
+
+# Of a LightningModule, in and around a step.
+_STEP_METHODS = (
+    "forward",
+    "training_step",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 
 
 class FitState:
     """The state of a fit at one moment. `restore` returns to it, any number of times, bit for bit.
 
     It holds the `TrainingState` of the model and its optimizers, learning-rate schedulers, the gradient scaler,
-    counters and settings of the Trainer and its training loop, attributes of modules, plain ones of the data module,
-    the frozen depth, and which other parameters train. The position in the data is the caller's, and so is the state
-    of callbacks. Capture and restore between two optimizer steps; every rank its own.
+    counters and settings of the Trainer and its training loop, attributes of modules, globals and closure variables of
+    the code of a step, plain attributes of the data module, the frozen depth, and which other parameters train. The
+    position in the data is the caller's, and so is the state of callbacks. Capture and restore between two optimizer
+    steps; every rank its own.
 
     Args:
         trainer: the Trainer, in ``fit``.
@@ -52,6 +73,7 @@ class FitState:
             self._prefix = freezer.prefix.state_dict()
             freezer.prefix.set_depth(0)  # what a freeze sets on modules is not part of their attributes
         self._attributes = ModuleAttributes(module, without=("_buffers",))  # `TrainingState` has them
+        self._code = CodeValues([module], _STEP_METHODS)
         self._trains = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         if freezer is not None and self._prefix is not None:
             freezer.prefix.load_state_dict(self._prefix)
@@ -67,6 +89,7 @@ class FitState:
         if freezer is not None:
             freezer.prefix.set_depth(0)
         self._attributes.restore()
+        self._code.restore()
         self._training.restore()
         for parameter, trains in self._trains:
             parameter.requires_grad_(trains)

@@ -225,7 +225,7 @@ def send_without_fsdp():
     net = Net()
     net.register_forward_hook(functools.partial(_note, calls))
     module = fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
-    parcel = pack(module)
+    parcel = pack(module, for_process=False)
     parcel.tensors = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in parcel.tensors]
     sent = unpack(parcel)
     assert type(sent) is Net

@@ -1,5 +1,6 @@
 """In whatever order things happen: what the policies decide, what the runner compares with, what the guide believes."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -168,7 +169,8 @@ class HeldWorker:
     def answer(self):
         parcels, answer = self.calls.pop(0)
         try:
-            answer.set_result(self.target(*map(runner_module.unpack, parcels)))
+            received = [dataclasses.replace(parcel, received=True) for parcel in parcels]
+            answer.set_result(self.target(*map(runner_module.unpack, received)))
         except Exception as error:
             answer.set_exception(WorkerError(str(error)))
 

@@ -11,7 +11,7 @@ from lightning_egeria.freezing.reference import NEGLIGIBLE, Evaluation, Referenc
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 from lightning_egeria.network.calls import EarlierOutput, NetworkCall
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.snapshots.packing import pack, unpack
+from lightning_egeria.snapshots.packing import copied
 
 
 class Net(nn.Module):
@@ -42,7 +42,7 @@ def chain_of(net, inputs):
 
 
 def snapshot(net, *entries):
-    return unpack(pack({path: net.get_submodule(path) for path in entries or ("",)}).to_host())
+    return copied({path: net.get_submodule(path) for path in entries or ("",)})
 
 
 def moved_away(net, seed=5, by=0.3):

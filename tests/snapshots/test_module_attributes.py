@@ -4,7 +4,7 @@ import array
 import collections
 import random
 import types
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from lightning_egeria.snapshots.module_attributes import ModuleAttributes
+from lightning_egeria.snapshots.module_attributes import CodeValues, ModuleAttributes
 
 
 class Pair(NamedTuple):
@@ -301,3 +301,75 @@ class _Holder(nn.Module):
     def __init__(self, net):
         super().__init__()
         self.net = net
+
+
+SEEN: list[int] = []
+STEP = 0
+
+
+class _Counter:
+    made = 0
+
+    def __init__(self):
+        self.count = 0
+
+    def add(self):
+        self.count += 1
+        _Counter.made += 1
+
+
+COUNTER = _Counter()
+
+
+def _advance(x, seen=[0]):  # noqa: B006  # as users do
+    global STEP
+    STEP += len(x)
+    seen[0] += 1
+    return seen[0]
+
+
+class _ChangesWhatItDoesNotOwn(nn.Module):
+    calls = 0
+    tables: ClassVar[dict[str, int]] = {}
+
+    def __init__(self):
+        super().__init__()
+        total = 0
+
+        def sum_up(x):
+            nonlocal total
+            total += 1
+            return total
+
+        self.sum_up = sum_up
+
+    def forward(self, x):
+        return self._inner(x) + self.total
+
+    def _inner(self, x):
+        SEEN.append(len(x))
+        type(self).calls += 1
+        self.tables["one"] = self.calls
+        COUNTER.add()
+        return _advance(x)
+
+    @property
+    def total(self):
+        return self.sum_up(None)
+
+
+def test_values_of_the_code_of_a_module_return():
+    net = _ChangesWhatItDoesNotOwn()
+    net(torch.ones(3))
+    before = CodeValues([nn.Sequential(net)])
+    state = [*SEEN], STEP, net.calls, {**net.tables}, COUNTER.count, _Counter.made, _advance(torch.ones(0))
+    _advance.__defaults__[0][0] -= 1
+    seen, counter, forward = SEEN, COUNTER, _ChangesWhatItDoesNotOwn.forward
+    for _ in range(2):
+        net(torch.ones(3))
+        before.restore()
+        after = [*SEEN], STEP, net.calls, {**net.tables}, COUNTER.count, _Counter.made, _advance(torch.ones(0))
+        _advance.__defaults__[0][0] -= 1
+        assert after == state
+    assert (SEEN, COUNTER, _ChangesWhatItDoesNotOwn.forward) == (seen, counter, forward)
+    assert SEEN is seen

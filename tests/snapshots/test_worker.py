@@ -38,7 +38,7 @@ def mortal():
 
 
 def ask(worker, function, *args):
-    return worker.call(*(pack(value).to_host() for value in (function, *args)))
+    return worker.call(*(pack(value, for_process=True).to_host() for value in (function, *args)))
 
 
 def gone(pid, within_s=120.0):
@@ -70,14 +70,14 @@ def test_state_lives_in_the_process():
         return call
 
     worker = Worker(make)
-    assert [worker.call(pack("x")).result(60) for _ in range(3)] == [1, 2, 3]
+    assert [worker.call(pack("x", True)).result(60) for _ in range(3)] == [1, 2, 3]
     worker.close()
 
 
 def test_what_python_itself_passes_over_in_the_path_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     worker = Worker(lambda: len)
-    assert worker.call(pack("abc")).result(60) == 3
+    assert worker.call(pack("abc", True)).result(60) == 3
     worker.close()
 
 
@@ -109,7 +109,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error(worker):
 
 
 def test_a_message_that_cannot_be_sent_ends_the_worker(mortal):
-    packed = pack(torch.ones(2))
+    packed = pack(torch.ones(2), True)
     packed.tensors = ["no tensor"]
     with pytest.raises(WorkerError, match="AttributeError"):
         mortal.call(packed).result(60)
@@ -123,7 +123,7 @@ def test_an_object_that_cannot_be_made_answers_with_the_reason():
     worker = Worker(make)
     for _ in range(2):
         with pytest.raises(WorkerError, match="OSError: nothing here"):
-            worker.call(pack(1)).result(60)
+            worker.call(pack(1, True)).result(60)
     worker.close()
 
 
@@ -174,9 +174,9 @@ def test_it_ends_with_its_owner(end, busy):
         from lightning_egeria.snapshots.packing import pack
         from lightning_egeria.snapshots.worker import Worker
         worker = Worker(lambda: lambda seconds: time.sleep(seconds))
-        worker.call(pack(0)).result(60)
+        worker.call(pack(0, True)).result(60)
         if {busy}:
-            worker.call(pack(600))
+            worker.call(pack(600, True))
             time.sleep(0.2)
         print(worker.pid, flush=True)
         {end}
