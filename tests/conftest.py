@@ -1,16 +1,20 @@
 """One seed for all tests, and whatever keeps one test from disturbing the next."""
 
+import functools
 import logging
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import leftovers
 import lightning as L
 import pytest
+import surroundings
 import torch
 from leftovers import REPOSITORY as REPOSITORY
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 # tqdm's monitor is one thread per process that outlives every progress bar.
@@ -61,3 +65,17 @@ def _nothing_compiled_left() -> Iterator[None]:
     workers = sys.modules.get("torch._inductor.async_compile")
     if workers is not None:
         workers.shutdown_compile_workers()
+
+
+@pytest.fixture(autouse=True)
+def _fit_changes_only_what_it_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the process, the user's classes and his loaders before and after each ``fit`` in this process."""
+    fit = L.Trainer.fit
+
+    @functools.wraps(fit)
+    def fit_watched(trainer: L.Trainer, model: Any, *args: Any, **kwargs: Any) -> None:
+        loader = next((one for one in (*args, *kwargs.values()) if isinstance(one, DataLoader)), None)
+        with surroundings.watched(loader=loader, objects=[model]):
+            fit(trainer, model, *args, **kwargs)
+
+    monkeypatch.setattr(L.Trainer, "fit", fit_watched)

@@ -5,7 +5,6 @@ fail a test of another, so only the controller looks, before the first test and 
 temporary folders and the working folder belong to one worker each and are looked at after every test.
 """
 
-import functools
 import logging
 import multiprocessing
 import os
@@ -15,11 +14,8 @@ import time
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
-import surroundings
 from torch.utils.data import DataLoader
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -84,20 +80,6 @@ def _data_loader_as_it_was() -> Iterator[None]:
             delattr(DataLoader, name)
         if f"__old{name}" in vars(DataLoader):
             delattr(DataLoader, f"__old{name}")
-
-
-@pytest.fixture(autouse=True)
-def _fit_changes_only_what_it_owns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the process, the user's classes and his loaders before and after each ``fit`` in this process."""
-    fit = L.Trainer.fit
-
-    @functools.wraps(fit)
-    def fit_watched(trainer: L.Trainer, model: Any, *args: Any, **kwargs: Any) -> None:
-        loader = next((one for one in (*args, *kwargs.values()) if isinstance(one, DataLoader)), None)
-        with surroundings.watched(loader=loader, objects=[model]):
-            fit(trainer, model, *args, **kwargs)
-
-    monkeypatch.setattr(L.Trainer, "fit", fit_watched)
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ LIGHTNING_CHANGES = {
     ("environment", "KMP_DUPLICATE_LIB_OK"): "likewise",
     ("environment", "TORCHINDUCTOR_CACHE_DIR"): "likewise",
     ("environment", "TRITON_CACHE_DIR"): "likewise",
+    ("process", "excepthook"): "torch's process groups set it",
     ("torch", "deterministic algorithms"): "deterministic=True sets it",
     ("torch", "deterministic fill"): "likewise",
     (
@@ -51,6 +52,8 @@ LIGHTNING_CHANGES = {
     ("class torch.nn.modules.module.Module", "__setstate__"): "likewise",
     ("process", "start method"): "the first process that anybody starts fixes it",
 }
+# Lightning sets both for a strategy with several processes.
+_THREADS, _OMP = ("torch", "threads"), ("environment", "OMP_NUM_THREADS")
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") and isinstance(vars(nn.Module())[name], dict)]
 
 
@@ -95,11 +98,16 @@ def of_process() -> dict[tuple[str, str], Any]:
     }
 
 
-def of_code(*objects: Any) -> dict[tuple[str, str], Any]:
-    """Classes of objects and of their submodules, with all that these classes hold, and the globals of the script."""
-    found: dict[tuple[str, str], Any] = {}
+def classes_of(*objects: Any) -> set[type]:
+    """Return the classes of objects and of their submodules, with their bases."""
     kinds = {type(part) for one in objects for part in (one.modules() if isinstance(one, nn.Module) else [one])}
-    for kind in {base for one in kinds for base in one.__mro__}:
+    return {base for one in kinds for base in one.__mro__}
+
+
+def of_code(classes: set[type]) -> dict[tuple[str, str], Any]:
+    """Functions and the like that classes hold, and the globals of the script."""
+    found: dict[tuple[str, str], Any] = {}
+    for kind in classes:
         for name, value in vars(kind).items():
             if callable(value) or hasattr(value, "__get__"):  # others are the user's values
                 found[f"class {kind.__module__}.{kind.__qualname__}", name] = value
@@ -142,7 +150,7 @@ def differences(before: dict[tuple[str, str], Any], after: dict[tuple[str, str],
     return sorted(
         f"{key[0]}, {key[1]}: {before.get(key, 'nothing')!r:.200} -> {after.get(key, 'nothing')!r:.200}"
         for key in changed
-        if key not in LIGHTNING_CHANGES
+        if key not in LIGHTNING_CHANGES and not (key == _THREADS and _OMP in changed)
     )
 
 
@@ -170,8 +178,10 @@ def watched(module: Any = None, loader: Any = None, objects: Sequence[Any] = ())
         AssertionError: something is another object, or has another value.
     """
 
+    classes = classes_of(*(one for one in (module, loader, *objects) if one is not None))
+
     def state() -> dict[tuple[str, str], Any]:
-        found = of_process() | of_code(*(one for one in (module, loader, *objects) if one is not None))
+        found = of_process() | of_code(classes)
         found |= of_module(module) if isinstance(module, nn.Module) else {}
         return found | (of_loader(loader) if type(loader) is DataLoader else {})
 
