@@ -25,7 +25,7 @@ from lightning_egeria.cluster.jobs import Allocation, Cluster, Policy
 from lightning_egeria.cluster.ray_session import quiet, started
 from lightning_egeria.cluster.status import Status
 from lightning_egeria.errors import ArgumentError, JobError
-from lightning_egeria.programs.locks import held
+from lightning_egeria.programs.files import held
 from lightning_egeria.programs.processes import ProgramProcess, kill_marked
 
 DONE, LOCK, LOG, TUNE = "done", "lock", "log.txt", ".tune"

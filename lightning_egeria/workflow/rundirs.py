@@ -6,16 +6,17 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_egeria.errors import CompilationError, ExecutionError
+from lightning_egeria.programs import files
 
 JOB, MANIFEST, EXPLANATION, CODE, LOCK = "job.json", "manifest.json", "explanation.txt", "code", "requirements.lock"
 # Why a method is on may name times of earlier runs. What runs is the same.
 _NOT_PART = (MANIFEST, EXPLANATION)
+_LARGEST = 2**27  # of a file of a run directory
 
 
 def digest_of(path: Path) -> str:
@@ -61,7 +62,7 @@ def write_run_directory(folder: Path, contents: Mapping[str, bytes]) -> Path:
         for name, content in {**contents, MANIFEST: manifest}.items():
             path = beside / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            files.write_once(path, content)
             path.chmod(0o444)
         for parent in sorted({path.parent for path in beside.rglob("*")} - {beside}, reverse=True):
             parent.chmod(0o555)
@@ -79,34 +80,65 @@ def read_run_directory(place: Path) -> dict[str, Any]:
     """Return the job of a run directory, after a check that nothing in it has changed.
 
     Raises:
-        ExecutionError: it is missing, not this user's alone, or a file is not what the manifest says.
+        ExecutionError: it is missing, not this user's alone, holds a file that the manifest does not name, or a file is
+            not what the manifest says.
     """
     try:
         check_owned(place)
-        manifest = (place / MANIFEST).read_bytes()
+        manifest = files.read_at_most(place / MANIFEST, _LARGEST, links=False)
         if hashlib.sha256(manifest).hexdigest()[:16] != place.name:
             raise ExecutionError(f"{place}: the manifest has changed. Compile the job again")
-        for name, digest in json.loads(manifest).items():
-            if (place / name).is_symlink() or _of_file(place / name) != digest:
+        digests = files.parsed_json(manifest)
+        names = {
+            path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_symlink() or not path.is_dir()
+        }
+        if added := sorted(names - {*digests, *_NOT_PART}):
+            raise ExecutionError(f"{place}: {added[0]!r} was added since it was compiled. Compile the job again")
+        for name, digest in digests.items():
+            if name not in names or _of_file(place / name, links=False) != digest:
                 raise ExecutionError(f"{place}: {name} has changed since it was compiled. Compile the job again")
-        content: dict[str, Any] = json.loads((place / JOB).read_bytes())
+        content = files.read_json(place / JOB, _LARGEST, links=False)
     except OSError as error:
         raise ExecutionError(f"{place}: cannot read the run directory: {error.strerror or error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ExecutionError(f"{place}: this is no run directory: {error}. Compile the job again") from error
+    if not isinstance(content, dict):
+        raise ExecutionError(f"{place}: {JOB} describes no job. Compile the job again")
     return content
 
 
+def listed(place: Path) -> list[str]:
+    """Return the names of the files that the manifest of a run directory has.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    return list(files.read_json(place / MANIFEST, _LARGEST, links=False))
+
+
+def lock_in(place: Path) -> str:
+    """Return the lock of a run directory.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    return files.read_text(place / LOCK, _LARGEST, links=False)
+
+
 def check_owned(place: Path) -> None:
-    """Check that nobody else could have written to a folder.
+    """Check that nobody else could have written to a folder whose content is executed.
 
     Raises:
         ExecutionError: it belongs to another user, or others may write to it.
+        OSError: it is no folder, or a link to one.
     """
-    status = place.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    try:
+        files.check_private(place, links=False)
+    except PermissionError as error:
         raise ExecutionError(
-            f"{place}: others could have written here, and what is here is executed. Use a folder that is yours alone "
-            f"(chmod go-w)"
-        )
+            f"{place}: others could have written here, and what is here is executed: {error.strerror}. Use a folder "
+            "that is yours alone, and remove what they could have written"
+        ) from error
 
 
 def remove(place: Path) -> None:
@@ -117,6 +149,6 @@ def remove(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def _of_file(path: Path) -> str:
-    with path.open("rb") as file:
+def _of_file(path: Path, links: bool = True) -> str:
+    with files.reading(path, links) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
