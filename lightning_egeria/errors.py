@@ -60,6 +60,14 @@ class CacheError(EgeriaError):
     """The network does not do what the cache of its frozen prefix rests on, or the cache directory cannot be used."""
 
 
+class StoreError(EgeriaError):
+    """A store of the cache cannot be read or written as it is; the message says why."""
+
+
+class StoreBusyError(StoreError):
+    """Another process is about to delete the store, or does not let go of it."""
+
+
 class TraceError(EgeriaError):
     """A workload, a trace or a log of the cluster simulator is missing, damaged, or does not reach far enough."""
 

@@ -14,6 +14,7 @@ import yaml
 
 from lightning_egeria.errors import DescriptionError, near_match
 from lightning_egeria.programs.arguments import LARGEST
+from lightning_egeria.programs.files import read_text
 
 LARGEST_BYTES = 2**20
 DEEPEST = 30
@@ -78,9 +79,7 @@ def read(
         DescriptionError: with all mistakes, each with its line.
     """
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise DescriptionError(f"{path}: larger than {LARGEST_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST_BYTES)
     except (OSError, UnicodeError) as error:
         raise DescriptionError(f"{path}: cannot read it: {error}") from error
     root = _parsed(text, path.name)

@@ -268,11 +268,14 @@ def unlock(file: int) -> None:
     fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def make_private(folder: Path) -> None:
-    """Make a folder with its parents, for this user alone, whatever the umask is; or take one that is.
+def make_private(folder: Path, close: bool = True) -> None:
+    """Make a folder with its parents, for this user alone, whatever the umask is; or take one of this user.
 
-    A folder of this user that others can read is closed to them. One that they can write to is refused, because what is
-    in it may be theirs.
+    One that others can write to is refused, because what is in it may be theirs.
+
+    Args:
+        folder: to make.
+        close: whether one that others can read is closed to them.
 
     Raises:
         OSError: it cannot be made, is a link that another user has made, belongs to another user, or others can write
@@ -285,7 +288,7 @@ def make_private(folder: Path) -> None:
         with contextlib.suppress(FileExistsError):
             part.mkdir(mode=0o700)
     check_private(folder)
-    if folder.stat().st_mode & 0o077:
+    if close and folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
 
 

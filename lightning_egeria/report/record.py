@@ -20,7 +20,7 @@ from lightning_egeria.training.panels import Panel, Real
 FILE_NAME = "egeria.json"
 VERSION = 1
 LONGEST = 2000  # entries of a series; beyond it, neighbours are merged
-LARGEST_BYTES = 2**28  # size of a file to read
+LARGEST_BYTES = 2**26  # size of a file to read, which takes up to twenty times as much memory
 
 Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]

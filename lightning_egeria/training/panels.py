@@ -13,7 +13,7 @@ from lightning_egeria.training.combinations import parts_of
 LONGEST = 2000  # points of a series; beyond it, every second one is left out
 
 Real = Annotated[float, Meta(ge=-1e300, le=1e300)]
-Name = Annotated[str, Meta(pattern="^[a-z][a-z_]*$")]
+Name = Annotated[str, Meta(pattern=r"\A[a-z][a-z_]*\Z")]
 
 
 class Panel(msgspec.Struct, forbid_unknown_fields=True):

@@ -18,14 +18,13 @@ from rich.console import Console
 
 pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
 
-from lightning_egeria.programs.locks import held
-
 from lightning_egeria.cluster.job_files import JobDescription
 from lightning_egeria.cluster.live import LOCK, LOG, run_jobs
 from lightning_egeria.cluster.policies import POLICIES
 from lightning_egeria.cluster.pollux import Pollux
 from lightning_egeria.cluster.ray_session import PREFIX, TEMPORARY
 from lightning_egeria.errors import ArgumentError, JobError
+from lightning_egeria.programs.files import held
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # those of Ray
 JOB = Path(__file__).with_name("live_job.py")

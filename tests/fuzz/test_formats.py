@@ -15,14 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stored import bits
 
-from lightning_egeria.errors import CheckpointError, RecordError
+from lightning_egeria.errors import CheckpointError, RecordError, StoreError
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.report import figures
 from lightning_egeria.report.record import LARGEST_BYTES, RunRecord
 from lightning_egeria.snapshots.framing import read_part, write_parts
 from lightning_egeria.stores.command import main as egeria_cache
 from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, StoreError, is_in_use, remove_store
+from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, is_in_use, remove_store
 from lightning_egeria.stores.samples import decode, encode
 from lightning_egeria.stores.store import ActivationStore
 
@@ -203,7 +203,7 @@ def test_whatever_is_encoded_comes_back(leaves):
 
 @pytest.fixture
 def store(tmp_path):
-    opened = readers.filled(tmp_path / "abc", 0)
+    opened = readers.filled(tmp_path / ("abc0" * 8), 0)
     yield opened
     opened.close()
 
@@ -231,7 +231,7 @@ def test_a_link_in_the_place_of_a_store_is_not_followed(store, tmp_path):
     directory = CacheDirectory(tmp_path)
     store.close()
     before = {file.name: file.read_bytes() for file in store.folder.iterdir()}
-    link = tmp_path / "def"
+    link = tmp_path / ("def0" * 8)
     link.symlink_to(store.folder)
     described = readers.a_manifest(link)
     with pytest.raises(StoreError, match="it is no folder, or a link to one"):
@@ -272,9 +272,11 @@ def test_a_store_that_others_may_write_to_is_refused(store, mode):
 def test_a_store_larger_than_any_is_refused(store, tmp_path, key, value):
     described = readers.a_manifest(tmp_path / "def")
     state = json.loads(described.to_json()) | {key: value}
-    (store.folder / MANIFEST).write_text(json.dumps(state | {"fingerprint": "abc"}))
+    (store.folder / MANIFEST).write_text(json.dumps(state | {"fingerprint": store.folder.name}))
     os.truncate(store.folder / INDEX, 4 * min(state["entries"], 2**28 + 1))  # which takes no room on the disk
-    with pytest.raises(StoreError, match=r"more than a store can hold|says what no store can be"):
+    with pytest.raises(
+        StoreError, match=r"more than a store can hold|says what no store can be|is not that of a store"
+    ):
         ActivationStore(store.folder)
 
 
@@ -302,11 +304,11 @@ def test_a_terminal_is_told_nothing_by_a_file(store, capsys):
     hostile = "\x1b[2J\x07\ud800[/red]"
     state = json.loads((store.folder / MANIFEST).read_text())
     texts = {
-        "0a": state | {"about": {"model": hostile, "boundary": hostile}, "fingerprint": "0a"},
-        "0b": state | {hostile: 1},
-        "0c": state | {"dtype": hostile},
-        "0d": state | {"fingerprint": hostile},
-        "0e": state | {"format": hostile},
+        "0a" * 16: state | {"about": {"model": hostile, "boundary": hostile}, "fingerprint": "0a" * 16},
+        "0b" * 16: state | {hostile: 1},
+        "0c" * 16: state | {"dtype": hostile},
+        "0d" * 16: state | {"fingerprint": hostile},
+        "0e" * 16: state | {"format": hostile},
         "[red]": state,
         "\x1b[2J": state,
     }
