@@ -77,6 +77,9 @@ class Hints:
                 throughput=_if_known(_throughput, state.pop("throughput")),
                 unfrozen=_if_known(_throughput, state.pop("unfrozen")),
             )
+            limits = hints.limits
+            if limits.initial > limits.largest or limits.smallest_local > limits.largest_local:
+                raise ValueError(f"expected a range of batch sizes, got {limits}")
             if state:
                 raise ValueError(f"unknown {', '.join(state)}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:

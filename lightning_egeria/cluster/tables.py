@@ -40,7 +40,7 @@ def _lies(values: Numbers, least: float, most: float) -> NDArray[np.bool_]:
 
 
 def _whole(table: Table, name: str) -> NDArray[np.bool_]:
-    return _lies(table[name], 1, 1e9) & np.equal(table[name] % 1, 0)
+    return _lies(table[name], 1, 1e9) & np.equal(np.floor(table[name]), table[name])
 
 
 def _rises(table: Table, name: str) -> NDArray[np.bool_]:

@@ -246,9 +246,22 @@ def _check_secrets(description: Description[Job], contents: Mapping[str, bytes])
             raise CompilationError(description.mistake("environment.secrets", message))
         forms = forms_of(value)
         for file, content in contents.items():
-            if any(form in content for form in forms):
+            # As it stands in the file, and as a program that reads the JSON sees it.
+            written = b"\0".join([content, *_texts_in(json.loads(content))]) if file == JOB else content
+            if any(form in written for form in forms):
                 message = f"the value of {name} would be written to {file} of the run directory. Take it out"
                 raise CompilationError(description.mistake("environment.secrets", message))
+
+
+def _texts_in(content: Any) -> Iterator[bytes]:
+    if isinstance(content, str):
+        yield content.encode(errors="surrogateescape")
+    elif isinstance(content, Mapping):
+        for name, value in content.items():
+            yield from (*_texts_in(name), *_texts_in(value))
+    elif isinstance(content, list):
+        for value in content:
+            yield from _texts_in(value)
 
 
 def _json(content: Any) -> bytes:

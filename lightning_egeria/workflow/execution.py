@@ -88,7 +88,7 @@ class Execution:
             self.folder.write_status(status)
             self.folder.tell("execute", f"attempt {status.attempt} starts on {status.host}")
             job = read_run_directory(run)
-            self.folder.redact = Redactor(_secrets_of(job, os.environ)).text
+            self.folder.redact = Redactor(secrets_of(job, os.environ)).text
             status.state, status.message = self._run(job, run, origin)
         except WorkflowError as error:
             status.state, status.message = State.FAILED, f"{error.layer}: {error}"
@@ -126,7 +126,7 @@ class Execution:
         folder.tell("execute", preparing.explain_command(command))
         process = ProgramProcess(command, folder.path, variables, folder.work)
         try:
-            sent, whole = self._watch(process, job, Redactor(_secrets_of(job, variables)))
+            sent, whole = self._watch(process, job, Redactor(secrets_of(job, variables)))
         finally:
             status = process.stop(0)
         state, message = _outcome(status, sent)
@@ -229,7 +229,7 @@ class _Output:
             self.full = True
 
 
-def _secrets_of(job: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+def secrets_of(job: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
     """Return the values that the log must not have: declared secrets, and others that look like one."""
     declared, written = job["environment"]["secrets"], job["environment"]["variables"]
     guessed = [name for name, value in variables.items() if name not in written and looks_secret(name, value)]

@@ -258,5 +258,8 @@ def _status(content: dict[str, Any]) -> Status:
             type(moment) not in (int, float) or not math.isfinite(moment) or abs(moment) > _MOST
         ):
             raise ValueError(f"expected a time, got {moment!r:.40}")
-    (status.message + status.host).encode()  # texts, which a database takes
+    for text in (status.message, status.host):
+        if type(text) is not str:
+            raise TypeError(f"expected a text, got {text!r:.40}")
+        text.encode()  # a database takes no other
     return status

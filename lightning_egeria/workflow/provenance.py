@@ -24,6 +24,7 @@ LARGEST_DIFF = 10 * 2**20
 LARGEST_INDEX = 2**28
 LONGEST_S = 120.0  # for one call of git: a pipe in the place of a file would hold it up for ever
 _SMALL = 2**20  # of HEAD, of the settings and of what git says of them
+_PART = 2**20
 _MOST_NAMES = 200  # in one call, whose arguments have a limit
 # Settings of a repository without which its files cannot be read or compared, with all values that they may have.
 _PLAIN = {
@@ -218,8 +219,10 @@ class _Repository:
                 assert process.stdout is not None
                 late = threading.Timer(LONGEST_S, process.kill)
                 late.start()
+                printed = b""
                 try:
-                    printed = process.stdout.read(most + 1)
+                    while len(printed) <= most and (part := process.stdout.read(_PART)):
+                        printed += part
                     if len(printed) > most:
                         process.kill()
                     status = process.wait()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from lightning_egeria.errors import CompilationError, ExecutionError
 from lightning_egeria.programs import files
+from lightning_egeria.workflow.schema import PERIOD, SIZE, Job
 
 JOB, MANIFEST, EXPLANATION, CODE, LOCK = "job.json", "manifest.json", "explanation.txt", "code", "requirements.lock"
 # Why a method is on may name times of earlier runs. What runs is the same.
@@ -102,9 +107,37 @@ def read_run_directory(place: Path) -> dict[str, Any]:
         raise ExecutionError(f"{place}: cannot read the run directory: {error.strerror or error}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ExecutionError(f"{place}: this is no run directory: {error}. Compile the job again") from error
-    if not isinstance(content, dict):
+    job = _checked(place, content)
+    return {**content, **job}
+
+
+def _checked(place: Path, content: Any) -> dict[str, Any]:
+    """Return the keys of a description that a job has, with values that the rest of the program can use.
+
+    Raises:
+        ExecutionError: they are none. The digests are right then, but another program has written them.
+    """
+    try:
+        job = dataclasses.asdict(msgspec.convert({**content}, Job))
+        json.dumps(job).encode()
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        raise ExecutionError(f"{place}: {JOB} describes no job: {error}. Compile the job again") from error
+    del job["sweep"]
+    resources, entry = job["resources"], job["entry"]
+    fits = all(
+        text is None or re.fullmatch(pattern, text)
+        for text, pattern in (
+            (resources["memory"], SIZE),
+            (resources["time"], PERIOD),
+            (job["checkpoints"]["grace"], PERIOD),
+            (job["name"], r"[A-Za-z0-9._-]+"),
+        )
+    )
+    command = entry["command"]
+    as_list = isinstance(command, list) and bool(command) and all(isinstance(part, str) for part in command)
+    if not fits or not (isinstance(command, str) or as_list or (command is None and entry["experiment"])):
         raise ExecutionError(f"{place}: {JOB} describes no job. Compile the job again")
-    return content
+    return job
 
 
 def listed(place: Path) -> list[str]:

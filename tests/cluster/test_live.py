@@ -19,7 +19,7 @@ from rich.console import Console
 pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
 
 from lightning_egeria.cluster.job_files import JobDescription
-from lightning_egeria.cluster.live import LOCK, LOG, run_jobs
+from lightning_egeria.cluster.live import DONE, LOCK, LOG, run_jobs
 from lightning_egeria.cluster.policies import POLICIES
 from lightning_egeria.cluster.pollux import Pollux
 from lightning_egeria.cluster.ray_session import PREFIX, TEMPORARY
@@ -258,3 +258,30 @@ def test_bad_numbers_are_refused(tmp_path):
         run_jobs([job("one", 1)], POLICIES["fair"](), tmp_path, interval_s=0)
     with pytest.raises(ArgumentError, match="retries at least 0"):
         run_jobs([job("one", 1)], POLICIES["fair"](), tmp_path, retries=-1)
+
+
+@pytest.mark.parametrize("attack", ["link for a job", "log", "done", "lock", "writable", "writable job", "open above"])
+def test_a_folder_that_another_user_has_prepared_is_refused(attack, tmp_path):
+    """The default is ./jobs, below a folder that others may share."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").write_text("mine")
+    folder = tmp_path / "shared" / "jobs"
+    (folder / "a").mkdir(parents=True, mode=0o700)
+    for part in (folder, folder / "a"):
+        part.chmod(0o700)
+    if attack == "link for a job":
+        (folder / "a").rmdir()
+        (folder / "a").symlink_to(mine)
+    elif attack == "lock":
+        (folder / LOCK).symlink_to(mine / "file")
+    elif attack in ("log", "done"):
+        (folder / "a" / (LOG if attack == "log" else DONE)).symlink_to(mine / "file")
+    else:
+        {"writable": folder, "writable job": folder / "a", "open above": folder.parent}[attack].chmod(0o777)
+    with contextlib.suppress(JobError, OSError):
+        run_jobs([JobDescription(["echo", "owned"], 1, 1, 0.0, {}, name="a")], POLICIES["fair"](), folder, retries=0)
+    assert {path.name: path.read_text() for path in mine.iterdir()} == {"file": "mine"}
+    if attack not in ("log", "lock"):
+        with pytest.raises(JobError, match=r"cannot use|cannot be read"):
+            run_jobs([JobDescription(["x"], 1, 1, 0.0, {}, name="a")], POLICIES["fair"](), folder)

@@ -65,8 +65,11 @@ class Format:
 
 def formats(folder: Path) -> list[Format]:
     """All of them; readers write to ``folder``."""
+    from job_formats import job_formats  # which needs what is defined here
+
     return [
-        manifest_format(folder / "manifest"),
+        *job_formats(folder / "jobs"),
+        manifest_format(folder / ("ab" * 16)),
         store_format(folder / "store"),
         entries_format(folder / "entries"),
         forged_format(folder / "forged"),

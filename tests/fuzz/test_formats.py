@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stored import bits
 
+from lightning_egeria import errors
 from lightning_egeria.errors import CheckpointError, RecordError, StoreError
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.report import figures
@@ -27,8 +30,14 @@ from lightning_egeria.stores.samples import decode, encode
 from lightning_egeria.stores.store import ActivationStore
 
 FUZZ = settings(deadline=None)
-ERRORS = {"StoreError", "ValueError", "RecordError", "CheckpointError", "no state"}
+ERRORS = {"ValueError", "no state"} | {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+JOBS = [
+    *("description of a job", "settings of a job", "jobs of a cluster", "requirements", "run directory", "forged job"),
+    *("status of a job", "submission of a job", "results of a job", "hints of a job", "graph", "plan"),
+    *("log of a simulation", "workload", "trace", "measured costs", "repository"),
+]
 NAMES = [
+    *JOBS,
     *("manifest.json", "files of a store", "index and entries", "forged entry"),
     *("fields of a sample", "record of a run", "state of a policy"),
 ]
@@ -79,7 +88,25 @@ def test_what_was_written_is_read(known, name):
         assert set(outcomes) == {EXACT}
 
 
-@pytest.mark.parametrize("name", NAMES)
+def campaign(*arguments):
+    """Give the readers random inputs, in a process of its own whose memory is limited."""
+    script = Path(readers.__file__).with_name("campaign.py")
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much memory was taken")
+@pytest.mark.parametrize(
+    "inputs",
+    [2000, pytest.param(int(os.environ.get("EGERIA_FUZZ_INPUTS", "1_000_000")), marks=pytest.mark.slow)],
+    ids=["some", "many"],
+)
+def test_random_inputs_are_read_or_refused(inputs):
+    """With a message, in bounded time and memory. EGERIA_FUZZ_INPUTS sets how many the slow run gives."""
+    told = campaign("--inputs", str(inputs))
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "repository"])
 @FUZZ
 @given(data=st.binary(max_size=300))
 def test_any_bytes(known, name, data):
@@ -99,14 +126,18 @@ def damaged(draw, seeds):
     return bytes(data)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "repository"])
 @FUZZ
 @given(data=st.data())
 def test_damaged_bytes(known, name, data):
     outcome_of(known[name], data.draw(damaged(known[name].seeds)))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "fields of a sample", "record of a run", "state of a policy"])
+TEXTS = ["forged job", "status of a job", "submission of a job", "results of a job", "hints of a job", "graph", "plan"]
+TEXTS += ["measured costs", "manifest.json", "fields of a sample", "record of a run", "state of a policy"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
 @FUZZ
 @given(data=st.data())
 def test_a_value_replaced(known, name, data):
@@ -336,6 +367,7 @@ def test_a_store_that_goes_away_while_it_is_looked_at(store, monkeypatch):
 
     def gone_then(folder):
         if folder == store.folder:
+            monkeypatch.setattr(Path, "iterdir", listed)
             assert remove_store(folder)
         return listed(folder)
 

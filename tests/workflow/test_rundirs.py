@@ -7,7 +7,11 @@ from lightning_egeria.errors import CompilationError, ExecutionError
 from lightning_egeria.workflow import rundirs
 from lightning_egeria.workflow.rundirs import check_owned, digest_of, read_run_directory, write_run_directory
 
-CONTENTS = {"job.json": b'{"name": "a"}', "code/train.py": b"print(1)", "explanation.txt": b"because"}
+CONTENTS = {
+    "job.json": b'{"name": "a", "entry": {"command": "x"}}',
+    "code/train.py": b"print(1)",
+    "explanation.txt": b"because",
+}
 
 
 def test_the_name_is_a_digest_of_what_runs(tmp_path):
@@ -15,8 +19,9 @@ def test_the_name_is_a_digest_of_what_runs(tmp_path):
     again = write_run_directory(tmp_path / "two", {**CONTENTS, "explanation.txt": b"another reason"})
     other = write_run_directory(tmp_path / "one", {**CONTENTS, "code/train.py": b"print(2)"})
     assert place.name == again.name != other.name
-    assert place.name == hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()[:16] == "95887f760ad03ffa"
-    assert read_run_directory(place) == {"name": "a"}
+    assert place.name == hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()[:16] == "4c3e7f1d6ec033e5"
+    job = read_run_directory(place)
+    assert (job["name"], job["entry"]["command"], job["retries"]) == ("a", "x", 0)
     assert write_run_directory(tmp_path / "one", CONTENTS) == place
 
 
