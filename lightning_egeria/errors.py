@@ -32,6 +32,10 @@ class UnsupportedError(EgeriaError):
     """The Trainer uses something that freezing does not support; the message says what to use instead."""
 
 
+class NothingTrainedError(EgeriaError, RuntimeError):
+    """Something was asked for that only a training step brings."""
+
+
 class ExchangeError(EgeriaError):
     """The ranks of a job could not exchange gradients: one failed or ended early, or a gradient is missing."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,6 +112,9 @@ def _draw(figure: Any, path: Path) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.address is None and "ray" not in sys.modules:
+        # Ray reads this when it is imported. Without, versions before 2.59 run what other users of this machine send.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Ray takes seconds to import, and may be missing.
     from lightning_egeria.cluster.live import run_jobs
     from lightning_egeria.cluster.status import table_of

@@ -324,6 +324,10 @@ def run_jobs(
         if not free:
             raise JobError(f"another run has the jobs in {folder}. Wait for it, or name another folder")
 
+        # Before Ray starts, which takes seconds.
+        places = {job.name: own_folder(folder / job.name, links=False) for job in jobs}
+        done = [job.name for job in jobs if _is_done(job, places[job.name])]
+
         def end_jobs() -> None:
             status.close()
             for job in jobs:
@@ -337,10 +341,8 @@ def run_jobs(
         addresses = [node["NodeManagerAddress"] for node in nodes] if len(nodes) > 1 else None
         began = time.monotonic()
         fleet = Fleet(jobs, cluster, policy, folder, interval_s, lambda: time.monotonic() - began)
-        for name, job in fleet.jobs.items():
-            own_folder(folder / name, links=False)
-            if _is_done(job.description, folder / name):
-                job.state = "done"
+        for name in done:
+            fleet.jobs[name].state = "done"
         if all(job.has_ended for job in fleet.jobs.values()):
             return fleet
         config = {"folder": str(folder), "resource": resource}

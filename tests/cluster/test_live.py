@@ -260,28 +260,52 @@ def test_bad_numbers_are_refused(tmp_path):
         run_jobs([job("one", 1)], POLICIES["fair"](), tmp_path, retries=-1)
 
 
-@pytest.mark.parametrize("attack", ["link for a job", "log", "done", "lock", "writable", "writable job", "open above"])
-def test_a_folder_that_another_user_has_prepared_is_refused(attack, tmp_path):
-    """The default is ./jobs, below a folder that others may share."""
-    mine = tmp_path / "mine"
+def prepared(tmp_path):
+    """A folder of this user, and one for jobs."""
+    mine, folder = tmp_path / "mine", tmp_path / "shared" / "jobs"
     mine.mkdir()
     (mine / "file").write_text("mine")
-    folder = tmp_path / "shared" / "jobs"
-    (folder / "a").mkdir(parents=True, mode=0o700)
+    (folder / "a").mkdir(parents=True)
     for part in (folder, folder / "a"):
         part.chmod(0o700)
+    return mine, folder
+
+
+@pytest.mark.parametrize("attack", ["link for a job", "done", "lock", "writable", "writable job", "open above"])
+def test_a_folder_that_another_user_has_prepared_is_refused(attack, tmp_path):
+    """The default is ./jobs, below a folder that others may share. Ray is not even started."""
+    mine, folder = prepared(tmp_path)
     if attack == "link for a job":
         (folder / "a").rmdir()
         (folder / "a").symlink_to(mine)
-    elif attack == "lock":
-        (folder / LOCK).symlink_to(mine / "file")
-    elif attack in ("log", "done"):
-        (folder / "a" / (LOG if attack == "log" else DONE)).symlink_to(mine / "file")
+    elif attack in ("lock", "done"):
+        (folder / LOCK if attack == "lock" else folder / "a" / DONE).symlink_to(mine / "file")
     else:
         {"writable": folder, "writable job": folder / "a", "open above": folder.parent}[attack].chmod(0o777)
-    with contextlib.suppress(JobError, OSError):
-        run_jobs([JobDescription(["echo", "owned"], 1, 1, 0.0, {}, name="a")], POLICIES["fair"](), folder, retries=0)
+    with pytest.raises((JobError, OSError), match=r"cannot use|cannot be read|symbolic links"):
+        run([JobDescription(["echo", "owned"], 1, 1, 0.0, {}, name="a")], folder)
     assert {path.name: path.read_text() for path in mine.iterdir()} == {"file": "mine"}
-    if attack not in ("log", "lock"):
-        with pytest.raises(JobError, match=r"cannot use|cannot be read"):
-            run_jobs([JobDescription(["x"], 1, 1, 0.0, {}, name="a")], POLICIES["fair"](), folder)
+
+
+def test_no_log_goes_through_a_link(tmp_path):
+    mine, folder = prepared(tmp_path)
+    (folder / "a" / LOG).symlink_to(mine / "file")
+    fleet, _ = run([JobDescription(["echo", "owned"], 1, 1, 0.0, {}, name="a")], folder, retries=0)
+    assert fleet.jobs["a"].state == "failed"
+    assert (mine / "file").read_text() == "mine"
+
+
+def test_a_ray_of_the_command_asks_for_a_token(tmp_path):
+    """As a user runs it, in a process of its own: others of this machine must not run what they like in that Ray."""
+    script = "import os, ray; from ray._raylet import get_authentication_mode as mode; print(mode(), flush=True)"
+    (tmp_path / "jobs.yaml").write_text("jobs: {a: {command: ['true']}}\n")
+    code = (
+        "import sys; from lightning_egeria.cluster import command\n"
+        f"status = command.main(['run', {str(tmp_path / 'jobs.yaml')!r}, '--out', {str(tmp_path / 'out')!r}])\n"
+        f"{script}; sys.exit(status)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    variables["HOME"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "TOKEN" in done.stdout
