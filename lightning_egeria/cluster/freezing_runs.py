@@ -52,6 +52,8 @@ class FreezingRun:
             known = sorted({0: 1.0, **{int(k): float(v) for k, v in shares.items() if k.isdigit()}}.items())
             depths, costs_at = [depth for depth, _ in known], [share for _, share in known]
             events = sorted((event["step"] / result["steps"], event["depth"]) for event in result["events"])
+            if not all(type(depth) is int for _, depth in events):
+                raise ValueError("expected whole numbers of frozen layer modules")
             after = np.interp([depth for _, depth in events], depths, costs_at)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             raise TraceError(f"{run} and {costs} are no measured freezing run: {error}") from error

@@ -18,7 +18,7 @@ from lightning_egeria.programs.files import read_text, write_whole
 Numbers = NDArray[np.float64]
 Table = dict[str, Numbers]
 Row = tuple[int, dict[str, str]]  # the number of its line, and its fields by column
-_LARGEST_FILE = 2**28  # bytes
+_LARGEST_FILE = 2**24  # bytes, which take up to 150 times as much memory
 _LARGEST = 1e30  # no sum, product or quotient of a few numbers overflows
 
 

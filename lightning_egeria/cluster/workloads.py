@@ -14,7 +14,7 @@ from lightning_egeria.errors import TraceError
 from lightning_egeria.programs.files import read_text
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
-_LARGEST = 2**28  # bytes of a trace
+_LARGEST = 2**24  # bytes of a trace
 _BOUNDS = {"time": (0, 10**10), "num_replicas": (1, 10**6), "batch_size": (1, 10**9)}
 
 

@@ -94,7 +94,7 @@ def application(home: Home, token: str, actions: bool = False) -> Starlette:
 
     def guarded(page: _Page) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
-            if not hmac.compare_digest(request.path_params["token"].encode(), token.encode()):
+            if not hmac.compare_digest(request.path_params["token"].encode(errors="replace"), token.encode()):
                 return HTMLResponse(error_page("The token is missing or wrong."), 403, _HEADERS)
             id = request.path_params.get("id", "0")
             if not (id.isascii() and id.isdecimal() and len(id) <= _LONGEST_ID):

@@ -102,6 +102,8 @@ def test_a_gang_larger_than_a_node_is_refused(tmp_path):
         ("profiled", "1" + "0" * 400),
         ("compute", "[0, 0]"),
         ("between", "[1e300, 1e300]"),
+        ("fewest_batches", "1048577"),
+        ("limits", '{"initial": 1, "largest": 1, "smallest_local": 1, "largest_local": 1}'),
     ],
 )
 def test_hints_of_one_job_stop_no_other(policy, key, value, tmp_path):
@@ -110,7 +112,7 @@ def test_hints_of_one_job_stop_no_other(policy, key, value, tmp_path):
     (tmp_path / "hostile").mkdir()
     path = tmp_path / "hostile" / "hints.json"
     Hints(LIMITS, 2, 120.5, 0.5, 40.0, model).write(path)
-    text, count = re.subn(rf'"{key}": (\[[^\]]*\]|[^,}}]+)', f'"{key}": {value}', path.read_text())
+    text, count = re.subn(rf'"{key}": (\[[^\]]*\]|{{[^}}]*}}|[^,}}]+)', f'"{key}": {value}', path.read_text())
     assert count
     path.write_text(text)
     assert fleet.devices("other") > 0

@@ -297,12 +297,13 @@ def test_no_log_goes_through_a_link(tmp_path):
 
 def test_a_ray_of_the_command_asks_for_a_token(tmp_path):
     """As a user runs it, in a process of its own: others of this machine must not run what they like in that Ray."""
-    script = "import os, ray; from ray._raylet import get_authentication_mode as mode; print(mode(), flush=True)"
+    script = "from ray._raylet import AuthenticationMode, get_authentication_mode\n"
+    script += "print('TOKEN' if get_authentication_mode() == AuthenticationMode.TOKEN else 'NONE', flush=True)"
     (tmp_path / "jobs.yaml").write_text("jobs: {a: {command: ['true']}}\n")
     code = (
         "import sys; from lightning_egeria.cluster import command\n"
         f"status = command.main(['run', {str(tmp_path / 'jobs.yaml')!r}, '--out', {str(tmp_path / 'out')!r}])\n"
-        f"{script}; sys.exit(status)"
+        f"{script}\nsys.exit(status)"
     )
     variables = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     variables["HOME"] = str(tmp_path)
