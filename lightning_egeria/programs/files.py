@@ -30,13 +30,14 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIGITS = 19  # of the largest integer in a JSON text, as in 64 bits
 
 
-def open_file(path: Path, flags: int, links: bool = False) -> int:
+def open_file(path: Path, flags: int, links: bool = False, shared: bool = False) -> int:
     """Open an ordinary file, and return its descriptor. A new one is for its user alone.
 
     Args:
         path: of the file.
         flags: of `os.open`.
         links: whether a link may stand in its place.
+        shared: whether it may be written although it belongs to another user.
 
     Raises:
         OSError: it cannot be opened, is no ordinary file, or would be written and belongs to another user.
@@ -48,7 +49,7 @@ def open_file(path: Path, flags: int, links: bool = False) -> int:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
-        if flags & os.O_ACCMODE != os.O_RDONLY and status.st_uid != os.geteuid():
+        if flags & os.O_ACCMODE != os.O_RDONLY and not shared and status.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
     except OSError:
         os.close(file)
@@ -203,6 +204,21 @@ def touch(path: Path) -> None:
         os.utime(file)
     finally:
         os.close(file)
+
+
+def make_own(path: Path) -> None:
+    """Make an empty file of this user, or see that one is. It is not opened: that would end locks that SQLite holds.
+
+    Raises:
+        OSError: it cannot be made, is no ordinary file, or belongs to another user.
+    """
+    if not os.path.lexists(path):
+        write_once(path, b"")
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
 
 
 def copy(source: Path, target: Path, links: bool = True) -> None:

@@ -74,7 +74,7 @@ class _Turns(Observer):
             self._files = stack.pop_all()
 
     def _open(self, stack: contextlib.ExitStack, path: Path) -> int:
-        file = files.open_file(path, os.O_RDWR | os.O_CREAT)
+        file = files.open_file(path, os.O_RDWR | os.O_CREAT, shared=True)  # users may share a device
         stack.callback(os.close, file)
         return file
 

@@ -92,7 +92,7 @@ class History:
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._errors():
-            files.touch(path)  # SQLite would take the umask, and would follow a link
+            files.make_own(path)  # SQLite would take the umask, and would follow a link
             # Transactions are begun by hand: which lock they take matters.
             self._database = sqlite3.connect(path, timeout=30, isolation_level=None)
             self._database.executescript(_TABLES)

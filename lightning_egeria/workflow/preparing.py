@@ -131,6 +131,7 @@ def _staged(path: Path, target: Path, digest: str, name: str) -> Path:
 
 def _copied(source: str, target: str) -> str:
     files.copy(Path(source), Path(target))
+    shutil.copystat(source, target)  # what is executable stays so
     return target
 
 
