@@ -43,7 +43,7 @@ def open_file(path: Path, flags: int, links: bool = False, shared: bool = False)
         OSError: it cannot be opened, is no ordinary file, or would be written and belongs to another user.
     """
     follow = 0 if links else os.O_NOFOLLOW
-    # Without waiting: a pipe would be opened once somebody opens its other end.
+    # Do not wait: opening a pipe waits until another process opens its other end.
     file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | follow, PRIVATE)
     try:
         status = os.fstat(file)

@@ -205,7 +205,7 @@ def default_cache_dir() -> Path:
     """``lightning_egeria`` in the user's cache folder.
 
     Raises:
-        CacheError: nobody has said where this user's folders are.
+        CacheError: this user has no home directory, and no variable names a folder.
     """
     named = os.environ.get("XDG_CACHE_HOME")
     try:

@@ -155,7 +155,7 @@ class ResumableCheckpoints(pl.Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         beside = self.path.with_name(f".{self.path.name}")
         if trainer.is_global_zero and beside.is_symlink():
-            beside.unlink()  # which somebody may have laid there; nothing is written through it
+            beside.unlink()  # another user may have put it there
         trainer.save_checkpoint(beside)
         if trainer.is_global_zero:
             beside.replace(self.path)

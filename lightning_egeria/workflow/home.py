@@ -49,7 +49,7 @@ class Home:
         """Return the folder that the environment names, or one below the user's data.
 
         Raises:
-            QueueError: nobody has said where this user's folders are.
+            QueueError: this user has no home directory, and no variable names a folder.
         """
         named, data = os.environ.get(VARIABLE), os.environ.get("XDG_DATA_HOME")
         if named:

@@ -96,7 +96,7 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.redact: Callable[[str], str] = str  # what is told, once the secrets of the job are known
+        self.redact: Callable[[str], str] = str  # takes the secrets out of what is added to the log
         self.log, self.work, self.results = path / "log", path / "work", path / "results"
         self.checkpoints, self.data = path / "checkpoints", path / "data"
         self._status, self._beat, self._asked = path / "status.json", path / "heartbeat", path / "asked"
