@@ -32,6 +32,10 @@ class UnsupportedError(EgeriaError):
     """The Trainer uses something that freezing does not support; the message says what to use instead."""
 
 
+class NothingTrainedError(EgeriaError, RuntimeError):
+    """Something was asked for that only a training step brings."""
+
+
 class ExchangeError(EgeriaError):
     """The ranks of a job could not exchange gradients: one failed or ended early, or a gradient is missing."""
 
@@ -58,6 +62,14 @@ class WorkerError(EgeriaError):
 
 class CacheError(EgeriaError):
     """The network does not do what the cache of its frozen prefix rests on, or the cache directory cannot be used."""
+
+
+class StoreError(EgeriaError):
+    """A store of the cache cannot be read or written as it is; the message says why."""
+
+
+class StoreBusyError(StoreError):
+    """Another process is about to delete the store, or does not let go of it."""
 
 
 class TraceError(EgeriaError):

@@ -1,8 +1,10 @@
 """Every exception is one of the package's own."""
 
+import ast
 import inspect
 
 import pytest
+from leftovers import REPOSITORY
 
 from lightning_egeria import errors
 
@@ -15,6 +17,23 @@ def test_one_except_catches_all(kind):
     assert inspect.getdoc(kind)
     with pytest.raises(errors.EgeriaError, match="what happened"):
         raise kind("what happened")
+
+
+def test_no_other_module_has_exceptions_of_its_own():
+    """Or an `except EgeriaError` would miss them."""
+    names = {kind.__name__ for kind in KINDS}
+    found = {}
+    for path in (REPOSITORY / "lightning_egeria").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
+            exceptions = {base for base in bases if base in names or base.endswith(("Error", "Exception"))}
+            if exceptions and path.name != "errors.py":
+                found[node.name] = path.name
+    assert found == {"_Enough": "tracing.py"}  # ends a trace, and is caught there
+
+
+def test_a_store_that_cannot_be_used_is_one_of_them():
+    assert issubclass(errors.StoreBusyError, errors.StoreError)
 
 
 def test_wrong_arguments_are_value_errors_too():

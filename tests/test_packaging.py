@@ -7,10 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import lightning_egeria
 
@@ -31,6 +34,40 @@ def test_setup_cfg_lists_every_package(setup_cfg):
         for path in (REPOSITORY / "lightning_egeria").rglob("__init__.py")
     }
     assert listed == found | {"lightning_egeria.conf"}
+
+
+def requirements_of(parser):
+    """The requirements that setup.cfg names, on their own or in an extra."""
+    texts = [parser["options"]["install_requires"], *parser["options.extras_require"].values()]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    return [Requirement(line) for line in lines if line and not line.startswith(("%", "#"))]
+
+
+FLAWS = tomllib.loads((REPOSITORY / "tests" / "published_flaws.toml").read_text())["flaw"]
+
+
+@pytest.mark.parametrize("flaw", FLAWS, ids=lambda flaw: f"{flaw['package']} {flaw['identifier']}")
+def test_no_version_with_a_published_flaw_is_let_in(flaw, setup_cfg):
+    found = [one for one in requirements_of(setup_cfg) if one.name == flaw["package"]]
+    assert found
+    assert re.fullmatch(r"(CVE-\d{4}|GHSA)-[\w-]+", flaw["identifier"])
+    for requirement in found:
+        for version in flaw.get("versions", ()):
+            assert version not in requirement.specifier
+        if "fixed" in flaw:
+            least = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
+            assert least
+            assert max(least) >= Version(flaw["fixed"])
+
+
+def test_the_oldest_versions_tried_have_no_published_flaw():
+    lines = (REPOSITORY / "constraints" / "oldest.txt").read_text().splitlines()
+    tried = dict(line.split("==") for line in lines if "==" in line)
+    for flaw in FLAWS:
+        version = tried.get(flaw["package"])
+        if version is not None:
+            assert version not in flaw.get("versions", ())
+            assert Version(version) >= Version(flaw.get("fixed", "0"))
 
 
 def test_the_version_is_that_of_the_package(setup_cfg):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, cast
 from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
 
+from lightning_egeria.errors import WorkerError
+
 _numbers = itertools.count()
 _function: Callable[..., Any] | None = None  # what a call runs in this process
 _here: Worker | None = None
@@ -67,14 +69,17 @@ class CallableWorkers(BaseContext):
         """Call a worker, and wait for the answer.
 
         Raises:
-            RuntimeError: it ends before it answers.
+            WorkerError: it ends before it answers.
             Exception: what the call raised.
         """
         queue = self._queues[worker.number]
         number = queue.send(arguments)
         while (answered := queue.answer(number)) is None:
             if not self.has(worker):
-                raise RuntimeError(f"DataLoader worker {worker.pid} ended while it loaded samples of a cached batch")
+                raise WorkerError(
+                    f"DataLoader worker {worker.pid} ended while it loaded samples of a cached batch. Its own message "
+                    "may say why: too little memory, say"
+                )
         if isinstance(answered.result, ExceptionWrapper):
             answered.result.reraise()
         return answered.result

@@ -17,11 +17,11 @@ from torch import Tensor
 from lightning_egeria.caching.front import Front
 from lightning_egeria.caching.levels import Level, Recording, bytes_on_disk
 from lightning_egeria.caching.stats import CacheStats
-from lightning_egeria.errors import CacheError
+from lightning_egeria.errors import CacheError, StoreError
 from lightning_egeria.stores.background import ReadAhead
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.stores.limits import Limits
-from lightning_egeria.stores.manifest import FORMAT, Manifest, StoreError
+from lightning_egeria.stores.manifest import FORMAT, Manifest
 from lightning_egeria.stores.memory import MemoryTier
 from lightning_egeria.stores.rows import RowForm, Rows
 from lightning_egeria.training.notices import Notices

@@ -20,6 +20,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, 
 
 from lightning_egeria.batches.worker_calls import answer_calls, this_worker
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
+from lightning_egeria.errors import StoreError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
 from lightning_egeria.lazy.sending import send
@@ -28,7 +29,6 @@ from lightning_egeria.lazy.tensors import LazyTensor, show, stack
 from lightning_egeria.snapshots.contents import changed, moving_of
 from lightning_egeria.snapshots.digests import has_values
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
-from lightning_egeria.stores.manifest import StoreError
 from lightning_egeria.stores.samples import (
     STAMP_BYTES,
     Absent,

@@ -19,14 +19,13 @@ from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
 from lightning_egeria.caching.trial import Trials
-from lightning_egeria.errors import CacheError
+from lightning_egeria.errors import CacheError, StoreError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.outside import Outside
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import same_bits
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.stores.limits import Limits
-from lightning_egeria.stores.manifest import StoreError
 from lightning_egeria.stores.rows import Rows
 from lightning_egeria.training.notices import Notices
 

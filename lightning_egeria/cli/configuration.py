@@ -25,8 +25,12 @@ _OWN = {"seed": int, "ckpt_path": str | None, "optimized_metric": str | None, "r
 _EXTRAS = {"hydra/sweeper/optuna": "optuna", "hydra/launcher/submitit": "submitit"}
 
 
-def check(config: DictConfig) -> None:
+def check(config: DictConfig, importing: bool = True) -> None:
     """Check that the classes to build exist and take their arguments.
+
+    Args:
+        config: a configuration.
+        importing: whether the modules of the classes may be imported, as in `parameters_of`.
 
     Raises:
         ArgumentError: if one does not; the message names the key, the expected type and the value.
@@ -53,15 +57,16 @@ def check(config: DictConfig) -> None:
             options = sorted(path.stem for path in (CONFIG_DIR / group).iterdir() if path.stem != "none")
             raise ArgumentError(f"{group}: expected a _target_, got none. Set {group}={' or '.join(options)} as well")
     for key, node in _targets(content, ""):
-        _check_arguments(key, node)
+        _check_arguments(key, node, importing)
 
 
-def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
+def explain(error: BaseException, arguments: Sequence[str], importing: bool = True) -> str | None:
     """Return one message for the user, or None for an error that is not about the configuration.
 
     Args:
         error: the error.
         arguments: arguments of the command line.
+        importing: whether modules may be imported for a better message, as in `parameters_of`.
     """
     causes = [error]
     while causes[-1].__cause__ is not None:
@@ -91,15 +96,15 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
             return f"{group}={option} is not installed. Run: pip install 'lightning-egeria[{extra}]'"
         return _no_such_option(group, option, list(error.options or ()))
     if isinstance(causes[-1], ConfigKeyError | ConfigAttributeError) and causes[-1].full_key:
-        return _no_such_key(causes[-1], arguments)
+        return _no_such_key(causes[-1], arguments, importing)
     if str(error).startswith("Config group override must be a string"):  # Hydra does not name the override
         return f"{line_of(error)}, in: {' '.join(arguments)}"
     return line_of(error) if isinstance(error, HydraException | OmegaConfBaseException | YAMLError) else None
 
 
-def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
+def _check_arguments(key: str, node: Mapping[str, Any], importing: bool) -> None:
     target = node["_target_"]
-    parameters, open_ended = parameters_of(target, f"{key}._target_")
+    parameters, open_ended = parameters_of(target, f"{key}._target_", importing)
     for name, value in node.items():
         if name in parameters:
             check_value(f"{key}.{name}", value, parameters[name].annotation, target)
@@ -112,13 +117,13 @@ def _no_such_option(group: str, option: str, options: Sequence[str]) -> str:
     return f"{group}={option}: no such option.{near_match(option, options)} Options: {', '.join(options)}"
 
 
-def _no_such_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str:
+def _no_such_key(error: OmegaConfBaseException, arguments: Sequence[str], importing: bool) -> str:
     wanted = error.full_key or ""
     given = next((argument for argument in arguments if argument.startswith(wanted)), wanted)
     parent, dot, name = wanted.rpartition(".")
     node = error.parent_node if isinstance(error.parent_node, DictConfig) else OmegaConf.create()
     target, known = node.get("_target_"), [str(key) for key in node if key != "hydra"]
-    taken = list(parameters_of(target)[0]) if target else []
+    taken = list(parameters_of(target, importing=importing)[0]) if target else []
     if name in taken:
         return f"{wanted}: the configuration does not have this key, but {target} does. Add it with a plus: +{given}"
     keys = _keys(node._get_root())

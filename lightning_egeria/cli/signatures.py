@@ -11,7 +11,10 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
+from lightning_egeria.cli.sources import read_parameters
 from lightning_egeria.errors import ArgumentError, near_match
+
+_OWN = __name__.partition(".")[0]
 
 
 def check_value(key: str, value: Any, expected: Any, target: str) -> None:
@@ -39,12 +42,20 @@ def _fits(value: Any, expected: Any) -> bool:
     return True
 
 
-def parameters_of(target: str, key: str = "") -> tuple[Mapping[str, inspect.Parameter], bool]:
+def parameters_of(target: str, key: str = "", importing: bool = True) -> tuple[Mapping[str, inspect.Parameter], bool]:
     """Return the parameters of a class or function, and whether it takes any others.
+
+    Args:
+        target: its dotted name.
+        key: of the configuration, for the message of an error.
+        importing: whether its module may be imported, which runs it. If not, the source of modules that are neither of
+            this package nor imported already is read; what it does not tell counts as right.
 
     Raises:
         ArgumentError: if there is no such class or function.
     """
+    if not importing and target.partition(".")[0] != _OWN:
+        return read_parameters(target, key)
     module, _, name = target.rpartition(".")
     near, built = "", None
     try:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, WRAPPERS, check, explain
 from lightning_egeria.errors import ArgumentError, UnsupportedError, near_match
+from lightning_egeria.programs.files import write_whole
 from lightning_egeria.report.record import FILE_NAME
 
 # Lightning is imported when training starts: each press of the tab key runs this program and waits for it.
@@ -152,7 +153,7 @@ def _check_multirun(trainer: "L.Trainer") -> None:
 
 def _write(path: Path, results: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    write_whole(path, json.dumps(results, indent=2) + "\n")
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in results["metrics"].items())
     print(f"{metrics}\nfit took {results['fit_time_s']:.1f} s; results in {path}", flush=True)
 

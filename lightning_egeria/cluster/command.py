@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +23,8 @@ from lightning_egeria.cluster.traces import read_applications
 from lightning_egeria.cluster.workloads import read_workload
 from lightning_egeria.errors import EgeriaError
 from lightning_egeria.programs.arguments import whole_number
+from lightning_egeria.programs.files import write_whole
+from lightning_egeria.programs.terminal import printable
 
 LIVE = ("fair", "pollux", "tiresias")
 _EXTRAS = {"matplotlib": "report", "ray": "ray"}
@@ -60,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _simulate(options)
     except EgeriaError as error:
-        print(f"egeria-cluster: {error}", file=sys.stderr)
+        print(f"egeria-cluster: {printable(error, keep=chr(10))}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
@@ -72,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("egeria-cluster: stopped. The same command goes on", file=sys.stderr)
         return 130
     except OSError as error:
-        print(f"egeria-cluster: cannot write {error.filename}: {error.strerror or error}", file=sys.stderr)
+        said = f"cannot write {error.filename}: {error.strerror or error}"
+        print(f"egeria-cluster: {printable(said)}", file=sys.stderr)
         return 2
     return 0
 
@@ -92,14 +98,23 @@ def _simulate(options: argparse.Namespace) -> None:
         print(f"{name}: {len(workload)} jobs on {cluster.devices} devices", file=sys.stderr, flush=True)
         records.append(simulate(workload, applications, cluster, POLICIES[name](), options.interval))
         records[-1].write(options.out / f"{name}.jsonl")
-        drawing.devices(records[-1]).savefig(options.out / f"devices-{name}.png", dpi=150)
-    drawing.completion_times(records).savefig(options.out / "completion-times.png", dpi=150)
-    drawing.utilisation(records).savefig(options.out / "utilisation.png", dpi=150)
+        _draw(drawing.devices(records[-1]), options.out / f"devices-{name}.png")
+    _draw(drawing.completion_times(records), options.out / "completion-times.png")
+    _draw(drawing.utilisation(records), options.out / "utilisation.png")
     Console().print(_table(records))
     print(f"wrote logs and pictures to {options.out}")
 
 
+def _draw(figure: Any, path: Path) -> None:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=150)
+    write_whole(path, stream.getvalue())
+
+
 def _run(options: argparse.Namespace) -> int:
+    if options.address is None and "ray" not in sys.modules:
+        # Ray reads this when it is imported. Without, versions before 2.59 run what other users of this machine send.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     # Ray takes seconds to import, and may be missing.
     from lightning_egeria.cluster.live import run_jobs
     from lightning_egeria.cluster.status import table_of

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import random
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_egeria.cluster.goodput import BatchLimits
+from lightning_egeria.cluster.tables import write_rows
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.cluster.workloads import Submission, write_workload
 
@@ -60,7 +59,7 @@ def _write_traces(folder: Path, model: ThroughputModel, noise: float) -> None:
         for placement in itertools.product(range(1, DEVICES + 1), repeat=length)
         if placement == min(placement[i:] + placement[:i] for i in range(length))
     ]
-    _write(
+    write_rows(
         folder / "placements.csv",
         ("placement", "local_bsz", "step_time", "sync_time"),
         (
@@ -69,7 +68,7 @@ def _write_traces(folder: Path, model: ThroughputModel, noise: float) -> None:
             for local in LOCAL_BATCH_SIZES
         ),
     )
-    _write(
+    write_rows(
         folder / "scalability.csv",
         ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time"),
         (
@@ -85,16 +84,9 @@ def _write_traces(folder: Path, model: ThroughputModel, noise: float) -> None:
             variance = noise * (1 + epoch)
             iteration += STEPS / ((variance + 1) / (variance / scale + 1))
             rows.append((STEPS * (epoch + 1), round(iteration), 1 / (1 + epoch), 1, variance))
-        _write(folder / f"validation-{size}.csv", ("progress", "iteration", "metric", "grad_sqr", "grad_var"), rows)
+        write_rows(folder / f"validation-{size}.csv", ("progress", "iteration", "metric", "grad_sqr", "grad_var"), rows)
 
 
 def _times(model: ThroughputModel, nodes: int, replicas: int, local: int) -> tuple[float, float]:
     step, gradient = float(model.step_seconds(nodes, replicas, local)), float(model.gradient_seconds(local))
     return round(step, 6), round(step - gradient, 6)
-
-
-def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 
 from lightning_egeria.errors import TraceError
+from lightning_egeria.programs.files import read_json
+
+_LARGEST = 2**24  # bytes of each file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +48,13 @@ class FreezingRun:
             TraceError: a file is missing or damaged.
         """
         try:
-            result, shares = json.loads(run.read_text()), json.loads(costs.read_text())["shares"]
+            result, shares = read_json(run, _LARGEST), read_json(costs, _LARGEST)["shares"]
             known = sorted({0: 1.0, **{int(k): float(v) for k, v in shares.items() if k.isdigit()}}.items())
             depths, costs_at = [depth for depth, _ in known], [share for _, share in known]
             events = sorted((event["step"] / result["steps"], event["depth"]) for event in result["events"])
+            if not all(type(depth) is int for _, depth in events):
+                raise ValueError("expected whole numbers of frozen layer modules")
             after = np.interp([depth for _, depth in events], depths, costs_at)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             raise TraceError(f"{run} and {costs} are no measured freezing run: {error}") from error
         return cls(tuple(progress for progress, _ in events), tuple(map(float, after)))

@@ -122,7 +122,7 @@ class Goodput:
         accumulation = np.where(single, np.maximum(accumulation, limits.fewest_batches - 1), accumulation)
         local = np.ceil(local / (accumulation + 1) - _SLACK)
         local = np.minimum(local, limits.largest // (replicas * (accumulation + 1)))  # `bounded`
-        total = replicas * local * (accumulation + 1)
+        total = np.maximum(replicas * local * (accumulation + 1), 1)  # of none, the goodput is 0 below
         seconds = self.throughput.step_seconds(nodes, replicas, local)
         seconds += accumulation * self.throughput.gradient_seconds(local)
         goodput = total / seconds * self.efficiency(total)

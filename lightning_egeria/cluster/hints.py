@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,10 +11,11 @@ from typing import Any, TypeVar
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.errors import TraceError
-from lightning_egeria.programs.files import read_at_most, write_whole
+from lightning_egeria.programs.files import read_json, write_whole
 
 VERSION = 1
 MAX_BYTES = 2**16
+_LARGEST_COUNT, _LARGEST = 2**31 - 1, 1e18  # of samples and replicas; of all other numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Hints:
             TraceError: the file cannot be read, or holds no hints of this version.
         """
         try:
-            state = json.loads(read_at_most(path, MAX_BYTES))
+            state = read_json(path, MAX_BYTES, links=False)
             if state.pop("version") != VERSION:
                 raise ValueError(f"expected version {VERSION}")
             hints = cls(
@@ -77,9 +77,12 @@ class Hints:
                 throughput=_if_known(_throughput, state.pop("throughput")),
                 unfrozen=_if_known(_throughput, state.pop("unfrozen")),
             )
+            limits = hints.limits
+            if limits.initial > limits.largest or limits.smallest_local > limits.largest_local:
+                raise ValueError(f"expected a range of batch sizes, got {limits}")
             if state:
                 raise ValueError(f"unknown {', '.join(state)}")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise TraceError(f"{path} holds no hints of a job: {error}") from error
         return hints
 
@@ -104,12 +107,12 @@ def _pair(value: Any) -> tuple[float, float]:
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"expected a number of at least 0, got {value!r:.40}")
+    if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
+        raise ValueError(f"expected a number from 0 to {_LARGEST:g}, got {value!r:.40}")
     return float(value)
 
 
 def _count(value: Any, least: int = 1) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"expected an integer of at least {least}, got {value!r:.40}")
+    if type(value) is not int or not least <= value <= _LARGEST_COUNT:
+        raise ValueError(f"expected an integer from {least} to {_LARGEST_COUNT}, got {value!r:.40}")
     return value

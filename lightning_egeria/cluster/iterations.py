@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from lightning_egeria.errors import ArgumentError, SchedulingError, TraceError
+from lightning_egeria.programs.files import read_json
+
+_LARGEST = 2**20  # bytes of measured costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +78,14 @@ class IterationCost:
             TraceError: the file has no such costs, or they do not fit into a device.
         """
         try:
-            content = json.loads(path.read_text())
+            content = read_json(path, _LARGEST)
             columns = [[float(value) for value in content[name]] for name in ("forward_s", "backward_s", "bytes")]
             forward, backward, used = map(np.array, columns)
             seconds, shares = np.maximum.accumulate(forward + backward), np.maximum.accumulate(used / device_bytes)
             if content["version"] != 1 or not np.isfinite(seconds).all() or not 0 < shares.max() <= 1:
                 raise ValueError(f"expected version 1 and at most {device_bytes:g} bytes")
             return cls(tuple(seconds.tolist()), tuple(shares.tolist()))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             raise TraceError(f"{path} has no measured costs of an iteration by depth: {error}") from error
 
 

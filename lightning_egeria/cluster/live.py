@@ -25,10 +25,11 @@ from lightning_egeria.cluster.jobs import Allocation, Cluster, Policy
 from lightning_egeria.cluster.ray_session import quiet, started
 from lightning_egeria.cluster.status import Status
 from lightning_egeria.errors import ArgumentError, JobError
-from lightning_egeria.programs.locks import held
+from lightning_egeria.programs import files
 from lightning_egeria.programs.processes import ProgramProcess, kill_marked
 
 DONE, LOCK, LOG, TUNE = "done", "lock", "log.txt", ".tune"
+LARGEST_DONE = 2**21  # of a file that holds a command, which a description of at most 1 MiB has named
 GRACE_S = 30.0  # for a job to write a checkpoint
 POLL_S = 1.0
 _PIN = 0.001  # of a node's own resource, which places a job on it
@@ -69,7 +70,7 @@ class JobTrial(tune.Trainable):  # type: ignore[misc]  # Ray is not there in eac
             raise JobError(
                 f"job {self._job.name!r} has ended with status {status}, expected 0. See {self._folder / LOG}"
             )
-        (self._folder / DONE).write_text(done_mark(self._job))
+        files.write_whole(self._folder / DONE, done_mark(self._job), files.PRIVATE)
         return report | {"done": True}
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
@@ -94,9 +95,11 @@ class JobTrial(tune.Trainable):  # type: ignore[misc]  # Ray is not there in eac
         try:
             return ProgramProcess(arguments, self._folder, environment, log=log)
         except JobError as error:
-            with log.open("a") as file:
-                file.write(f"egeria-cluster: {error}\n")
+            with files.adding(log) as file:
+                file.write(f"egeria-cluster: {error}\n".encode(errors="replace"))
             raise
+        except OSError as error:
+            raise JobError(f"the log {log} cannot be written: {error.strerror or error}") from error
 
 
 class PolicyAllocation:
@@ -237,6 +240,24 @@ def done_mark(job: JobDescription) -> str:
     return json.dumps({"command": job.command, "environment": job.environment}, sort_keys=True)
 
 
+def own_folder(folder: Path, links: bool = True) -> Path:
+    """Make a folder for this user alone, or take one that is; return its path without links.
+
+    Raises:
+        JobError: another user could have written to it.
+    """
+    try:
+        files.make_private(folder, close=False)
+        files.check_private(folder, links)
+        files.check_above(folder)
+    except OSError as error:
+        raise JobError(
+            f"cannot use {folder}: {error.filename}: {error.strerror or error}. Jobs run and write there: name a "
+            "folder of your own with --out"
+        ) from error
+    return folder.resolve()
+
+
 def _is_done(job: JobDescription, folder: Path) -> bool:
     """Whether an earlier run has done a job.
 
@@ -244,9 +265,13 @@ def _is_done(job: JobDescription, folder: Path) -> bool:
         JobError: it was another one.
     """
     try:
-        found = (folder / DONE).read_text()
+        found = files.read_text(folder / DONE, LARGEST_DONE, links=False)
     except FileNotFoundError:
         return False
+    except (OSError, ValueError) as error:
+        raise JobError(
+            f"{folder / DONE} cannot be read: {error}. Remove it, and job {job.name!r} runs again"
+        ) from error
     if found != done_mark(job):
         raise JobError(
             f"job {job.name!r} was done in {folder} with another command or environment. Remove that folder, or name "
@@ -288,16 +313,20 @@ def run_jobs(
 
     Raises:
         ArgumentError: ``interval_s`` or ``retries`` is out of range.
-        JobError: another run has the folder, or a job asks for more than a node has.
+        JobError: another run has the folder, another user could have written to it, or a job asks for more than a node
+            has.
     """
     if not interval_s > 0 or retries < 0:
         raise ArgumentError(f"interval_s must be positive and retries at least 0, got {interval_s} and {retries}")
-    folder = folder.resolve()
+    folder = own_folder(folder)
     status = Status(console if console is not None else Console(stderr=True))
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with held(folder / LOCK) as free, quiet(), contextlib.closing(status), contextlib.ExitStack() as stack:
+    with files.held(folder / LOCK) as free, quiet(), contextlib.closing(status), contextlib.ExitStack() as stack:
         if not free:
             raise JobError(f"another run has the jobs in {folder}. Wait for it, or name another folder")
+
+        # Before Ray starts, which takes seconds.
+        places = {job.name: own_folder(folder / job.name, links=False) for job in jobs}
+        done = [job.name for job in jobs if _is_done(job, places[job.name])]
 
         def end_jobs() -> None:
             status.close()
@@ -312,10 +341,8 @@ def run_jobs(
         addresses = [node["NodeManagerAddress"] for node in nodes] if len(nodes) > 1 else None
         began = time.monotonic()
         fleet = Fleet(jobs, cluster, policy, folder, interval_s, lambda: time.monotonic() - began)
-        for name, job in fleet.jobs.items():
-            if _is_done(job.description, folder / name):
-                job.state = "done"
-            (folder / name).mkdir(mode=0o700, exist_ok=True)
+        for name in done:
+            fleet.jobs[name].state = "done"
         if all(job.has_ended for job in fleet.jobs.values()):
             return fleet
         config = {"folder": str(folder), "resource": resource}

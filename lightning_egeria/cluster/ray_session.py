@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from lightning_egeria.errors import JobError
-from lightning_egeria.programs.locks import held
+from lightning_egeria.programs.files import held
 from lightning_egeria.programs.processes import kill_marked
 
 CONNECT_S, STARTS = 5.0, 3

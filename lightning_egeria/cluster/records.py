@@ -18,6 +18,9 @@ from typing import Any
 
 from lightning_egeria.cluster.jobs import Allocation, devices_of
 from lightning_egeria.errors import TraceError
+from lightning_egeria.programs.files import parsed_json, read_text, write_whole
+
+_LARGEST = 2**28  # bytes of a log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +113,7 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Write the log."""
-        with path.open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in self._lines())
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in self._lines()))
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         described = dataclasses.asdict(self)
@@ -127,16 +129,38 @@ class Record:
             TraceError: the file cannot be read, or a line of it is no line of a log.
         """
         try:
-            first, *lines = (json.loads(line) for line in path.read_text().splitlines())
-            record = cls(**first)
-            record.nodes = tuple(map(int, record.nodes))
-            for line in lines:
+            lines = iter(read_text(path, _LARGEST).splitlines())
+            record = _described(**parsed_json(next(lines, "")))
+            for text in lines:
+                line = parsed_json(text)
                 jobs = {name: _job_state(**job) for name, job in line.pop("jobs").items()}
-                record.intervals.append(Interval(jobs=jobs, **line))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                record.intervals.append(_interval(jobs=jobs, **line))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise TraceError(f"{path} is no log of a simulation, one JSON object a line: {error}") from error
         return record
 
 
-def _job_state(allocation: list[list[int]], **values: Any) -> JobState:
-    return JobState(allocation=tuple((int(node), int(count)) for node, count in allocation), **values)
+def _described(policy: str, nodes: list[int], interval_s: float, submitted: dict[str, float]) -> Record:
+    times = {name: _number(time) for name, time in submitted.items()}
+    return Record(str(policy), tuple(_whole(devices) for devices in nodes), _number(interval_s), times)
+
+
+def _interval(time: float, jobs: dict[str, JobState], completed: dict[str, float]) -> Interval:
+    return Interval(_number(time), jobs, {name: _number(end) for name, end in completed.items()})
+
+
+def _job_state(allocation: list[list[int]], epoch: int, progress: float, batch_size: int, restarts: int) -> JobState:
+    places = tuple((_whole(node), _whole(count)) for node, count in allocation)
+    return JobState(places, _whole(epoch), _number(progress), _whole(batch_size), _whole(restarts))
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"expected a whole number of at least 0, got {value!r:.40}")
+    return value
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not -1e300 < value < 1e300:  # type: ignore[operator]  # a number
+        raise ValueError(f"expected a number, got {value!r:.40}")
+    return value  # type: ignore[return-value]  # a number

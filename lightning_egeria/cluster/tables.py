@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_egeria.errors import TraceError
+from lightning_egeria.programs.files import read_text, write_whole
 
 Numbers = NDArray[np.float64]
 Table = dict[str, Numbers]
 Row = tuple[int, dict[str, str]]  # the number of its line, and its fields by column
+_LARGEST_FILE = 2**24  # bytes, which take up to 150 times as much memory
 _LARGEST = 1e30  # no sum, product or quotient of a few numbers overflows
 
 
@@ -37,7 +40,7 @@ def _lies(values: Numbers, least: float, most: float) -> NDArray[np.bool_]:
 
 
 def _whole(table: Table, name: str) -> NDArray[np.bool_]:
-    return _lies(table[name], 1, 1e9) & np.equal(table[name] % 1, 0)
+    return _lies(table[name], 1, 1e9) & np.equal(np.floor(table[name]), table[name])
 
 
 def _rises(table: Table, name: str) -> NDArray[np.bool_]:
@@ -83,10 +86,9 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
             more or fewer fields than the header.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            header = next(reader, [])
-            rows = [(reader.line_num, fields) for fields in reader if fields]
+        reader = csv.reader(io.StringIO(read_text(path, _LARGEST_FILE).removeprefix("\ufeff"), newline=""))
+        header = next(reader, [])
+        rows = [(reader.line_num, fields) for fields in reader if fields]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path} cannot be read as CSV: {error}") from error
     if not rows:
@@ -98,6 +100,15 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
         if len(fields) != len(header):
             raise TraceError(f"line {line} of {path} has {len(fields)} fields, expected {len(header)}")
     return [(line, dict(zip(header, fields, strict=True))) for line, fields in rows]
+
+
+def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a CSV file with a header."""
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write_whole(path, file.getvalue())
 
 
 def read_table(path: Path, columns: Sequence[str], keys: int = 0) -> Table:

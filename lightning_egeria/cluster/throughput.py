@@ -56,8 +56,9 @@ class ThroughputModel:
             self.between[0] + self.between[1] * more,
             np.where(replicas > 1, self.within[0] + self.within[1] * more, _LEAST),
         )
-        gradient = np.log(self.gradient_seconds(local_batch_size))
-        return np.asarray(np.exp(np.logaddexp(self.gamma * gradient, self.gamma * np.log(sync)) / self.gamma))
+        gradient, sync = np.maximum(self.gradient_seconds(local_batch_size), _LEAST), np.maximum(sync, _LEAST)
+        both = np.logaddexp(self.gamma * np.log(gradient), self.gamma * np.log(sync))
+        return np.asarray(np.exp(both / self.gamma))
 
 
 def fit(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from lightning_egeria.cluster.tables import read_rows
+from lightning_egeria.cluster.tables import read_rows, write_rows
 from lightning_egeria.errors import TraceError
+from lightning_egeria.programs.files import read_text
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
+_LARGEST = 2**24  # bytes of a trace
 _BOUNDS = {"time": (0, 10**10), "num_replicas": (1, 10**6), "batch_size": (1, 10**9)}
 
 
@@ -74,11 +77,10 @@ def read_philly(path: Path) -> list[tuple[float, float, int]]:
         TraceError: the file cannot be read, or a line of it is no job.
     """
     try:
-        with path.open(newline="") as file:
-            rows = sorted(
-                (datetime.fromisoformat(row["timestamp"]), float(row["duration"]), int(row["num_gpus"]))
-                for row in csv.DictReader(file)
-            )
+        rows = sorted(
+            (datetime.fromisoformat(row["timestamp"]), float(row["duration"]), int(row["num_gpus"]))
+            for row in csv.DictReader(io.StringIO(read_text(path, _LARGEST), newline=""))
+        )
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise TraceError(
             f"{path} is no Philly trace with the columns timestamp, duration, num_gpus: {error}"
@@ -88,7 +90,4 @@ def read_philly(path: Path) -> list[tuple[float, float, int]]:
 
 def write_workload(path: Path, submissions: Iterable[Submission]) -> None:
     """Write a workload in the format that `read_workload` reads."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(dataclasses.astuple(job) for job in submissions)
+    write_rows(path, COLUMNS, (dataclasses.astuple(job) for job in submissions))

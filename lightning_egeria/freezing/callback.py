@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from rich import get_console
 from torch import Tensor
 
+from lightning_egeria.errors import NothingTrainedError
 from lightning_egeria.freezing.arguments import check_arguments, explain_missing, policy_for
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison
 from lightning_egeria.freezing.comparison_setup import set_up_comparison
@@ -121,10 +122,10 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """Return what freezing did in the last `fit`, so far.
 
         Raises:
-            RuntimeError: before the first training step.
+            NothingTrainedError: before the first training step.
         """
         if self._guide is None:
-            raise RuntimeError("savings() has nothing to report before the first training step")
+            raise NothingTrainedError("savings() has nothing to report before the first training step")
         return summarize(self._guide, self.events)
 
     def will_compare(self, batches_ahead: int) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.tape import Node
 from lightning_egeria.snapshots.digests import is_dense
 
@@ -106,5 +107,5 @@ def _is_plain(row: Tensor) -> bool:
 
 def _known(node: Node) -> Tensor:
     if node.value is None:
-        raise RuntimeError("a leaf of a recorded computation has no value")
+        raise CacheError("a leaf of a recorded computation has no value")
     return node.value

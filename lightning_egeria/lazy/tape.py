@@ -151,17 +151,17 @@ class Node:
                 if node is not self and node.call is not None and node.rows is None and not node.is_held:
                     node.value = None  # computed again if it is wanted once more
         if self.value is None:
-            raise RuntimeError("a lazy tensor could not be computed")
+            raise CacheError("a lazy tensor could not be computed")
         return self.value
 
     def call_now(self) -> None:
         """Run the operation; its arguments must have values."""
         if self.call is None:
-            raise RuntimeError("a leaf has no operation")
+            raise CacheError("a leaf has no operation")
         values: dict[Node, Tensor] = {}
         for node in self.arguments():
             if node.value is None:
-                raise RuntimeError("an argument of a recorded operation has no value")
+                raise CacheError("an argument of a recorded operation has no value")
             if node.row is None and node.call is None and node.version != version_of(node.value):
                 raise CacheError(
                     f"a tensor of shape {tuple(node.meta.shape)} changed in place after the frozen layers were called "

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError, first_of
+from lightning_egeria.errors import ArgumentError, CheckpointError, LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.belonging import Members, Units
 from lightning_egeria.network.boundaries import (
     Boundary,
@@ -180,10 +180,10 @@ class LayerChain:
         """Check the length of a prefix.
 
         Raises:
-            ValueError: if ``depth`` is not in ``0 .. max_depth``.
+            ArgumentError: if ``depth`` is not in ``0 .. max_depth``.
         """
         if not 0 <= depth <= self.max_depth:
-            raise ValueError(f"depth must be in 0..{self.max_depth}, got {depth}")
+            raise ArgumentError(f"depth must be in 0..{self.max_depth}, got {depth}")
 
     def members(self, depth: int) -> list[str]:
         """Return the paths of all modules that freeze with the first ``depth`` layer modules."""

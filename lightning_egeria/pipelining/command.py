@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_egeria.errors import ArgumentError, EgeriaError, PlanError
 from lightning_egeria.pipelining.examples import EXAMPLES
@@ -17,6 +18,8 @@ from lightning_egeria.pipelining.graph import ComputationGraph
 from lightning_egeria.pipelining.plan import Plan
 from lightning_egeria.pipelining.planner import Limits, plan_chain, plan_graph
 from lightning_egeria.pipelining.timeline import predict
+from lightning_egeria.programs.files import parsed_json, read_text, write_whole
+from lightning_egeria.programs.terminal import printable
 
 USAGE = f"""egeria-plan model=NAME devices=NUMBER [key=value ...]
 
@@ -28,6 +31,9 @@ group          forwards in a row (k of kFkB); default: 1
 max_width      devices of one stage, at most; default: no limit
 out            folder for plan.json and timelines.png; default: none is written"""
 _NUMBERS = ("devices", "micro_batches", "group", "max_width")
+_MOST = 4096  # of each of these
+_MOST_WORK = 2**22  # nodes x nodes x devices: half a minute
+_LARGEST = 2**24  # bytes of a file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _plan(given)
     except EgeriaError as error:
-        print(f"egeria-plan: {error}", file=sys.stderr)
+        print(f"egeria-plan: {printable(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "matplotlib":
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("egeria-plan needs matplotlib for pictures: pip install 'lightning-egeria[report]'", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"egeria-plan: {error.filename}: {error.strerror or error}", file=sys.stderr)
+        print(f"egeria-plan: {printable(f'{error.filename}: {error.strerror or error}')}", file=sys.stderr)
         return 2
     return 0
 
@@ -69,6 +75,11 @@ def _plan(given: Sequence[str]) -> None:
     memory = int(_positive("memory_gb", settings["memory_gb"]) * 2**30) if "memory_gb" in settings else None
     limits = Limits(**numbers, memory_bytes=memory)
     graph = read_graph(settings["model"])
+    if len(graph.nodes) ** 2 * limits.devices > _MOST_WORK:
+        raise ArgumentError(
+            f"planning {len(graph.nodes)} nodes on {limits.devices} devices would take minutes. Join nodes that run in "
+            "a row, or plan for fewer devices"
+        )
     plans = {"graph": plan_graph(graph, limits)}
     with contextlib.suppress(PlanError):  # no chain fits into memory
         plans["best chain"] = plan_chain(graph, limits)
@@ -92,8 +103,10 @@ def _plan(given: Sequence[str]) -> None:
 
         folder = Path(settings["out"])
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(plans["graph"].to_json())
-        drawn(timelines).savefig(folder / "timelines.png", dpi=150)
+        write_whole(folder / "plan.json", plans["graph"].to_json())
+        stream = io.BytesIO()
+        drawn(timelines).savefig(stream, format="png", dpi=150)
+        write_whole(folder / "timelines.png", stream.getvalue())
         print(f"wrote plan.json and timelines.png to {folder}")
 
 
@@ -109,9 +122,9 @@ def read_graph(model: str) -> ComputationGraph:
     if not Path(model).is_file():
         raise ArgumentError(f"model must be one of {', '.join(sorted(EXAMPLES))} or a file of JSON, got {model!r}")
     try:
-        text = Path(model).read_text()
-        state = json.loads(text)
-    except (RecursionError, ValueError) as error:
+        text = read_text(Path(model), _LARGEST)
+        state = parsed_json(text)
+    except ValueError as error:
         raise ArgumentError(f"{model} is not JSON: {error}") from error
     if isinstance(state, dict) and "graph" in state:
         return Plan.from_json(text).graph
@@ -120,9 +133,12 @@ def read_graph(model: str) -> ComputationGraph:
 
 def _number(key: str, value: str) -> int:
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         raise ArgumentError(f"{key} must be a whole number, got {value!r}") from None
+    if number > _MOST:
+        raise ArgumentError(f"{key} must be at most {_MOST}, got {value!r:.40}")
+    return number
 
 
 def _positive(key: str, value: str) -> float:
@@ -130,7 +146,7 @@ def _positive(key: str, value: str) -> float:
         number = float(value)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
+    if not 0 < number < 2**30:
         raise ArgumentError(f"{key} must be a positive number, got {value!r}")
     return number
 
@@ -140,9 +156,9 @@ def _table(plan: Plan) -> Table:
     for number, stage in enumerate(plan.stages):
         ranks, (forward, backward) = plan.ranks(number), plan.seconds(number)
         table.add_row(
-            stage.name,
+            Text(printable(stage.name)),
             str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
-            ", ".join(plan.stages[other].name for other in plan.inputs(number)),
+            Text(printable(", ".join(plan.stages[other].name for other in plan.inputs(number)))),
             f"{forward * 1e3:.3g} ms",
             f"{backward * 1e3:.3g} ms",
             str(plan.in_flight[number]),

@@ -9,6 +9,9 @@ from typing import Any
 
 from lightning_egeria.errors import PlanError
 
+MOST_NODES, MOST_EDGES = 5000, 50_000  # of a graph that is read
+_LARGEST, _SHORTEST_S, _LONGEST_S = 2**60, 1e-12, 1e9
+
 
 @dataclasses.dataclass(frozen=True)
 class Node:
@@ -109,16 +112,32 @@ class ComputationGraph:
             PlanError: if the state is damaged.
         """
         try:
+            if len(state["nodes"]) > MOST_NODES or len(state["edges"]) > MOST_EDGES:
+                raise ValueError(f"more than {MOST_NODES} nodes or {MOST_EDGES} edges")
             nodes = tuple(_node(entry) for entry in state["nodes"])
-            edges = tuple((int(first), int(second)) for first, second in state["edges"])
+            edges = tuple((_whole(first), _whole(second)) for first, second in state["edges"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise PlanError(f"this is no graph with 'nodes' and 'edges': {type(error).__name__} {error}") from error
         return cls(nodes, edges)
 
 
 def _node(entry: dict[str, Any]) -> Node:
-    sizes = {key: int(entry.get(key, 0)) for key in ("activation_bytes", "parameter_bytes", "output_bytes")}
-    return Node(str(entry["name"]), float(entry["forward_s"]), float(entry["backward_s"]), **sizes)
+    if type(entry["name"]) is not str:
+        raise TypeError(f"the name of a node is a text, got {entry['name']!r:.40}")
+    sizes = {key: _whole(entry.get(key, 0)) for key in ("activation_bytes", "parameter_bytes", "output_bytes")}
+    return Node(entry["name"], _seconds(entry["forward_s"]), _seconds(entry["backward_s"]), **sizes)
+
+
+def _whole(value: Any) -> int:
+    if type(value) not in (int, float) or not 0 <= value <= _LARGEST or value != int(value):
+        raise ValueError(f"expected a whole number from 0 to {_LARGEST:g}, got {value!r:.40}")
+    return int(value)
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not (value == 0 or _SHORTEST_S <= value <= _LONGEST_S):
+        raise ValueError(f"expected 0, or seconds from {_SHORTEST_S:g} to {_LONGEST_S:g}, got {value!r:.40}")
+    return float(value)
 
 
 def bits(numbers: Iterable[int]) -> int:

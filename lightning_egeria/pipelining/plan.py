@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning_egeria.errors import ArgumentError, PlanError
 from lightning_egeria.pipelining.graph import ComputationGraph
+from lightning_egeria.programs.arguments import LARGEST
+from lightning_egeria.programs.files import parsed_json
 
 FORMAT = 1
 
@@ -182,21 +184,33 @@ class Plan:
             PlanError: if the text is damaged.
         """
         try:
-            state = json.loads(text)
+            state = parsed_json(text)
             if state["format"] != FORMAT:
                 raise ValueError(f"format {state['format']}")
             graph = ComputationGraph.from_state(state["graph"])
             numbers = {node.name: number for number, node in enumerate(graph.nodes)}
             stages = tuple(
-                Stage(str(entry["name"]), tuple(numbers[name] for name in entry["nodes"]), int(entry["width"]))
+                Stage(_text(entry["name"]), tuple(numbers[name] for name in entry["nodes"]), _count(entry["width"]))
                 for entry in state["stages"]
             )
-            settings: dict[str, Any] = {"micro_batches": int(state["micro_batches"]), "group": int(state["group"])}
+            settings: dict[str, Any] = {name: _count(state[name]) for name in ("micro_batches", "group")}
             return cls(graph, stages, **settings, is_chain=bool(state["is_chain"]))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
             raise PlanError(f"this is no plan of a graph pipeline: {type(error).__name__} {error}") from error
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"expected a text, got {value!r:.40}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value > LARGEST:
+        raise ValueError(f"expected a whole number of at most {LARGEST}, got {value!r:.40}")
+    return value
 
 
 def turns(micro_batches: int, width: int) -> float:

@@ -16,6 +16,7 @@ from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.paused import PausedPrefix
 from lightning_egeria.network.saved import SavedActivations
 from lightning_egeria.profiling.clock import mark, reached, seconds_between
+from lightning_egeria.programs.files import write_whole
 
 SETTLING_ROUNDS = 2  # while allocators and caches settle
 VERSION = 1
@@ -38,7 +39,7 @@ class DepthCosts:
 
     def write(self, path: Path) -> None:
         """Write them as JSON, as `egeria-cluster` reads them."""
-        path.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n")
+        write_whole(path, json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n")
 
 
 def measure_depths(

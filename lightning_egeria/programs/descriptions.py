@@ -14,8 +14,10 @@ import yaml
 
 from lightning_egeria.errors import DescriptionError, near_match
 from lightning_egeria.programs.arguments import LARGEST
+from lightning_egeria.programs.files import read_text
 
-LARGEST_BYTES = 2**20
+LARGEST_BYTES = 2**17  # a few seconds of parsing
+MOST_MISTAKES = 50  # in one message
 DEEPEST = 30
 _CORE = "tag:yaml.org,2002:"
 _WANTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -78,9 +80,7 @@ def read(
         DescriptionError: with all mistakes, each with its line.
     """
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise DescriptionError(f"{path}: larger than {LARGEST_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST_BYTES)
     except (OSError, UnicodeError) as error:
         raise DescriptionError(f"{path}: cannot read it: {error}") from error
     root = _parsed(text, path.name)
@@ -94,7 +94,7 @@ def read(
     if not reader.mistakes:
         reader.check(values, rules)
     if reader.mistakes:
-        raise DescriptionError("\n".join(reader.mistakes))
+        raise DescriptionError(reader.told())
     return Description(built(kind, values), path.absolute(), reader.lines)
 
 
@@ -190,11 +190,19 @@ class _Reader:
     def wrong(self, node: yaml.Node, key: str, message: str) -> None:
         self.mistakes.append(f"{node.where}: {key}: {message}" if key else f"{node.where}: {message}")
 
+    def told(self) -> str:
+        """Return all mistakes, one a line; of very many, the first."""
+        rest = len(self.mistakes) - MOST_MISTAKES
+        return "\n".join(self.mistakes[:MOST_MISTAKES] + ([f"and {rest} more"] if rest > 0 else []))
+
     def structure(self, node: yaml.Node, kind: Any, path: str) -> dict[str, Any]:
         """Read a map with the keys of a dataclass."""
         hints, values = typing.get_type_hints(kind), {}
         fields = {field.name: field for field in dataclasses.fields(kind)}
         for name, key_node, value in self.pairs(node, path):
+            if name not in fields and len(self.mistakes) > MOST_MISTAKES:
+                self.mistakes.append("")  # only counted
+                continue
             if name not in fields:
                 near = near_match(name, fields, f"{path}.".lstrip(".")) or f" Keys: {', '.join(fields)}"
                 self.wrong(key_node, _joined(path, name), f"no such key.{near}")

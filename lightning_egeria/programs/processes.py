@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_egeria.errors import JobError
+from lightning_egeria.programs import files
 
 MARK = "EGERIA_JOB_FOLDER"
 _POLL_S = 0.05
@@ -37,6 +38,7 @@ class ProgramProcess:
 
     Raises:
         JobError: the program cannot be started.
+        OSError: the log cannot be written, or is a link.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class ProgramProcess:
         self._asked: int | None = None  # signal that shall end it
         self._passed_on = False
         with contextlib.ExitStack() as stack:
-            output = stack.enter_context(log.open("ab")) if log is not None else subprocess.PIPE
+            output = stack.enter_context(files.adding(log)) if log is not None else subprocess.PIPE
             try:
                 self._process = subprocess.Popen(
                     list(arguments),

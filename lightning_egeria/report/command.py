@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_egeria.errors import EgeriaError, RecordError
+from lightning_egeria.programs.files import write_whole
+from lightning_egeria.programs.terminal import printable
 from lightning_egeria.report.comparison import summary_table, why_nothing_froze
 from lightning_egeria.report.naming import with_short_names
 from lightning_egeria.report.record import FILE_NAME, RunRecord
@@ -29,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = [path for folder in options.run_dir for path in _records_below(folder)]
         records = with_short_names([RunRecord.read(path) for path in found], found)
-        out = options.out or found[-1].parent / "report"
+        out = options.out or _beside(found[-1])
         count = write_report(records, out, options.metric)
     except EgeriaError as error:
-        print(f"egeria-report: {error}", file=sys.stderr)
+        print(f"egeria-report: {printable(error)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
@@ -40,16 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("egeria-report needs matplotlib: pip install 'lightning-egeria[report]'", file=sys.stderr)
         return 2
     except OSError as error:
-        print(
-            f"egeria-report: cannot write to {out}: {error.strerror or error}. Choose another directory with --out",
-            file=sys.stderr,
-        )
+        said = f"cannot write to {out}: {error.strerror or error}. Choose another directory with --out"
+        print(f"egeria-report: {printable(said)}", file=sys.stderr)
         return 2
     Console().print(summary_table(records, options.metric))
     for record in records:
         if (reason := why_nothing_froze(record)) is not None:
-            print(f"{record.name}: nothing froze. {reason}")
-    print(f"wrote {out / 'report.html'} and {count} pictures")
+            print(f"{printable(record.name)}: nothing froze. {printable(reason)}")
+    print(f"wrote {printable(out / 'report.html')} and {count} pictures")
     return 0
 
 
@@ -74,9 +75,23 @@ def write_report(records: Sequence[RunRecord], out: Path, metric: str | None = N
     text = page(records, drawn, metric)
     out.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
-        figure.savefig(out / f"{name}.png", dpi=150)
-    (out / "report.html").write_text(text, encoding="utf-8", errors="replace")
+        stream = io.BytesIO()
+        figure.savefig(stream, format="png", dpi=150)
+        write_whole(out / f"{name}.png", stream.getvalue())
+    write_whole(out / "report.html", text.encode(errors="replace"))
     return len(drawn)
+
+
+def _beside(record: Path) -> Path:
+    """Return the folder for a report in that of a run.
+
+    Raises:
+        RecordError: it is a link. One that came with the run may lead anywhere.
+    """
+    out = record.parent / "report"
+    if out.is_symlink():
+        raise RecordError(f"{out} is a link. Name the directory to write to with --out")
+    return out
 
 
 def _records_below(folder: Path) -> list[Path]:
@@ -84,7 +99,7 @@ def _records_below(folder: Path) -> list[Path]:
         return [folder / FILE_NAME]
     if folder.is_file():
         return [folder]
-    found = sorted(folder.rglob(FILE_NAME))
+    found = sorted(path for path in folder.rglob(FILE_NAME) if path.is_file())
     if not found:
         raise RecordError(
             f"no {FILE_NAME} in or below {folder}. Add RunRecorder() to the Trainer's callbacks; egeria-train has it "

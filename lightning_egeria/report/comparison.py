@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_egeria.errors import RecordError
+from lightning_egeria.programs.terminal import printable
 from lightning_egeria.report.naming import LONGEST_NAME
 from lightning_egeria.report.record import RunRecord
 
@@ -153,9 +154,9 @@ def summary_table(records: Sequence[RunRecord], metric: str | None = None) -> Ta
     widest = max(len(row[0]) for row in rows)
     table.add_column(heads[0], overflow="fold", min_width=min(widest, LONGEST_NAME // 2))
     for head in heads[1:]:
-        table.add_column(Text(head), justify="right")
+        table.add_column(Text(printable(head)), justify="right")
     for row in rows:
-        table.add_row(*map(Text, row))  # a name may look like markup
+        table.add_row(*(Text(printable(cell)) for cell in row))  # a name may look like markup
     return table
 
 

@@ -29,6 +29,7 @@ _SOURCES = {  # of samples, with colour and title
     "misses": ("#fc8d62", "computed"),
 }
 _WIDTH, _HEIGHT = 8.0, 3.2  # inches
+_MOST_BARS = 200  # of a series
 
 
 def plasticity(record: RunRecord) -> Figure:
@@ -141,9 +142,12 @@ def panel(found: Panel) -> Figure:
         elif found.kind == "bars":
             places = [x for x, _ in points]
             width = 0.9 * min((b - a for a, b in itertools.pairwise(places)), default=1.0)
-            axes.bar(*_columns(points), width=width, alpha=0.6, label=name)
+            if len(points) > _MOST_BARS:  # each is an object of its own, and too thin to be seen as a bar
+                axes.vlines(places, 0, [y for _, y in points], alpha=0.6, label=name, color=f"C{row % 10}")
+            else:
+                axes.bar(*_columns(points), width=width, alpha=0.6, label=name)
         else:
-            axes.barh(row, [end - begin for begin, end in points], left=[begin for begin, _ in points], height=0.6)
+            axes.broken_barh([(begin, end - begin) for begin, end in points], (row - 0.3, 0.6), color=f"C{row % 10}")
     if found.kind == "spans":
         axes.set_yticks(range(len(found.series)), list(found.series), fontsize=8)
         axes.invert_yaxis()
@@ -236,9 +240,11 @@ def _make_logarithmic(axes: Axes) -> None:
 
 
 def _draw_events(axes: Axes, record: RunRecord) -> None:
-    for event in record.events:
-        color = "#2b6cb0" if event["kind"] == "freeze" else "#c53030"
-        axes.axvline(event["step"], color=color, linewidth=0.8, linestyle="--")
+    for freezes, color in ((True, "#2b6cb0"), (False, "#c53030")):
+        steps = [event["step"] for event in record.events if (event["kind"] == "freeze") is freezes]
+        if steps:
+            over = axes.get_xaxis_transform()  # from the bottom to the top, wherever the data are
+            axes.vlines(steps, 0, 1, color=color, linewidth=0.8, linestyle="--", transform=over)
 
 
 def _columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:

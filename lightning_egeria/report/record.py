@@ -20,7 +20,8 @@ from lightning_egeria.training.panels import Panel, Real
 FILE_NAME = "egeria.json"
 VERSION = 1
 LONGEST = 2000  # entries of a series; beyond it, neighbours are merged
-LARGEST_BYTES = 2**28  # size of a file to read
+MOST_LAYERS, MOST_PANELS = 4096, 64  # of a record to read
+LARGEST_BYTES = 2**26  # size of a file to read, which takes up to twenty times as much memory
 
 Whole = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]
@@ -144,7 +145,7 @@ class RunRecord(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     about: dict[str, str] = msgspec.field(default_factory=dict)
-    layer_modules: list[str] = msgspec.field(default_factory=list)
+    layer_modules: Annotated[list[str], Meta(max_length=MOST_LAYERS)] = msgspec.field(default_factory=list)
     events: list[Event] = msgspec.field(default_factory=list)
     evaluations: list[EvaluationPoint] = msgspec.field(default_factory=list)
     steps: list[StepTimes] = msgspec.field(default_factory=list)
@@ -152,7 +153,7 @@ class RunRecord(msgspec.Struct, forbid_unknown_fields=True):
     cache: list[CachePoint] = msgspec.field(default_factory=list)
     savings: Savings | None = None
     overrides: list[str] = msgspec.field(default_factory=list)
-    panels: list[Panel] = msgspec.field(default_factory=list)
+    panels: Annotated[list[Panel], Meta(max_length=MOST_PANELS)] = msgspec.field(default_factory=list)
     version: int = VERSION
 
     def write(self, path: str | os.PathLike[str]) -> None:

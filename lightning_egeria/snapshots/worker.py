@@ -54,7 +54,8 @@ class Worker:
         hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
         first = pack((make, threads), for_process=True)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            # With the options of this interpreter: after -I, say, no module of PYTHONPATH may run there either.
+            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", program],  # type: ignore[attr-defined]
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **hidden},

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_egeria.errors import ArgumentError, EgeriaError
+from lightning_egeria.errors import ArgumentError, EgeriaError, StoreError
+from lightning_egeria.programs.terminal import printable
 from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
-from lightning_egeria.stores.manifest import StoreError
 
 DAY_S = 86400
 
@@ -30,24 +30,24 @@ def main(arguments: list[str] | None = None) -> None:
     pruning = commands.add_parser("prune", help="delete the stores that no run has open")
     pruning.add_argument("--unused-days", type=float, default=0.0, help="only those that were not used for so long")
     for command in (listing, checking, pruning):
-        command.add_argument("directory", nargs="?", type=Path, default=default_cache_dir(), metavar="DIR")
+        command.add_argument("directory", nargs="?", type=Path, metavar="DIR")
     options = parser.parse_args(arguments)
     try:
         # The default one may not be there yet; one that is named must be.
-        directory = CacheDirectory(options.directory, make=options.directory == default_cache_dir())
+        directory = CacheDirectory(options.directory or default_cache_dir(), make=options.directory is None)
         if options.command == "prune":
             code = _prune(directory, options.unused_days)
         else:
             code = _verify(directory) if options.command == "verify" else _list(directory)
     except EgeriaError as error:
-        print(f"egeria-cache: {error}", file=sys.stderr)
+        print(f"egeria-cache: {printable(error)}", file=sys.stderr)
         code = 2
     raise SystemExit(code)
 
 
 def _list(directory: CacheDirectory) -> int:
     columns = ("store", "model, up to", "data", "entry", "entries", "on disk", "last used")
-    table = Table(*columns, title=escape(str(directory.path)))
+    table = Table(*columns, title=escape(printable(directory.path)))
     summaries = directory.summaries()
     for summary in summaries:
         name, size = summary.folder.name[:8], _bytes(summary.bytes_on_disk)
@@ -71,7 +71,7 @@ def _verify(directory: CacheDirectory) -> int:
         try:
             sound, bad = directory.verify(summary.folder)
         except StoreError as error:
-            print(f"{summary.folder.name}: damaged: {error}")
+            print(f"{summary.folder.name}: damaged: {printable(error)}")
             damaged += 1
             continue
         print(f"{summary.folder.name}: {sound} entries are sound, {bad} are damaged")

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
-import stat
 import time
 from pathlib import Path
 
 import numpy as np
 
-from lightning_egeria.errors import CacheError
+from lightning_egeria.errors import CacheError, StoreBusyError, StoreError
+from lightning_egeria.programs import files
 from lightning_egeria.stores.manifest import (
     LOCK,
     MANIFEST,
     Manifest,
-    StoreBusyError,
-    StoreError,
     is_in_use,
+    is_store_name,
     read_manifest,
     remove_store,
 )
@@ -66,18 +66,18 @@ class CacheDirectory:
         self.path = path.expanduser().absolute()
         try:
             if make:
-                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.path.stat()
+                files.make_private(self.path, close=False)
+            files.check_private(self.path)
+            files.check_above(self.path)
+        except PermissionError as error:
+            if error.errno != errno.EPERM:
+                raise _unusable(self.path, "made" if make else "read", error) from error
+            raise CacheError(
+                f"the cache directory {self.path} is not this user's alone: {error.filename}: {error.strerror}. "
+                "`chmod 700` it, or choose one of your own"
+            ) from error
         except OSError as error:
             raise _unusable(self.path, "made" if make else "read", error) from error
-        if not stat.S_ISDIR(status.st_mode):
-            raise CacheError(f"the cache directory {self.path} is no directory")
-        if status.st_uid != os.geteuid():
-            raise CacheError(f"the cache directory {self.path} belongs to another user; choose one of your own")
-        if stat.S_IMODE(status.st_mode) & 0o022:
-            raise CacheError(
-                f"others may write to the cache directory {self.path}; `chmod 700` it, or choose one that is yours only"
-            )
 
     def open(self, manifest: Manifest, wanted: int, max_bytes: int, min_free_bytes: int) -> tuple[ActivationStore, int]:
         """Open the store of ``manifest``, made if it is not there; returns it and the bytes that it may take.
@@ -137,8 +137,8 @@ class CacheDirectory:
             raise _unusable(self.path, "read", error) from error
         found = []
         for folder in folders:
-            # Names of stores are hexadecimal; no other is read, nor written to a terminal.
-            if folder.name.isascii() and folder.name.isalnum() and not folder.is_symlink():
+            # No folder with another name is read, deleted, nor written to a terminal.
+            if is_store_name(folder.name) and not folder.is_symlink():
                 with contextlib.suppress(OSError):  # gone meanwhile, or nobody may look into it
                     if folder.is_dir() and any((folder / name).exists() for name in (MANIFEST, LOCK)):
                         found.append(self._summary(folder))
@@ -202,5 +202,13 @@ def _unusable(path: Path, wanted: str, error: OSError) -> CacheError:
 
 
 def default_cache_dir() -> Path:
-    """``lightning_egeria`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_egeria"
+    """``lightning_egeria`` in the user's cache folder.
+
+    Raises:
+        CacheError: this user has no home directory, and no variable names a folder.
+    """
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(named) if named else Path.home() / ".cache") / "lightning_egeria"
+    except RuntimeError as error:
+        raise CacheError("this user has no home directory. Name a cache directory, or set XDG_CACHE_HOME") from error

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import math
 import os
-import stat
+import re
 import struct
-import time
 from pathlib import Path
 
 import torch
 
-try:
-    import fcntl
-except ImportError as error:  # Windows
-    raise ImportError("the cache of the frozen prefix needs a POSIX system, such as Linux or macOS") from error
+from lightning_egeria.errors import StoreBusyError, StoreError
+from lightning_egeria.programs import files
+from lightning_egeria.programs.terminal import printable
 
 FORMAT = 3
 MANIFEST, ENTRIES, INDEX, LOCK = "manifest.json", "entries", "index", "lock"
@@ -30,15 +27,9 @@ LOCK_PATIENCE_S = 1.0  # with those who look whether a store is in use, which ta
 # both parts
 HEADER = struct.Struct(f"<QQ{MAX_DIMENSIONS}QQQQQQ")
 _ALIGNMENT = 64
+_NAME = "[0-9a-f]{32}"
+_OLD_DRAFT = r"manifest\.json\.[0-9]+"  # of earlier versions
 VALUE_BYTES = {str(dtype): dtype.itemsize for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-class StoreError(Exception):
-    """The store cannot be read or written as it is; the message says why."""
-
-
-class StoreBusyError(StoreError):
-    """Another process is about to delete the store, or does not let go of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +77,7 @@ class Manifest:
             StoreError: it is not what `to_json` writes, or of another version.
         """
         try:
-            state = json.loads(text)
+            state = files.parsed_json(text)
             version = state.pop("format")
             if version != FORMAT:
                 raise StoreError(
@@ -94,7 +85,7 @@ class Manifest:
                 )
             about = {_printable(key): _printable(value) for key, value in state["about"].items()}
             manifest = cls(**{**state, "order": tuple(state["order"]), "about": about})
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StoreError(f"{MANIFEST} is not that of a store: {error!r:.200}") from error
         manifest.check()
         return manifest
@@ -125,14 +116,18 @@ def read_manifest(folder: Path) -> Manifest:
         StoreError: there is none, or it is damaged.
     """
     try:
-        check_folder(folder)
-        with os.fdopen(open_file(folder / MANIFEST, os.O_RDONLY), "rb") as stream:
-            manifest = Manifest.from_json(stream.read(MAX_MANIFEST_BYTES).decode())
+        files.check_private(folder, links=False)
+        manifest = Manifest.from_json(files.read_text(folder / MANIFEST, MAX_MANIFEST_BYTES, links=False))
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"{folder}: {error}") from error
     if manifest.fingerprint != folder.name:
         raise StoreError(f"{folder} holds the store {manifest.fingerprint!r:.80}")
     return manifest
+
+
+def is_store_name(name: str) -> bool:
+    """Whether the folder of a store has such a name: a fingerprint."""
+    return re.fullmatch(_NAME, name, re.ASCII) is not None
 
 
 def is_in_use(folder: Path) -> bool:
@@ -141,23 +136,28 @@ def is_in_use(folder: Path) -> bool:
     if lock is None:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return not files.try_lock(lock)
     finally:
         os.close(lock)
-    return False
 
 
 def remove_store(folder: Path) -> bool:
-    """Delete a store that no process has open; returns whether it is gone."""
-    lock = _lock_of(folder)
+    """Delete a store that no process has open; returns whether it is gone.
+
+    Nothing is deleted of a folder without the name of a store, or that holds anything but the files of one.
+    """
+    lock = _lock_of(folder) if is_store_name(folder.name) else None
     if lock is None:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        drafts = [file.name for file in folder.glob(f"{MANIFEST}.*")]
-        for name in (MANIFEST, *drafts, INDEX, ENTRIES, LOCK):  # without its manifest it is no store any longer
+        if not files.try_lock(lock):
+            return False
+        found = {file.name for file in folder.iterdir()}
+        drafts = {name for name in found if files.is_draft_of(name, MANIFEST) or re.fullmatch(_OLD_DRAFT, name)}
+        if found - drafts - {MANIFEST, INDEX, ENTRIES, LOCK} or any((folder / name).is_dir() for name in found):
+            return False
+        # Without its manifest it is no store any longer.
+        for name in (MANIFEST, *sorted(drafts), INDEX, ENTRIES, LOCK):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
     except OSError:
@@ -170,8 +170,8 @@ def remove_store(folder: Path) -> bool:
 def _lock_of(folder: Path) -> int | None:
     """The open lock file of a store; None without a store of this user's."""
     try:
-        check_folder(folder)
-        return open_file(folder / LOCK, os.O_RDWR)
+        files.check_private(folder, links=False)
+        return files.open_file(folder / LOCK, os.O_RDWR)
     except OSError:
         return None
 
@@ -182,53 +182,8 @@ def share(lock: int, folder: Path) -> None:
     Raises:
         StoreBusyError: another process has it for itself.
     """
-    began = time.monotonic()
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() - began > LOCK_PATIENCE_S:
-                raise StoreBusyError(f"{folder} is locked by another process") from error
-            time.sleep(0.002)
-
-
-def put_in_place(draft: Path, file: Path) -> None:
-    """Give the draft its name, unless another process was faster: a store has one manifest from then on."""
-    try:
-        os.link(draft, file)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without links
-        draft.replace(file)
-    draft.unlink(missing_ok=True)
-
-
-def check_folder(folder: Path) -> None:
-    """See that it is a folder, and nobody else's.
-
-    Raises:
-        OSError: it is not, or cannot be looked at.
-    """
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise OSError(errno.ENOTDIR, "it is no folder, or a link to one")
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise OSError(errno.EPERM, "it belongs to another user, or others may write to it")
-
-
-def open_file(path: Path, flags: int) -> int:
-    """Open a file, and make it for its user only.
-
-    Raises:
-        OSError: it cannot be opened, or is a link, a pipe or a device.
-    """
-    # Without waiting: a pipe would be opened once somebody opens its other end.
-    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    if stat.S_ISREG(os.fstat(file).st_mode):
-        return file
-    os.close(file)
-    raise OSError(errno.EINVAL, f"{path.name} is no file")
+    if not files.try_lock_within(lock, LOCK_PATIENCE_S):
+        raise StoreBusyError(f"{folder} is locked by another process")
 
 
 def _printable(text: str) -> str:
@@ -239,4 +194,4 @@ def _printable(text: str) -> str:
     """
     if type(text) is not str:
         raise TypeError(f"a text is expected, not {type(text).__name__}")
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return printable(text)

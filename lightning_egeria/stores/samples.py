@@ -20,6 +20,7 @@ from lightning_egeria.snapshots.digests import bytes_of
 _TENSOR, _ARRAY, _BYTES, _PLAIN, _ABSENT, _OPAQUE = "tensor", "array", "bytes", "plain", "absent", "opaque"
 _MAX_DIMENSIONS = 64  # of numpy
 _CACHED_HEAD_BYTES = 1024
+_MOST_HEAD_BYTES = 2**22  # what it describes takes up to thirty times as much memory
 MEMORY_BYTES = 2**26  # for fields, in each process that loads samples
 STAMP_BYTES = 8  # of the digest in front of them
 _LEAF_BYTES = 300  # of a leaf in memory, beside its values
@@ -131,6 +132,8 @@ def encode(leaves: list[Any]) -> bytes:
         head = json.dumps(described, separators=(",", ":")).encode()
     except ValueError as error:  # a number of thousands of digits
         raise TypeError(f"a field cannot be kept on disk: {error}") from error
+    if len(head) > _MOST_HEAD_BYTES:
+        raise TypeError(f"a field cannot be kept on disk: its numbers and texts take {len(head)} bytes")
     return b"".join([len(head).to_bytes(4, "little"), head, *blobs])
 
 
@@ -141,6 +144,8 @@ def decode(data: bytes) -> list[Any]:
         ValueError: ``data`` is not what `encode` makes.
     """
     end = 4 + int.from_bytes(data[:4], "little")
+    if end > 4 + _MOST_HEAD_BYTES:
+        raise ValueError(f"not the fields of a sample: a description of {end - 4} bytes")
     head = data[4:end]
     leaves: list[Any] = []
     for part in _parts_of(head) if len(head) <= _CACHED_HEAD_BYTES else _parts_of.__wrapped__(head):

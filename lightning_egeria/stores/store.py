@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lightning_egeria.errors import StoreError
+from lightning_egeria.programs import files
 from lightning_egeria.stores.manifest import (
     ENTRIES,
     HEADER,
@@ -33,10 +37,6 @@ from lightning_egeria.stores.manifest import (
     MAX_DIMENSIONS,
     VALUE_BYTES,
     Manifest,
-    StoreError,
-    check_folder,
-    open_file,
-    put_in_place,
     read_manifest,
     share,
 )
@@ -89,21 +89,17 @@ class ActivationStore:
         manifest.check()
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            check_folder(folder)
+            files.check_private(folder, links=False)
             for name, size in ((LOCK, 0), (ENTRIES, 0), (INDEX, manifest.entries * 4)):
                 # Another process may be doing the same: what exists is left as it is, and only ever extended.
-                file = open_file(folder / name, os.O_RDWR | os.O_CREAT)
+                file = files.open_file(folder / name, os.O_RDWR | os.O_CREAT)
                 try:
                     if os.fstat(file).st_size < size:
                         os.ftruncate(file, size)
                 finally:
                     os.close(file)
             if not (folder / MANIFEST).exists():
-                draft = folder / f"{MANIFEST}.{os.getpid()}"
-                file = open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                with os.fdopen(file, "w", encoding="utf-8") as stream:
-                    stream.write(manifest.to_json())
-                put_in_place(draft, folder / MANIFEST)
+                files.write_once(folder / MANIFEST, manifest.to_json())
         except OSError as error:
             raise StoreError(f"{folder}: {error.strerror or error}") from error
         store = cls(folder)
@@ -117,9 +113,11 @@ class ActivationStore:
         size = self.manifest.entries * 4
         if os.fstat(self._index).st_size != size:
             raise StoreError(f"{self.folder / INDEX} does not have {size} bytes")
-        data = np.empty(self.manifest.entries, np.uint32)
-        if size and os.preadv(self._index, [data.data], 0) != size:
-            raise StoreError(f"{self.folder / INDEX} ends early")
+        data = np.zeros(self.manifest.entries, np.uint32)
+        view = data.view(np.uint8)
+        for start, end in _written(self._index, size):
+            if os.preadv(self._index, [view[start:end].data], start) != end - start:
+                raise StoreError(f"{self.folder / INDEX} ends early")
         if len(self.index) != len(data):
             self.index = data
             return
@@ -246,7 +244,7 @@ class ActivationStore:
             os.close(self._files.pop())
 
     def _open(self, name: str, flags: int) -> int:
-        self._files.append(open_file(self.folder / name, flags))
+        self._files.append(files.open_file(self.folder / name, flags))
         return self._files[-1]
 
     def _reaches(self, number: int, size: int) -> bool:
@@ -278,6 +276,20 @@ class ActivationStore:
         if math.prod(shape) * self._value_bytes != length:
             return None
         return shape, length, field_length, checksum, field_checksum
+
+
+def _written(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a file that are on disk. What was never written takes no memory either."""
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(file, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing was written behind this
+                return
+            raise
+        end = min(os.lseek(file, start, os.SEEK_HOLE), size)
+        yield start, end
 
 
 def _mark(header: bytes | bytearray) -> int:

@@ -11,9 +11,10 @@ from msgspec import Meta
 from lightning_egeria.training.combinations import parts_of
 
 LONGEST = 2000  # points of a series; beyond it, every second one is left out
+MOST_POINTS, MOST_SERIES = 50_000, 512  # of a panel; many series have fewer points each
 
 Real = Annotated[float, Meta(ge=-1e300, le=1e300)]
-Name = Annotated[str, Meta(pattern="^[a-z][a-z_]*$")]
+Name = Annotated[str, Meta(pattern=r"\A[a-z][a-z_]*\Z")]
 
 
 class Panel(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,14 +42,15 @@ class Panel(msgspec.Struct, forbid_unknown_fields=True):
     caption: str
     x: str
     y: str
-    series: dict[str, list[tuple[Real, Real]]]
+    series: Annotated[dict[str, list[tuple[Real, Real]]], Meta(max_length=MOST_SERIES)]
     kind: Literal["line", "bars", "spans"] = "line"
     log: bool = False
 
     def __post_init__(self) -> None:
+        most = min(LONGEST, MOST_POINTS // max(len(self.series), 1))
         for name, points in self.series.items():
             kept = [point for point in points if all(map(math.isfinite, point))]
-            while len(kept) > LONGEST:
+            while len(kept) > max(most, 2):
                 kept = kept[:-1:2] + kept[-1:]
             self.series[name] = kept
 

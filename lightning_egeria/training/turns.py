@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_egeria.errors import ArgumentError
+from lightning_egeria.programs import files
 from lightning_egeria.training.adapter import ObserverCallback
 from lightning_egeria.training.observers import Observer
 
@@ -68,18 +68,23 @@ class _Turns(Observer):
     """The locks: who waits holds the place in the queue, so nobody can pass it."""
 
     def __init__(self, path: Path) -> None:
-        with contextlib.ExitStack() as files:
-            self._device: IO[bytes] = files.enter_context(path.open("ab"))
-            self._queue: IO[bytes] = files.enter_context(path.with_name(f"{path.name}.queue").open("ab"))
-            self._files = files.pop_all()
+        with contextlib.ExitStack() as stack:
+            self._device = self._open(stack, path)
+            self._queue = self._open(stack, path.with_name(f"{path.name}.queue"))
+            self._files = stack.pop_all()
+
+    def _open(self, stack: contextlib.ExitStack, path: Path) -> int:
+        file = files.open_file(path, os.O_RDWR | os.O_CREAT, shared=True)  # users may share a device
+        stack.callback(os.close, file)
+        return file
 
     def batch_start(self, batch: Any, step: int) -> None:
-        fcntl.flock(self._queue, fcntl.LOCK_EX)
-        fcntl.flock(self._device, fcntl.LOCK_EX)
-        fcntl.flock(self._queue, fcntl.LOCK_UN)
+        files.try_lock(self._queue, wait=True)
+        files.try_lock(self._device, wait=True)
+        files.unlock(self._queue)
 
     def batch_end(self) -> None:
-        fcntl.flock(self._device, fcntl.LOCK_UN)
+        files.unlock(self._device)
 
     def abort(self) -> None:
         self.batch_end()

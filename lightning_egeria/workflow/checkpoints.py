@@ -154,6 +154,8 @@ class ResumableCheckpoints(pl.Callback):
 
     def _save(self, trainer: pl.Trainer) -> None:
         beside = self.path.with_name(f".{self.path.name}")
+        if trainer.is_global_zero and beside.is_symlink():
+            beside.unlink()  # another user may have put it there
         trainer.save_checkpoint(beside)
         if trainer.is_global_zero:
             beside.replace(self.path)

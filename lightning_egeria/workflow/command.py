@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_egeria.errors import QueueError, WorkflowError
+from lightning_egeria.programs import files
 from lightning_egeria.programs.arguments import whole_number
+from lightning_egeria.programs.terminal import printable
 from lightning_egeria.workflow.backends import NAMES, backend
 from lightning_egeria.workflow.compiler import Compiled, explanation
 from lightning_egeria.workflow.eviction import evict
 from lightning_egeria.workflow.history import History
-from lightning_egeria.workflow.home import Home
+from lightning_egeria.workflow.home import VARIABLE, Home
 from lightning_egeria.workflow.listing import table
 from lightning_egeria.workflow.local_queue import queue_runs
 from lightning_egeria.workflow.rules import read_description
@@ -31,15 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
+        if options.home is None:
+            options.home = Home.default()
         status: int = options.run(options)
     except WorkflowError as error:
-        print(f"egeria-jobs: {error.layer}: {error}", file=sys.stderr)
+        print(f"egeria-jobs: {error.layer}: {printable(error, keep=chr(10))}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # of `egeria-jobs logs 1 | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"egeria-jobs: {error.filename or 'cannot write'}: {error.strerror or error}", file=sys.stderr)
+        said = f"{error.filename or 'cannot write'}: {error.strerror or error}"
+        print(f"egeria-jobs: {printable(said)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -49,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="egeria-jobs", description=__doc__)
     parser.add_argument(
-        "--home", type=Path, default=Home.default(), help="folder of jobs and history; default: %(default)s"
+        "--home",
+        type=Path,
+        help=f"folder of jobs and history; default: {VARIABLE}, or egeria-jobs in the user's folder for data",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -85,9 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     command("queue", _queue, "be the local queue until no job is left, as `submit` starts it in the background")
     serving = command("serve", _serve, "show jobs on a page, on this machine only")
     serving.add_argument("--port", type=whole_number(1, 65535), default=8642, help="default: 8642")
-    serving.add_argument(
-        "--actions", action="store_true", help="let the page cancel and resume; prints the token for it"
-    )
+    serving.add_argument("--actions", action="store_true", help="let the page cancel and resume jobs")
     command("schema", _schema, "print the JSON schema of a description, for editors")
     digest = command("digest", _digest, "print the digest of a file or folder, for data sets")
     digest.add_argument("path", type=Path)
@@ -105,8 +110,9 @@ def _compile(options: argparse.Namespace) -> int:
     with home.history() as history:
         for _, compiled in _compiled(options, home, history):
             for one in compiled:
-                print(f"{one.name}: {one.path}")
-                print("".join(f"  {line}\n" for line in explanation(one.choices).splitlines()), end="")
+                print(f"{one.name}: {printable(one.path)}")
+                lines = explanation(one.choices).splitlines()
+                print("".join(f"  {printable(line)}\n" for line in lines), end="")
     return 0
 
 
@@ -130,7 +136,7 @@ def _ps(options: argparse.Namespace) -> int:
             try:
                 refresh(home, history, {name: backend(name, home)})
             except QueueError as error:  # the others are shown all the same
-                print(f"egeria-jobs: {name} jobs as they were last known: {error}", file=sys.stderr)
+                print(f"egeria-jobs: {name} jobs as they were last known: {printable(error)}", file=sys.stderr)
         rows = history.unfinished() + history.finished(options.n)
     if options.json:
         for row in rows:
@@ -147,7 +153,7 @@ def _logs(options: argparse.Namespace) -> int:
     with home.history() as history:
         history.get(options.id)
         folder = home.folder(options.id)
-        with folder.log.open("rb") as log:
+        with files.reading(folder.log, links=False) as log:
             while True:
                 ended = history.get(options.id).state.final or folder.status().state.final
                 while data := log.read(2**16):

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from lightning_egeria.errors import ArgumentError, CompilationError, DescriptionError, UnsupportedError
+from lightning_egeria.programs import files as disk
 from lightning_egeria.programs.descriptions import Description
 from lightning_egeria.training.combinations import check_combination
 from lightning_egeria.workflow import launch
 from lightning_egeria.workflow.environments import lock_of, requirements_in
 from lightning_egeria.workflow.optimisations import Choice, Facts, Measured, choose
 from lightning_egeria.workflow.provenance import Provenance, installed_distributions, provenance_of
+from lightning_egeria.workflow.redaction import forms_of
 from lightning_egeria.workflow.rules import IN_TABLE
 from lightning_egeria.workflow.rundirs import CODE, EXPLANATION, JOB, LOCK, digest_of, write_run_directory
 from lightning_egeria.workflow.schema import Job
 
 LARGEST_CODE = 100 * 2**20
+_LARGEST_LOCK = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +150,10 @@ class Compiler:
         if name is None:
             return installed_distributions()
         key = "environment.lock" if environment.lock else "environment.requirements"
-        text = _inside(description, key, name).read_text(encoding="utf-8", errors="replace")
+        try:
+            text = disk.read_text(_inside(description, key, name), _LARGEST_LOCK, errors="replace")
+        except OSError as error:
+            raise CompilationError(description.mistake(key, f"{name}: cannot read it: {error.strerror}")) from error
         try:
             requirements = requirements_in(text, pinned=environment.lock is not None)
             if environment.lock is not None:
@@ -187,18 +193,27 @@ def _files(description: Description[Job]) -> Iterator[tuple[str, bytes]]:
         key = f"entry.files.{place}"
         if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
             raise CompilationError(description.mistake(key, f"{pattern!r} leaves the folder of the description"))
-        found = [path for path in sorted(description.folder.glob(pattern)) if path.is_file()]
+        if pattern.count("**") > 1:  # each more multiplies the time
+            raise CompilationError(
+                description.mistake(key, f"{pattern!r} has more than one **. Write several patterns")
+            )
+        try:
+            found = [path for path in sorted(description.folder.glob(pattern)) if path.is_file()]
+        except (ValueError, NotImplementedError) as error:
+            raise CompilationError(description.mistake(key, f"{pattern!r} is no pattern of files: {error}")) from error
         if not found:
             raise CompilationError(description.mistake(key, f"{pattern!r} matches no file in {description.folder}"))
         for path in found:
             name = path.relative_to(description.folder).as_posix()
-            data = _inside(description, key, name).read_bytes()
-            size += len(data)
-            if size > LARGEST_CODE:
-                raise CompilationError(
-                    description.mistake(key, f"the files are larger than {LARGEST_CODE} bytes. Name large ones as data")
-                )
-            yield name, data
+            inside = _inside(description, key, name)
+            try:
+                size += inside.stat().st_size
+                if size > LARGEST_CODE:
+                    message = f"the files are larger than {LARGEST_CODE} bytes. Name large ones as data"
+                    raise CompilationError(description.mistake(key, message))
+                yield name, disk.read_at_most(inside, LARGEST_CODE)
+            except OSError as error:
+                raise CompilationError(description.mistake(key, f"{name}: cannot read it: {error.strerror}")) from error
 
 
 def _check_data(description: Description[Job]) -> None:
@@ -209,7 +224,12 @@ def _check_data(description: Description[Job]) -> None:
             raise CompilationError(
                 description.mistake(f"{key}.path", f"{data.path!r}: there is no such file or folder")
             )
-        if data.digest is not None and (digest := digest_of(path)) != data.digest:
+        try:
+            digest = digest_of(path) if data.digest is not None else None
+        except OSError as error:
+            reason = f"{data.path}: cannot read it: {error.strerror or error}"
+            raise CompilationError(description.mistake(f"{key}.path", reason)) from error
+        if digest != data.digest:
             raise CompilationError(description.mistake(f"{key}.digest", f"{data.path} has the digest {digest}"))
 
 
@@ -224,10 +244,24 @@ def _check_secrets(description: Description[Job], contents: Mapping[str, bytes])
         if value is None:
             message = f"{name} is not set here. Set it for this command, and where the job runs"
             raise CompilationError(description.mistake("environment.secrets", message))
+        forms = forms_of(value)
         for file, content in contents.items():
-            if value and value.encode(errors="surrogateescape") in content:
+            # As it stands in the file, and as a program that reads the JSON sees it.
+            written = b"\0".join([content, *_texts_in(json.loads(content))]) if file == JOB else content
+            if any(form in written for form in forms):
                 message = f"the value of {name} would be written to {file} of the run directory. Take it out"
                 raise CompilationError(description.mistake("environment.secrets", message))
+
+
+def _texts_in(content: Any) -> Iterator[bytes]:
+    if isinstance(content, str):
+        yield content.encode(errors="surrogateescape")
+    elif isinstance(content, Mapping):
+        for name, value in content.items():
+            yield from (*_texts_in(name), *_texts_in(value))
+    elif isinstance(content, list):
+        for value in content:
+            yield from _texts_in(value)
 
 
 def _json(content: Any) -> bytes:

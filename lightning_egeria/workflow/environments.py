@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lightning_egeria.errors import CompilationError, ExecutionError
-from lightning_egeria.programs.files import write_whole
+from lightning_egeria.programs import files
 
-_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]+\])?\s*([<>=!~][^;@]*)?(;.*)?")
-_PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[^\]]*\])?\s*==\s*[^\s*;,]+\s*(;.*)?")
+# A name and versions as PEP 508 has them. Installers take any other text, and some file names, for a file to install.
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*\s*(\[[A-Za-z0-9,._ -]*\])?\s*"
+_VERSION = r"[A-Za-z0-9][A-Za-z0-9.!+_-]*"
+_MARKER = r"(;[A-Za-z0-9_.<>=!~'\"() ,+*-]*)?"
+_ONE = rf"(===|==|!=|~=|<=|>=|<|>)\s*{_VERSION}(\.\*)?\s*"
+_REQUIREMENT = re.compile(rf"{_NAME}(\(?\s*{_ONE}(,\s*{_ONE})*\)?)?\s*{_MARKER}", re.ASCII)
+_PINNED = re.compile(rf"{_NAME}==\s*{_VERSION}\s*{_MARKER}", re.ASCII)
+_ARCHIVE = re.compile(r"\.(whl|zip|egg|tar|tgz|tbz2?|txz|tlz|gz|bz2|xz|lzma?|zst|toml|txt)$", re.IGNORECASE)
 _READY = "ready"
+_LARGEST_LOCK = 2**24
+# The folder that a command runs in is not a place to import from, nor to find files in.
+_PYTHON = [sys.executable, "-P"]
 
 
 def requirements_in(text: str, pinned: bool) -> list[str]:
@@ -41,7 +49,9 @@ def requirements_in(text: str, pinned: bool) -> list[str]:
         line = re.sub(r"(^|\s)#.*", "", line).strip()
         if not line:
             continue
-        if not (_PINNED if pinned else _REQUIREMENT).fullmatch(line):
+        name, versions = re.match(r"([^\s;\[(<>=!~]*)([^;]*)", line).groups()  # type: ignore[union-attr]  # always
+        is_file = _ARCHIVE.search(name) or _ARCHIVE.search(versions.rstrip())
+        if is_file or not (_PINNED if pinned else _REQUIREMENT).fullmatch(line):
             wanted = "name==version" if pinned else "a name and maybe versions"
             raise CompilationError(
                 f"line {number}: expected {wanted}, got {line!r}. Options and addresses belong into pip's own settings"
@@ -53,7 +63,8 @@ def requirements_in(text: str, pinned: bool) -> list[str]:
 def lock_of(requirements: list[str], folder: Path) -> str:
     """Return exact versions of all that the requirements need, as the package index has them now.
 
-    The same requirements have the same lock until the file in ``folder`` is removed.
+    Only packages that are built are looked at: others would run their ``setup.py`` here. The same requirements have the
+    same lock until the file in ``folder`` is removed.
 
     Raises:
         CompilationError: they cannot be resolved; the message has the end of what the resolver said.
@@ -61,32 +72,26 @@ def lock_of(requirements: list[str], folder: Path) -> str:
     text = "\n".join(requirements) + "\n"
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     kept = folder / f"{hashlib.sha256(f'{python} {sys.platform} {text}'.encode()).hexdigest()[:16]}.txt"
-    if kept.is_file():
-        return kept.read_text()
+    try:
+        files.make_private(folder)
+        if kept.exists():
+            return files.read_text(kept, _LARGEST_LOCK, links=False)
+    except (OSError, ValueError) as error:
+        raise CompilationError(f"environment: cannot use the lock {kept}: {error}") from error
     if not requirements:
         return ""
     if shutil.which("uv"):
-        command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", python, "-"]
-        lock = _resolved(command, text)
+        command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--only-binary", ":all:"]
+        lock = _resolved([*command, "--python-version", python, "-"], text)
     else:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--dry-run",
-            "--ignore-installed",
-            "--report",
-            "-",
-        ]
-        report = json.loads(_resolved([*command, *requirements], ""))
+        command = [*_PYTHON, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        command += ["--only-binary", ":all:", "--report", "-"]
+        report = files.parsed_json(_resolved([*command, *requirements], ""))
         names = sorted(
             f"{part['metadata']['name'].lower()}=={part['metadata']['version']}" for part in report["install"]
         )
         lock = "".join(f"{name}\n" for name in names)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(kept, lock)
+    files.write_whole(kept, lock, files.PRIVATE)
     return lock
 
 
@@ -105,22 +110,32 @@ def python_of(lock: str, folder: Path, tell: Callable[[str], None]) -> Path:
         tell: is given each line that the installer prints.
 
     Raises:
-        ExecutionError: it cannot be made.
+        ExecutionError: it cannot be made, or another user could have made it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     place = folder / environment_name(lock)
-    python = place / "bin" / "python"
-    with (folder / f"{place.name}.lock").open("w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        if not (place / _READY).is_file():
-            shutil.rmtree(place, ignore_errors=True)
-            tell(f"making the environment {place.name} of {len(lock.splitlines())} packages")
-            started = time.monotonic()
-            for command in _making(place, python, lock):
-                _run(command, tell)
-            (place / _READY).write_text(lock)
-            tell(f"the environment {place.name} is ready after {time.monotonic() - started:.0f} s")
-        os.utime(place / _READY)
+    python, ready = place / "bin" / "python", place / _READY
+    try:
+        files.make_private(folder)
+        with files.held(folder / f"{place.name}.lock", wait=True):
+            if not ready.exists():
+                shutil.rmtree(place, ignore_errors=True)
+                files.make_private(place)
+                tell(f"making the environment {place.name} of {len(lock.splitlines())} packages")
+                started = time.monotonic()
+                for command in _making(place, python, lock):
+                    _run(command, tell)
+                files.write_whole(ready, lock, files.PRIVATE)
+                tell(f"the environment {place.name} is ready after {time.monotonic() - started:.0f} s")
+            files.check_private(place, links=False)
+            owners = {part.lstat().st_uid for part in (python.parent, python)}
+            if owners != {os.geteuid()} or files.read_text(ready, _LARGEST_LOCK, links=False) != lock:
+                raise ExecutionError(f"environment: {place} is not what was made of this lock. Remove that folder")
+            files.touch(ready)
+    except OSError as error:
+        raise ExecutionError(
+            f"environment: cannot use {error.filename or place}: {error.strerror or error}. Remove it, so that it is "
+            "made again"
+        ) from error
     return python
 
 
@@ -136,8 +151,7 @@ def evict(folder: Path, older_than_s: float, keep: Collection[str] = ()) -> list
     for place in sorted(folder.glob("*/")):
         if place.name in keep:
             continue
-        with (folder / f"{place.name}.lock").open("w") as guard:
-            fcntl.flock(guard, fcntl.LOCK_EX)
+        with files.held(folder / f"{place.name}.lock", wait=True):
             ready = place / _READY
             used = (ready if ready.is_file() else place).stat().st_mtime
             if time.time() - used > older_than_s:
@@ -150,17 +164,18 @@ def _making(place: Path, python: Path, lock: str) -> list[list[str]]:
     packages = [line for line in lock.splitlines() if line]
     if shutil.which("uv"):
         making = [["uv", "venv", "--quiet", "--python", sys.executable, str(place)]]
-        installing = ["uv", "pip", "install", "--python", str(python), "--no-deps", *packages]
+        installing = ["uv", "pip", "install", "--python", str(python)]
     else:
-        making = [[sys.executable, "-m", "venv", str(place)]]
-        installing = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", *packages]
+        making = [[*_PYTHON, "-m", "venv", str(place)]]
+        installing = [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check"]
+    installing += ["--no-deps", "--only-binary", ":all:", *packages]
     return making + ([installing] if packages else [])
 
 
 def _run(command: list[str], tell: Callable[[str], None]) -> None:
     try:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=os.sep
         )
     except OSError as error:
         raise ExecutionError(f"environment: cannot run {command[0]}: {error.strerror or error}") from error
@@ -176,7 +191,9 @@ def _run(command: list[str], tell: Callable[[str], None]) -> None:
 
 def _resolved(command: list[str], text: str) -> str:
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        # In an empty folder: the names of files beside a description may look like requirements.
+        with tempfile.TemporaryDirectory(prefix="egeria-lock-") as empty:
+            done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, cwd=empty)
     except OSError as error:
         raise CompilationError(f"environment: cannot run {command[0]}: {error}") from error
     if done.returncode != 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_egeria.workflow import environments
 from lightning_egeria.workflow.history import History
 from lightning_egeria.workflow.home import Home
-from lightning_egeria.workflow.rundirs import LOCK, remove
+from lightning_egeria.workflow.rundirs import lock_in, remove
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,5 +43,5 @@ def evict(home: Home, history: History, older_than_s: float) -> Evicted:
             if str(place) not in needed and place.stat().st_mtime < since:
                 remove(place)
                 removed.append(place.name)
-        keep = {environments.environment_name((Path(run) / LOCK).read_text()) for run in needed if Path(run).is_dir()}
+        keep = {environments.environment_name(lock_in(Path(run))) for run in needed if Path(run).is_dir()}
     return Evicted(environments.evict(home.environments, older_than_s, keep), removed)

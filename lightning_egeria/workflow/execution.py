@@ -10,21 +10,24 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_egeria.errors import JobError, WorkflowError
+from lightning_egeria.programs import files
 from lightning_egeria.programs.processes import ProgramProcess, kill_marked
 from lightning_egeria.workflow import preparing
 from lightning_egeria.workflow.jobfolders import JobFolder, State, Status
 from lightning_egeria.workflow.launch import PREEMPTED
-from lightning_egeria.workflow.redaction import Redactor
+from lightning_egeria.workflow.redaction import Redactor, looks_secret
 from lightning_egeria.workflow.rundirs import read_run_directory
 from lightning_egeria.workflow.schema import quantity
 
 BEAT_S = 2.0
+_MOST_SAID = 2**16  # bytes of a notification's output in the log
 _POLL_S = 0.1
 _STATUS = {State.DONE: 0, State.FAILED: 1, State.CANCELLED: 2, State.PREEMPTED: PREEMPTED}
 ALREADY = 3  # exit status: another process has the job
@@ -85,6 +88,7 @@ class Execution:
             self.folder.write_status(status)
             self.folder.tell("execute", f"attempt {status.attempt} starts on {status.host}")
             job = read_run_directory(run)
+            self.folder.redact = Redactor(secrets_of(job, os.environ)).text
             status.state, status.message = self._run(job, run, origin)
         except WorkflowError as error:
             status.state, status.message = State.FAILED, f"{error.layer}: {error}"
@@ -118,12 +122,11 @@ class Execution:
         data = preparing.data_for(job, origin, folder)
         preparing.work_for(run, folder)
         variables = preparing.variables_for(job, folder, self._status.attempt, data)
-        secrets = {name: variables[name] for name in job["environment"]["secrets"]}
         command = preparing.command_for(job, folder, python)
-        folder.tell("execute", Redactor(secrets).feed(preparing.explain_command(command).encode()).decode())
+        folder.tell("execute", preparing.explain_command(command))
         process = ProgramProcess(command, folder.path, variables, folder.work)
         try:
-            sent, whole = self._watch(process, job, Redactor(secrets))
+            sent, whole = self._watch(process, job, Redactor(secrets_of(job, variables)))
         finally:
             status = process.stop(0)
         state, message = _outcome(status, sent)
@@ -169,10 +172,22 @@ class Execution:
         submission = self.folder.submission()
         told = {"EGERIA_JOB_ID": str(submission.id), "EGERIA_JOB_NAME": submission.name}
         told |= {"EGERIA_JOB_STATE": self._status.state.value, "EGERIA_JOB_MESSAGE": self._status.message}
-        try:
-            subprocess.run(command, cwd=self.folder.work, env={**os.environ, **told}, timeout=60, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            self.folder.tell("execute", f"the notification failed: {error}")
+        with tempfile.TemporaryFile() as output:
+            try:
+                subprocess.run(
+                    command,
+                    cwd=self.folder.work,
+                    env={**os.environ, **told},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=60,
+                    check=True,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                self.folder.tell("execute", f"the notification failed: {error}")
+            output.seek(0)
+            if said := output.read(_MOST_SAID).decode(errors="replace"):
+                self.folder.tell("notification", said)
 
 
 class _Output:
@@ -180,7 +195,7 @@ class _Output:
 
     def __init__(self, process: ProgramProcess, log: Path, redactor: Redactor) -> None:
         self._pipe, self._redactor = process.output, redactor
-        self._log = log.open("ab", buffering=0)
+        self._log = files.adding(log)
         self.full = False
 
     def __enter__(self) -> _Output:
@@ -212,6 +227,13 @@ class _Output:
                 data = data[self._log.write(data) :]
         except OSError:
             self.full = True
+
+
+def secrets_of(job: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the values that the log must not have: declared secrets, and others that look like one."""
+    declared, written = job["environment"]["secrets"], job["environment"]["variables"]
+    guessed = [name for name, value in variables.items() if name not in written and looks_secret(name, value)]
+    return {name: variables[name] for name in (*declared, *guessed) if name in variables}
 
 
 def _outcome(code: int, sent: State | None) -> tuple[State, str]:

@@ -42,9 +42,9 @@ def composed(arguments: Sequence[str], variables: Mapping[str, str] = os.environ
         try:
             with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
                 config = compose(CONFIG_NAME, [*arguments, "run_dir=results"])
-            check(config)
+            check(config, importing=False)  # the description may come from a stranger
         except Exception as error:  # Hydra and the classes that it looks up may raise anything
-            message = explain(error, arguments)
+            message = explain(error, arguments, importing=False)
             if message is None:
                 raise
             raise ArgumentError(message) from error

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_egeria.errors import QueueError
+from lightning_egeria.programs import files
 from lightning_egeria.workflow.jobfolders import State
 from lightning_egeria.workflow.optimisations import Measured
 
@@ -91,6 +92,7 @@ class History:
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._errors():
+            files.make_own(path)  # SQLite would take the umask, and would follow a link
             # Transactions are begun by hand: which lock they take matters.
             self._database = sqlite3.connect(path, timeout=30, isolation_level=None)
             self._database.executescript(_TABLES)
@@ -202,5 +204,5 @@ class History:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise QueueError(f"cannot use the history {self.path}: {error}") from error

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
-from lightning_egeria.errors import ExecutionError, QueueError
+from lightning_egeria.errors import QueueError
+from lightning_egeria.programs import files
 from lightning_egeria.workflow.compiler import Compiler
 from lightning_egeria.workflow.history import History
 from lightning_egeria.workflow.jobfolders import JobFolder
-from lightning_egeria.workflow.rundirs import check_owned
 
 VARIABLE = "EGERIA_JOBS"
 
 
 class Home:
-    """Where jobs live. It is made if it does not exist, for this user alone.
+    """Where jobs live: a folder with mode 0700, and so are the folders in it. What is there is executed.
+
+    It is made if it does not exist.
 
     Args:
         path: of the folder.
 
     Raises:
-        QueueError: it cannot be written, or others may write to it.
+        QueueError: it cannot be written; or others could have written to it, or could put another in its place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,23 +32,32 @@ class Home:
         self.runs, self.jobs = self.path / "runs", self.path / "jobs"
         self.environments, self.locks = self.path / "environments", self.path / "locks"
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_owned(self.path)
-            for part in (self.runs, self.jobs):
-                part.mkdir(mode=0o700, exist_ok=True)
+            for part in (self.path, self.runs, self.jobs, self.environments, self.locks):
+                files.make_private(part)
+            files.check_above(self.path, owners=True)
             if not os.access(self.path, os.W_OK):
-                raise PermissionError(13, "Permission denied")
-        except (OSError, ExecutionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise QueueError(f"{self.path}: {reason}. Name another folder with --home or {VARIABLE}") from error
+                raise PermissionError(13, "Permission denied", str(self.path))
+        except OSError as error:
+            others = "What is there is executed: remove what others could have written. "
+            raise QueueError(
+                f"{error.filename or self.path}: {error.strerror or error}. "
+                f"{others if error.errno == errno.EPERM else ''}Name another folder with --home or {VARIABLE}"
+            ) from error
 
     @classmethod
     def default(cls) -> Path:
-        """Return the folder that the environment names, or one below the user's data."""
-        named = os.environ.get(VARIABLE)
+        """Return the folder that the environment names, or one below the user's data.
+
+        Raises:
+            QueueError: this user has no home directory, and no variable names a folder.
+        """
+        named, data = os.environ.get(VARIABLE), os.environ.get("XDG_DATA_HOME")
         if named:
             return Path(named)
-        return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "egeria-jobs"
+        try:
+            return (Path(data) if data else Path.home() / ".local" / "share") / "egeria-jobs"
+        except RuntimeError as error:
+            raise QueueError(f"this user has no home directory. Name a folder with --home or {VARIABLE}") from error
 
     def history(self) -> History:
         """Open the history."""

@@ -6,18 +6,20 @@ import contextlib
 import dataclasses
 import enum
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_egeria.errors import ExecutionError, QueueError
-from lightning_egeria.programs.files import write_whole
-from lightning_egeria.programs.locks import held
+from lightning_egeria.programs import files
 from lightning_egeria.workflow.rundirs import check_owned
 
 MOST_STALLS = 3
+_LARGEST = 2**20  # of each of the files beside the log
+_MOST = 2**53  # attempts, and nanoseconds of a checkpoint are below 2**63
 
 
 class State(enum.StrEnum):
@@ -94,6 +96,7 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.redact: Callable[[str], str] = str  # takes the secrets out of what is added to the log
         self.log, self.work, self.results = path / "log", path / "work", path / "results"
         self.checkpoints, self.data = path / "checkpoints", path / "data"
         self._status, self._beat, self._asked = path / "status.json", path / "heartbeat", path / "asked"
@@ -109,8 +112,8 @@ class JobFolder:
         try:
             for part in (path, folder.work, folder.results, folder.checkpoints):
                 part.mkdir(mode=0o700, parents=True)
-            write_whole(path / "submission.json", json.dumps(dataclasses.asdict(submission)))
-            folder.log.touch(mode=0o600)
+            _write(path / "submission.json", json.dumps(dataclasses.asdict(submission)))
+            files.touch(folder.log)
         except OSError as error:
             raise QueueError(f"cannot write the folder {path}: {error.strerror or error}") from error
         return folder
@@ -123,23 +126,26 @@ class JobFolder:
         """
         try:
             check_owned(self.path)
-            return Submission(**json.loads((self.path / "submission.json").read_text()))
+            submission = Submission(**files.read_json(self.path / "submission.json", _LARGEST, links=False))
+            texts = (submission.name, submission.run, submission.origin, submission.backend, submission.python)
+            if type(submission.id) is not int or not all(type(text) is str and "\0" not in text for text in texts):
+                raise TypeError("expected an id and texts")
         except (OSError, ValueError, TypeError) as error:
             raise ExecutionError(f"{self.path}: no folder of a job: {error}") from error
+        return submission
 
     def status(self) -> Status:
         """Return the latest status; that of a job nobody has started yet, if there is none."""
         try:
-            content: dict[str, Any] = json.loads(self._status.read_text())
-            return Status(**{**content, "state": State(content["state"])})
+            return _status(files.read_json(self._status, _LARGEST, links=False))
         except FileNotFoundError:
             return Status()
-        except (ValueError, TypeError, KeyError):  # the machine lost its power, say
+        except (OSError, ValueError, TypeError, KeyError):  # the machine lost its power, say
             return Status(State.LOST, message="the status file is damaged")
 
     def write_status(self, status: Status) -> None:
         """Replace the status. A reader sees the whole old or new one."""
-        write_whole(self._status, json.dumps(dataclasses.asdict(status)))
+        _write(self._status, json.dumps(dataclasses.asdict(status)))
 
     def settle(self, status: Status, retries: int, stopping: bool = False) -> None:
         """Decide whether an attempt that has ended is the last one, and write the status.
@@ -168,7 +174,7 @@ class JobFolder:
 
     def beat(self) -> None:
         """Say that the job is watched."""
-        self._beat.touch()
+        files.touch(self._beat)
 
     def since_beat(self) -> float | None:
         """Return the seconds since the last heart-beat; None before the first."""
@@ -178,13 +184,13 @@ class JobFolder:
 
     def ask(self, state: State) -> None:
         """Ask the process that watches the job to end it, so that it is cancelled or preempted."""
-        write_whole(self._asked, state.value)
+        _write(self._asked, state.value)
 
     @property
     def asked(self) -> State | None:
         """How somebody has asked the job to end; None if nobody has."""
-        with contextlib.suppress(FileNotFoundError):
-            return State(self._asked.read_text())
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the machine lost its power, say
+            return State(files.read_text(self._asked, _LARGEST, links=False))
         return None
 
     def forget_asked(self) -> None:
@@ -200,8 +206,9 @@ class JobFolder:
     def tell(self, layer: str, text: str) -> None:
         """Add lines to the log, with the time and the layer that speaks."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        with self.log.open("a", encoding="utf-8", errors="replace") as log:
-            log.writelines(f"{stamp} [{layer}] {line}\n" for line in text.splitlines())
+        lines = "".join(f"{stamp} [{layer}] {line}\n" for line in self.redact(text).splitlines())
+        with files.adding(self.log) as log:
+            log.write(lines.encode(errors="replace"))
 
     def progress(self) -> int:
         """Return a number that changes whenever a checkpoint is written; 0 without one."""
@@ -209,18 +216,18 @@ class JobFolder:
 
     def give_token(self, token: str) -> None:
         """Let only the process with this token start the job from now on."""
-        write_whole(self.path / "token", token)
+        _write(self.path / "token", token)
 
     def token(self) -> str:
         """Return the latest token; empty without one."""
         with contextlib.suppress(FileNotFoundError):
-            return (self.path / "token").read_text()
+            return files.read_text(self.path / "token", _LARGEST, links=False, errors="replace")
         return ""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[bool]:
         """Hold the job: True for the one process that has it, False while another has. Ends with the process."""
-        with held(self.path / "lock") as free:
+        with files.held(self.path / "lock") as free:
             yield free
 
     @property
@@ -228,3 +235,31 @@ class JobFolder:
         """Whether a process holds the job now."""
         with self.watched() as free:
             return not free
+
+
+def _write(path: Path, text: str) -> None:
+    files.write_whole(path, text, files.PRIVATE)
+
+
+def _status(content: dict[str, Any]) -> Status:
+    """Return a status from plain values.
+
+    Raises:
+        ValueError, TypeError, KeyError: they are none.
+    """
+    status = Status(**{**content, "state": State(content["state"])})
+    for count in (status.attempt, status.failures, status.stalls):
+        if type(count) is not int or not 0 <= count < _MOST:
+            raise ValueError(f"expected a count, got {count!r:.40}")
+    if type(status.progress) is not int or not 0 <= status.progress < 2**63:
+        raise ValueError(f"expected the time of a checkpoint, got {status.progress!r:.40}")
+    for moment in (status.started, status.ended):
+        if moment is not None and (
+            type(moment) not in (int, float) or not math.isfinite(moment) or abs(moment) > _MOST
+        ):
+            raise ValueError(f"expected a time, got {moment!r:.40}")
+    for text in (status.message, status.host):
+        if type(text) is not str:
+            raise TypeError(f"expected a text, got {text!r:.40}")
+        text.encode()  # a database takes no other
+    return status

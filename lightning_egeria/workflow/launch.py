@@ -11,7 +11,7 @@ from lightning_egeria.workflow.schema import quantity
 # The folder of the job comes as argument or variable; what runs comes from the run directory, which it names.
 PREEMPTED = 75  # exit status of a job that has saved and wants to go on later: EX_TEMPFAIL of sysexits.h
 _MODULE = "lightning_egeria.workflow.execution"
-_RUN = f'"${{EGERIA_JOBS_PYTHON:-python3}}" -m {_MODULE} "${{1:?the folder of the job}}"'
+_RUN = f'"${{EGERIA_JOBS_PYTHON:-python3}}" -P -m {_MODULE} "${{1:?the folder of the job}}"'
 
 
 def shell_script(job: Mapping[str, Any]) -> str:
@@ -58,7 +58,7 @@ def ray_job(job: Mapping[str, Any]) -> str:
     """Return the arguments of a Ray job submission as JSON; {folder} stands for the folder of the job."""
     resources = job["resources"]
     content: dict[str, Any] = {
-        "entrypoint": f"${{EGERIA_JOBS_PYTHON:-python3}} -m {_MODULE} {{folder}}",
+        "entrypoint": f"${{EGERIA_JOBS_PYTHON:-python3}} -P -m {_MODULE} {{folder}}",
         "entrypoint_num_cpus": resources["devices"],
         "metadata": {"name": job["name"]},
     }

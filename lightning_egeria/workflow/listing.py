@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from lightning_egeria.programs.terminal import printable
 from lightning_egeria.workflow.history import Row
 from lightning_egeria.workflow.home import Home
 from lightning_egeria.workflow.jobfolders import State
@@ -47,4 +48,5 @@ def _cells(row: Row, home: Home, now: float) -> tuple[str, ...]:
     elif row.state is State.QUEUED and row.after:
         note = f"after {', '.join(map(str, row.after))}"
     since = (row.ended or now) - row.started if row.started is not None else now - row.submitted
-    return str(row.id), row.name, row.state.value, row.backend, str(attempt), period(max(since, 0)), note
+    cells = (str(row.id), row.name, row.state.value, row.backend, str(attempt), period(max(since, 0)), note)
+    return tuple(map(printable, cells))

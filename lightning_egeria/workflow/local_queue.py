@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import secrets
 import shutil
@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 from lightning_egeria.errors import ExecutionError, QueueError, WorkflowError
-from lightning_egeria.programs.locks import held
+from lightning_egeria.programs import files
 from lightning_egeria.programs.processes import MARK, kill_marked
 from lightning_egeria.workflow.history import History, Row
 from lightning_egeria.workflow.home import Home
@@ -22,6 +22,8 @@ from lightning_egeria.workflow.jobfolders import JobFolder, State
 from lightning_egeria.workflow.ordering import Order, Waiting
 from lightning_egeria.workflow.refreshing import keep_state
 
+_LOCK, _LOG = "queue.lock", "queue.log"
+_LARGEST_LOG = 2**26
 _POLL_S = 0.1
 _STARTS_WITHIN_S = 30.0
 _WAITS_FOR_ROOM_S = 2.0
@@ -48,10 +50,10 @@ class LocalQueue:
 
     def run(self) -> None:
         """Work until no job is left."""
-        with (self.home.path / "queue.lock").open("w") as guard:
-            try:
-                fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with contextlib.ExitStack() as stack:
+            guard = files.open_file(self.home.path / _LOCK, os.O_RDWR | os.O_CREAT)
+            stack.callback(os.close, guard)
+            if not files.try_lock(guard):
                 return  # another process is the queue
             while True:
                 try:
@@ -64,7 +66,7 @@ class LocalQueue:
                 with self.history.transaction():
                     if not self.history.unfinished("local"):
                         # Within the transaction: whoever adds a job afterwards finds that there is no queue.
-                        fcntl.flock(guard, fcntl.LOCK_UN)
+                        files.unlock(guard)
                         return
                 time.sleep(_POLL_S)
 
@@ -173,8 +175,10 @@ class LocalQueue:
 
 def start_execution(folder: JobFolder, token: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process that watches a job. What it prints itself goes to the log of the job."""
-    command = [folder.submission().python, "-m", "lightning_egeria.workflow.execution", str(folder.path), token]
-    with folder.log.open("ab") as log:
+    module = "lightning_egeria.workflow.execution"
+    # The folder in which somebody has typed `submit` is no place to import from.
+    command = [folder.submission().python, "-P", "-m", module, str(folder.path), token]
+    with files.adding(folder.log) as log:
         return _detached(command, {**_inherited(), **variables}, log)
 
 
@@ -186,9 +190,9 @@ def ensure_queue(home: Home, devices: int | None = None) -> None:
     """
     if queue_runs(home):
         return
-    log_path = home.path / "queue.log"
-    command = [sys.executable, "-m", "lightning_egeria.workflow.local_queue", str(home.path)]
-    with log_path.open("ab") as log:
+    log_path = home.path / _LOG
+    command = [sys.executable, "-P", "-m", "lightning_egeria.workflow.local_queue", str(home.path)]
+    with files.adding(log_path) as log:
         process = _detached([*command, *([str(devices)] if devices else [])], _inherited(), log)
     # It outlives this process, which must not wait for it.
     _QUEUES[:] = [queue for queue in _QUEUES if queue.poll() is None] + [process]
@@ -196,13 +200,14 @@ def ensure_queue(home: Home, devices: int | None = None) -> None:
     while time.monotonic() < deadline and process.poll() is None and not queue_runs(home):
         time.sleep(0.02)
     if process.returncode not in (None, 0):
-        last = log_path.read_text(errors="replace").strip().rpartition("\n")[2]
+        text = files.read_text(log_path, _LARGEST_LOG, links=False, errors="replace")
+        last = text.strip().rpartition("\n")[2]
         raise QueueError(f"the local queue does not start: {last}")
 
 
 def queue_runs(home: Home) -> bool:
     """Whether the queue of a home runs on this machine."""
-    with held(home.path / "queue.lock") as free:
+    with files.held(home.path / _LOCK) as free:
         return not free
 
 
@@ -235,12 +240,12 @@ def _inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != MARK}
 
 
-def _detached(command: list[str], variables: Mapping[str, str], log: TextIO | object) -> subprocess.Popen[bytes]:
+def _detached(command: list[str], variables: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         env=variables,
         stdin=subprocess.DEVNULL,
-        stdout=log,  # type: ignore[arg-type]  # a file
+        stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )

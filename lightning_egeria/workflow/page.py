@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_egeria.programs.files import read_at_most
+from lightning_egeria.programs.files import read_json
 from lightning_egeria.workflow.history import Row
 from lightning_egeria.workflow.jobfolders import State
 from lightning_egeria.workflow.listing import period
 
 LARGEST_RECORD = 2**24
 _WIDTH, _HEIGHT = 640, 180
-_TOKEN = '<input name="token" placeholder="token" type="password" autocomplete="off">'
 _HEAD = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2330; }
@@ -29,10 +27,10 @@ svg { background: #f5f7fa; display: block; } form { display: inline; margin-righ
 """
 
 
-def jobs_page(rows: Sequence[Row], now: float) -> str:
-    """Return the page that lists jobs."""
+def jobs_page(rows: Sequence[Row], now: float, top: str = "/") -> str:
+    """Return the page that lists jobs; ``top`` is its address on this machine."""
     lines = "".join(
-        f'<tr><td><a href="/jobs/{row.id}">{row.id}</a></td><td>{html.escape(row.name)}</td><td>{_state(row)}</td>'
+        f'<tr><td><a href="{top}jobs/{row.id}">{row.id}</a></td><td>{html.escape(row.name)}</td><td>{_state(row)}</td>'
         f"<td>{row.backend}</td><td>{row.attempt}</td><td>{_duration(row, now)}</td>"
         f"<td>{html.escape(row.message)}</td></tr>"
         for row in rows
@@ -43,7 +41,13 @@ def jobs_page(rows: Sequence[Row], now: float) -> str:
 
 
 def job_page(
-    row: Row, now: float, log: str, explanation: str, curves: Mapping[str, Sequence[tuple[float, float]]], actions: bool
+    row: Row,
+    now: float,
+    log: str,
+    explanation: str,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    top: str = "/",
+    actions: bool = False,
 ) -> str:
     """Return the page of one job.
 
@@ -53,26 +57,26 @@ def job_page(
         log: end of its log.
         explanation: which methods are on, and why.
         curves: points of each metric.
+        top: address of the page that lists jobs.
         actions: whether the page may cancel and resume it.
     """
     drawn = "".join(f"<h3>{html.escape(name)}</h3>{_curve(points)}" for name, points in curves.items())
     buttons = "".join(
-        f'<form method="post" action="/jobs/{row.id}/{verb}">{_TOKEN}<button>{verb}</button></form>'
-        for verb in _verbs(row)
+        f'<form method="post" action="{top}jobs/{row.id}/{verb}"><button>{verb}</button></form>' for verb in _verbs(row)
     )
     body = (
-        f'<p><a href="/">Jobs</a></p><h1>{row.id} {html.escape(row.name)} {_state(row)}</h1>'
+        f'<p><a href="{top}">Jobs</a></p><h1>{row.id} {html.escape(row.name)} {_state(row)}</h1>'
         f"<p>{row.backend}, attempt {row.attempt}, {_duration(row, now)}. {html.escape(row.message)}</p>"
         f"{buttons if actions else ''}{f'<h2>Curves</h2>{drawn}' if drawn else ''}"
         f"<h2>Methods</h2><pre>{html.escape(explanation)}</pre>"
-        f'<h2>Log</h2><p><a href="/jobs/{row.id}/log">whole log</a></p><pre>{html.escape(log)}</pre>'
+        f'<h2>Log</h2><p><a href="{top}jobs/{row.id}/log">whole log</a></p><pre>{html.escape(log)}</pre>'
     )
     return _page(f"{row.id} {row.name}", body)
 
 
-def error_page(message: str) -> str:
-    """Return the page that says why something was not done."""
-    return _page("Jobs", f'<p><a href="/">Jobs</a></p><h1>Not done</h1><p>{html.escape(message)}</p>')
+def error_page(message: str, top: str = "/") -> str:
+    """Return the page that says why something was not done; ``top`` is the address of the page that lists jobs."""
+    return _page("Jobs", f'<p><a href="{top}">Jobs</a></p><h1>Not done</h1><p>{html.escape(message)}</p>')
 
 
 def _verbs(row: Row) -> tuple[str, ...]:
@@ -85,11 +89,11 @@ def curves_in(results: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the points (step, value) of each metric that a run of `egeria-train` has recorded; none without."""
     curves: dict[str, list[tuple[float, float]]] = {}
     try:
-        for point in json.loads(read_at_most(results / "egeria.json", LARGEST_RECORD))["metrics"]:
+        for point in read_json(results / "egeria.json", LARGEST_RECORD)["metrics"]:
             for name, value in point["values"].items():
                 if not name.startswith("egeria/") and math.isfinite(float(value)):
                     curves.setdefault(str(name), []).append((float(point["step"]), float(value)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return {}
     return curves
 

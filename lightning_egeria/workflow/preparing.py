@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_egeria.errors import ExecutionError
+from lightning_egeria.programs import files
 from lightning_egeria.workflow.environments import python_of
 from lightning_egeria.workflow.jobfolders import JobFolder
-from lightning_egeria.workflow.rundirs import CODE, LOCK, digest_of
+from lightning_egeria.workflow.rundirs import CODE, digest_of, listed, lock_in
 
 CHECKPOINT = "last.ckpt"
 
@@ -26,7 +27,7 @@ def python_for(job: Mapping[str, Any], run: Path, environments: Path, folder: Jo
     """
     if not job["own_environment"]:
         return sys.executable
-    return str(python_of((run / LOCK).read_text(), environments, lambda line: folder.tell("environment", line)))
+    return str(python_of(lock_in(run), environments, lambda line: folder.tell("environment", line)))
 
 
 def data_for(job: Mapping[str, Any], origin: Path, folder: JobFolder) -> dict[str, str]:
@@ -50,11 +51,10 @@ def data_for(job: Mapping[str, Any], origin: Path, folder: JobFolder) -> dict[st
 
 def work_for(run: Path, folder: JobFolder) -> None:
     """Copy the files of the run directory to where the job works, before its first attempt."""
-    for path in sorted((run / CODE).rglob("*")):
-        target = folder.work / path.relative_to(run / CODE)
-        if path.is_file() and not target.exists():
+    for name in listed(run):
+        if name.startswith(f"{CODE}/") and not os.path.lexists(target := folder.work / name.removeprefix(f"{CODE}/")):
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            files.copy(run / name, target, links=False)
 
 
 def variables_for(job: Mapping[str, Any], folder: JobFolder, attempt: int, data: Mapping[str, str]) -> dict[str, str]:
@@ -117,15 +117,21 @@ def _staged(path: Path, target: Path, digest: str, name: str) -> Path:
         beside.parent.mkdir(parents=True, exist_ok=True)
         try:
             if path.is_dir():
-                shutil.copytree(path, beside)
+                shutil.copytree(path, beside, copy_function=_copied)
             else:
-                shutil.copyfile(path, beside)
+                files.copy(path, beside)
         except (OSError, shutil.Error) as error:
             raise ExecutionError(f"data.{name}: cannot copy {path}: {error}") from error
         beside.rename(target)
     found = digest_of(target)
     if found != digest:
         raise ExecutionError(f"data.{name}: the copy of {path} has the digest {found}, expected {digest}")
+    return target
+
+
+def _copied(source: str, target: str) -> str:
+    files.copy(Path(source), Path(target))
+    shutil.copystat(source, target)  # what is executable stays so
     return target
 
 

@@ -56,7 +56,7 @@ class RayJobs:
         handles = {}
         for row, folder in jobs:
             resources = read_run_directory(Path(row.run))["resources"]
-            command = [sys.executable, "-m", "lightning_egeria.workflow.execution", str(folder.path)]
+            command = [sys.executable, "-P", "-m", "lightning_egeria.workflow.execution", str(folder.path)]
             memory = quantity(resources["memory"]) if resources["memory"] else None
             try:
                 handles[row.id] = self._client.submit_job(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 from pathlib import Path
 
-from lightning_egeria.programs.files import read_at_most
+from lightning_egeria.programs import files
 from lightning_egeria.workflow.history import History, Row
 from lightning_egeria.workflow.jobfolders import JobFolder, State
 from lightning_egeria.workflow.optimisations import Measured
 from lightning_egeria.workflow.rundirs import JOB
 
-LARGEST_RECORD = 2**28
+LARGEST_RECORD = 2**26
 
 
 def keep_state(history: History, row: Row, folder: JobFolder) -> State:
@@ -27,7 +27,7 @@ def keep_state(history: History, row: Row, folder: JobFolder) -> State:
         ended=status.ended,
     )
     if status.state is State.DONE and row.cost_key:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has recorded nothing
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):  # it has recorded nothing
             history.keep_cost(row.cost_key, cost_in(folder.results, Path(row.run)))
     return status.state
 
@@ -40,19 +40,22 @@ def cost_in(results: Path, run: Path) -> Measured:
         run: its run directory.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: there are none.
+        OSError, ValueError, KeyError, TypeError, OverflowError: there are none.
     """
     record, savings = results / "egeria.json", results / "savings.json"
-    steps = json.loads(read_at_most(record, LARGEST_RECORD))["steps"]
+    steps = files.read_json(record, LARGEST_RECORD)["steps"]
     spent = {name: sum(step[name] * step["batches"] for step in steps) for name in _PHASES}
     whole = sum(spent.values())
-    kept = json.loads(read_at_most(savings, LARGEST_RECORD))
-    return Measured(
+    kept = files.read_json(savings, LARGEST_RECORD)
+    measured = Measured(
         fit_s=float(kept["fit_time_s"]),
-        epochs=int(json.loads((run / JOB).read_text())["epochs"]),
+        epochs=int(files.read_json(run / JOB, LARGEST_RECORD, links=False)["epochs"]),
         data=spent["data"] / whole if whole else 0.0,
         communication=spent["communication"] / whole if whole else 0.0,
     )
+    if not all(map(math.isfinite, (measured.fit_s, measured.data, measured.communication))):
+        raise ValueError(f"{record} and {savings} have costs that are no numbers")
+    return measured
 
 
 _PHASES = ("data", "forward", "backward", "communication", "rest")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
-import stat
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from lightning_egeria.errors import CompilationError, ExecutionError
+from lightning_egeria.programs import files
+from lightning_egeria.workflow.schema import PERIOD, SIZE, Job
 
 JOB, MANIFEST, EXPLANATION, CODE, LOCK = "job.json", "manifest.json", "explanation.txt", "code", "requirements.lock"
 # Why a method is on may name times of earlier runs. What runs is the same.
 _NOT_PART = (MANIFEST, EXPLANATION)
+_LARGEST = 2**27  # of a file of a run directory
 
 
 def digest_of(path: Path) -> str:
@@ -61,7 +67,7 @@ def write_run_directory(folder: Path, contents: Mapping[str, bytes]) -> Path:
         for name, content in {**contents, MANIFEST: manifest}.items():
             path = beside / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            files.write_once(path, content)
             path.chmod(0o444)
         for parent in sorted({path.parent for path in beside.rglob("*")} - {beside}, reverse=True):
             parent.chmod(0o555)
@@ -79,34 +85,93 @@ def read_run_directory(place: Path) -> dict[str, Any]:
     """Return the job of a run directory, after a check that nothing in it has changed.
 
     Raises:
-        ExecutionError: it is missing, not this user's alone, or a file is not what the manifest says.
+        ExecutionError: it is missing, not this user's alone, holds a file that the manifest does not name, or a file is
+            not what the manifest says.
     """
     try:
         check_owned(place)
-        manifest = (place / MANIFEST).read_bytes()
+        manifest = files.read_at_most(place / MANIFEST, _LARGEST, links=False)
         if hashlib.sha256(manifest).hexdigest()[:16] != place.name:
             raise ExecutionError(f"{place}: the manifest has changed. Compile the job again")
-        for name, digest in json.loads(manifest).items():
-            if (place / name).is_symlink() or _of_file(place / name) != digest:
+        digests = files.parsed_json(manifest)
+        names = {
+            path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_symlink() or not path.is_dir()
+        }
+        if added := sorted(names - {*digests, *_NOT_PART}):
+            raise ExecutionError(f"{place}: {added[0]!r} was added since it was compiled. Compile the job again")
+        for name, digest in digests.items():
+            if name not in names or _of_file(place / name, links=False) != digest:
                 raise ExecutionError(f"{place}: {name} has changed since it was compiled. Compile the job again")
-        content: dict[str, Any] = json.loads((place / JOB).read_bytes())
+        content = files.read_json(place / JOB, _LARGEST, links=False)
     except OSError as error:
         raise ExecutionError(f"{place}: cannot read the run directory: {error.strerror or error}") from error
-    return content
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ExecutionError(f"{place}: this is no run directory: {error}. Compile the job again") from error
+    job = _checked(place, content)
+    return {**content, **job}
+
+
+def _checked(place: Path, content: Any) -> dict[str, Any]:
+    """Return the keys of a description that a job has, with values that the rest of the program can use.
+
+    Raises:
+        ExecutionError: they are none. The digests are right then, but another program has written them.
+    """
+    try:
+        job = dataclasses.asdict(msgspec.convert({**content}, Job))
+        json.dumps(job).encode()
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        raise ExecutionError(f"{place}: {JOB} describes no job: {error}. Compile the job again") from error
+    del job["sweep"]
+    resources, entry = job["resources"], job["entry"]
+    fits = all(
+        text is None or re.fullmatch(pattern, text)
+        for text, pattern in (
+            (resources["memory"], SIZE),
+            (resources["time"], PERIOD),
+            (job["checkpoints"]["grace"], PERIOD),
+            (job["name"], r"[A-Za-z0-9._-]+"),
+        )
+    )
+    command = entry["command"]
+    as_list = isinstance(command, list) and bool(command) and all(isinstance(part, str) for part in command)
+    if not fits or not (isinstance(command, str) or as_list or (command is None and entry["experiment"])):
+        raise ExecutionError(f"{place}: {JOB} describes no job. Compile the job again")
+    return job
+
+
+def listed(place: Path) -> list[str]:
+    """Return the names of the files that the manifest of a run directory has.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    return list(files.read_json(place / MANIFEST, _LARGEST, links=False))
+
+
+def lock_in(place: Path) -> str:
+    """Return the lock of a run directory.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    return files.read_text(place / LOCK, _LARGEST, links=False)
 
 
 def check_owned(place: Path) -> None:
-    """Check that nobody else could have written to a folder.
+    """Check that nobody else could have written to a folder whose content is executed.
 
     Raises:
         ExecutionError: it belongs to another user, or others may write to it.
+        OSError: it is no folder, or a link to one.
     """
-    status = place.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    try:
+        files.check_private(place, links=False)
+    except PermissionError as error:
         raise ExecutionError(
-            f"{place}: others could have written here, and what is here is executed. Use a folder that is yours alone "
-            f"(chmod go-w)"
-        )
+            f"{place}: others could have written here, and what is here is executed: {error.strerror}. Use a folder "
+            "that is yours alone, and remove what they could have written"
+        ) from error
 
 
 def remove(place: Path) -> None:
@@ -117,6 +182,6 @@ def remove(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def _of_file(path: Path) -> str:
-    with path.open("rb") as file:
+def _of_file(path: Path, links: bool = True) -> str:
+    with files.reading(path, links) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from lightning_egeria.programs.descriptions import key
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"
 PERIOD = r"[1-9][0-9]{0,6}[sm]|[1-9][0-9]{0,3}[hd]"
-_SIZE = r"[1-9][0-9]{0,5}(MB|GB|TB)"
+SIZE = r"[1-9][0-9]{0,5}(MB|GB|TB)"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 METHODS = ("freezing", "cache", "selective", "partial", "tuning", "goodput")
 
@@ -68,7 +68,7 @@ class Resources:
     nodes: int = dataclasses.field(default=1, metadata=key("machines", least=1))
     devices: int = dataclasses.field(default=1, metadata=key("devices of each node", least=1))
     memory: str | None = dataclasses.field(
-        default=None, metadata=key("of each node, as in 16GB; Slurm holds the job to it", pattern=_SIZE)
+        default=None, metadata=key("of each node, as in 16GB; Slurm holds the job to it", pattern=SIZE)
     )
     time: str | None = dataclasses.field(
         default=None, metadata=key("longest time of one attempt, as in 90m or 2h", pattern=PERIOD)

@@ -12,6 +12,7 @@ from typing import Any
 import submitit
 
 from lightning_egeria.errors import QueueError
+from lightning_egeria.programs import files
 from lightning_egeria.workflow.compiler import Compiled
 from lightning_egeria.workflow.execution import Execution, stopping_on_signals
 from lightning_egeria.workflow.history import Row
@@ -19,6 +20,8 @@ from lightning_egeria.workflow.jobfolders import JobFolder, State
 from lightning_egeria.workflow.launch import PREEMPTED, slurm_options, slurm_requeue
 from lightning_egeria.workflow.rundirs import read_run_directory
 from lightning_egeria.workflow.schema import quantity
+
+_LARGEST = 2**20  # of the file with the ids
 
 
 class InSlurm:
@@ -104,7 +107,7 @@ class Slurm:
 def _dependency(folder: JobFolder) -> dict[str, str]:
     """Return the ids of Slurm that a job waits for, which its folder names."""
     path = folder.path / "after"
-    handles = path.read_text().split() if path.exists() else []
+    handles = files.read_text(path, _LARGEST, links=False).split() if path.exists() else []
     return {"dependency": "afterok:" + ":".join(handles)} if handles else {}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lightning_egeria.errors import QueueError
-from lightning_egeria.programs.files import write_whole
+from lightning_egeria.programs import files
 from lightning_egeria.workflow.compiler import Compiled
 from lightning_egeria.workflow.history import History, Row
 from lightning_egeria.workflow.home import Home
@@ -73,7 +73,7 @@ def submit(
             id = history.add({**one.job, "name": one.name}, one.path, backend.name, share, waits)
             submission = Submission(id, one.name, str(one.path), str(origin.absolute()), backend.name, sys.executable)
             folder = JobFolder.create(home.jobs / str(id), submission)
-            write_whole(folder.path / "after", "\n".join(handles))
+            files.write_whole(folder.path / "after", "\n".join(handles), files.PRIVATE)
             folders.append(folder)
             rows.append(history.get(id))
     _hand_over(history, backend, list(zip(rows, folders, strict=True)))

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_egeria.batches.reading import LoaderCopies
 from lightning_egeria.batches.worker_calls import answer_calls, this_worker
+from lightning_egeria.errors import WorkerError
 
 
 class Squares:
@@ -105,7 +106,7 @@ def test_workers_that_end_or_are_others_cannot_be_called():
     first, second = Running(), Running()
     assert not first.workers.has(second.found[0])
     assert not first.workers.has(None)
-    with pytest.raises(RuntimeError, match="ended while it loaded"):
+    with pytest.raises(WorkerError, match="ended while it loaded"):
         first.workers.call(first.found[0], 6)
     assert not first.workers.has(first.found[0])
     pid = os.fork()

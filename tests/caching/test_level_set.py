@@ -10,9 +10,10 @@ from stored import CPU, write
 
 from lightning_egeria.caching.level_set import LevelSet, form_length
 from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.errors import StoreError
 from lightning_egeria.stores.directory import CacheDirectory
 from lightning_egeria.stores.limits import Budget, Limits
-from lightning_egeria.stores.manifest import Manifest, StoreError
+from lightning_egeria.stores.manifest import Manifest
 from lightning_egeria.training.notices import Notices
 
 

@@ -74,3 +74,30 @@ def test_without_matplotlib_it_says_so(workload, tmp_path, capsys, monkeypatch):
     monkeypatch.delattr("lightning_egeria.cluster.drawing", raising=False)
     assert main(["simulate", "--workload", str(workload), "--out", str(tmp_path / "out")]) == 2
     assert "lightning-egeria[report]" in capsys.readouterr().err
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J"
+
+
+@pytest.mark.parametrize("what", ["application", "name", "column", "folder"])
+def test_a_terminal_is_told_nothing_by_a_workload(what, tmp_path, capsys):
+    path = tmp_path / "workload.csv"
+    words = {"application": ("a", HOSTILE), "name": (HOSTILE, "")}.get(what, ("a", "b"))
+    head = f"name,time,application,num_replicas,{HOSTILE if what == 'column' else 'batch_size'}"
+    path.write_text(f"{head}\n{words[0]},1,{words[1]},1,32\n")
+    folder = ["--traces", str(tmp_path / HOSTILE)] if what == "folder" else []
+    assert main(["simulate", "--workload", str(path), *folder, "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr()
+    assert all(letter.isprintable() or letter == "\n" for letter in told.out + told.err)
+
+
+def test_logs_and_pictures_are_not_written_through_links(tmp_path):
+    assert main(["example", str(tmp_path / "example"), "--jobs", "2"]) == 0
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    for name in ("fair.jsonl", "devices-fair.png", "completion-times.png", "utilisation.png"):
+        (out / name).symlink_to(tmp_path / "mine")
+    workload = str(tmp_path / "example" / "workload.csv")
+    assert main(["simulate", "--policy", "fair", "--workload", workload, "--out", str(out)]) == 0
+    assert (tmp_path / "mine").read_text() == "mine"

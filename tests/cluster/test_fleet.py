@@ -1,5 +1,7 @@
 """Policies over live jobs, with a clock that the test moves."""
 
+import re
+
 import pytest
 
 from lightning_egeria.cluster.fair import FairShare
@@ -9,6 +11,7 @@ from lightning_egeria.cluster.hints import Hints
 from lightning_egeria.cluster.job_files import JobDescription
 from lightning_egeria.cluster.jobs import Cluster
 from lightning_egeria.cluster.pollux import Pollux
+from lightning_egeria.cluster.status import table_of
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.cluster.tiresias import Tiresias
 from lightning_egeria.errors import JobError
@@ -82,3 +85,43 @@ def test_a_job_runs_on_one_node(tmp_path):
 def test_a_gang_larger_than_a_node_is_refused(tmp_path):
     with pytest.raises(JobError, match="job 'wide' asks for 3 devices, the largest node has 2"):
         fleet_of(tmp_path, FairShare(), ("wide", 0, 3, 3), nodes=(2, 2))
+
+
+@pytest.mark.parametrize("policy", [FairShare, Pollux, Tiresias])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("progress", "1" + "0" * 400),
+        ("variance", "1" + "0" * 400),
+        ("squared_norm", "1e308"),
+        ("largest", "1" + "0" * 400),
+        ("largest", "9223372036854775807"),
+        ("largest", "2147483647"),
+        ("initial", "2147483647"),
+        ("gamma", "1" + "0" * 400),
+        ("profiled", "1" + "0" * 400),
+        ("compute", "[0, 0]"),
+        ("between", "[1e300, 1e300]"),
+        ("fewest_batches", "1048577"),
+        ("limits", '{"initial": 1, "largest": 1, "smallest_local": 1, "largest_local": 1}'),
+    ],
+)
+def test_hints_of_one_job_stop_no_other(policy, key, value, tmp_path):
+    fleet, _ = fleet_of(tmp_path, policy(), ("hostile", 0, 1, 2), ("other", 0, 1, 2))
+    model = ThroughputModel((0.01, 0.001), (0.02, 0.002), (0.005, 0.0005), 2.0)
+    (tmp_path / "hostile").mkdir()
+    path = tmp_path / "hostile" / "hints.json"
+    Hints(LIMITS, 2, 120.5, 0.5, 40.0, model).write(path)
+    text, count = re.subn(rf'"{key}": (\[[^\]]*\]|{{[^}}]*}}|[^,}}]+)', f'"{key}": {value}', path.read_text())
+    assert count
+    path.write_text(text)
+    assert fleet.devices("other") > 0
+    table_of(fleet)
+
+
+def test_hints_are_no_link(tmp_path):
+    fleet, _ = fleet_of(tmp_path, FairShare(), ("a", 0, 1, 2))
+    (tmp_path / "a").mkdir()
+    Hints(LIMITS, 2, 120.5).write(tmp_path / "mine.json")
+    (tmp_path / "a" / "hints.json").symlink_to(tmp_path / "mine.json")
+    assert fleet.hints("a") is None

@@ -93,3 +93,12 @@ def test_a_workload_that_freezes_ends_sooner():
         for freezing in (None, HALF)
     ]
     assert runs[1].average_completion_s < runs[0].average_completion_s
+
+
+@pytest.mark.parametrize("depth", ["[-1, -1]", "[1]", "null", '"1"', "1.5", "{}", "1" + "0" * 400])
+def test_a_depth_that_is_no_number_is_refused(depth, tmp_path):
+    run, costs = tmp_path / "run.json", tmp_path / "costs.json"
+    run.write_text(f'{{"steps": 100, "events": [{{"step": 10, "depth": {depth}}}]}}')
+    costs.write_text('{"shares": {"1": 0.9}}')
+    with pytest.raises(TraceError, match="no measured freezing run"):
+        FreezingRun.read(run, costs)

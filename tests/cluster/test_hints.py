@@ -55,6 +55,12 @@ BAD = {
     "three numbers": changed(throughput={"compute": [1, 1, 1], "between": [1, 1], "within": [1, 1], "gamma": 1}),
     "no batch": changed(limits={"initial": 0, "largest": 1, "smallest_local": 1, "largest_local": 1}),
     "deep": "[" * 100_000,
+    "huge progress": changed(progress=0).replace('"progress": 0', '"progress": 1' + "0" * 400),
+    "large progress": changed(progress=1e300),
+    "huge gamma": changed(throughput={"compute": [1, 1], "between": [1, 1], "within": [1, 1], "gamma": 10**400}),
+    "huge batch": changed(limits={"initial": 1, "largest": 10**400, "smallest_local": 1, "largest_local": 1}),
+    "large batch": changed(limits={"initial": 1, "largest": 2**63, "smallest_local": 1, "largest_local": 1}),
+    "odd limits": changed(limits={"__class__": 1}),
 }
 
 

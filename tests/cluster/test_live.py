@@ -19,12 +19,12 @@ from rich.console import Console
 pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow installs it")
 
 from lightning_egeria.cluster.job_files import JobDescription
-from lightning_egeria.cluster.live import LOCK, LOG, run_jobs
+from lightning_egeria.cluster.live import DONE, LOCK, LOG, run_jobs
 from lightning_egeria.cluster.policies import POLICIES
 from lightning_egeria.cluster.pollux import Pollux
 from lightning_egeria.cluster.ray_session import PREFIX, TEMPORARY
 from lightning_egeria.errors import ArgumentError, JobError
-from lightning_egeria.programs.locks import held
+from lightning_egeria.programs.files import held
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # those of Ray
 JOB = Path(__file__).with_name("live_job.py")
@@ -258,3 +258,55 @@ def test_bad_numbers_are_refused(tmp_path):
         run_jobs([job("one", 1)], POLICIES["fair"](), tmp_path, interval_s=0)
     with pytest.raises(ArgumentError, match="retries at least 0"):
         run_jobs([job("one", 1)], POLICIES["fair"](), tmp_path, retries=-1)
+
+
+def prepared(tmp_path):
+    """A folder of this user, and one for jobs."""
+    mine, folder = tmp_path / "mine", tmp_path / "shared" / "jobs"
+    mine.mkdir()
+    (mine / "file").write_text("mine")
+    (folder / "a").mkdir(parents=True)
+    for part in (folder, folder / "a"):
+        part.chmod(0o700)
+    return mine, folder
+
+
+@pytest.mark.parametrize("attack", ["link for a job", "done", "lock", "writable", "writable job", "open above"])
+def test_a_folder_that_another_user_has_prepared_is_refused(attack, tmp_path):
+    """The default is ./jobs, below a folder that others may share. Ray is not even started."""
+    mine, folder = prepared(tmp_path)
+    if attack == "link for a job":
+        (folder / "a").rmdir()
+        (folder / "a").symlink_to(mine)
+    elif attack in ("lock", "done"):
+        (folder / LOCK if attack == "lock" else folder / "a" / DONE).symlink_to(mine / "file")
+    else:
+        {"writable": folder, "writable job": folder / "a", "open above": folder.parent}[attack].chmod(0o777)
+    with pytest.raises((JobError, OSError), match=r"cannot use|cannot be read|symbolic links"):
+        run([JobDescription(["echo", "owned"], 1, 1, 0.0, {}, name="a")], folder)
+    assert {path.name: path.read_text() for path in mine.iterdir()} == {"file": "mine"}
+
+
+def test_no_log_goes_through_a_link(tmp_path):
+    mine, folder = prepared(tmp_path)
+    (folder / "a" / LOG).symlink_to(mine / "file")
+    fleet, _ = run([JobDescription(["echo", "owned"], 1, 1, 0.0, {}, name="a")], folder, retries=0)
+    assert fleet.jobs["a"].state == "failed"
+    assert (mine / "file").read_text() == "mine"
+
+
+def test_a_ray_of_the_command_asks_for_a_token(tmp_path):
+    """As a user runs it, in a process of its own: others of this machine must not run what they like in that Ray."""
+    script = "from ray._raylet import AuthenticationMode, get_authentication_mode\n"
+    script += "print('TOKEN' if get_authentication_mode() == AuthenticationMode.TOKEN else 'NONE', flush=True)"
+    (tmp_path / "jobs.yaml").write_text("jobs: {a: {command: ['true']}}\n")
+    code = (
+        "import sys; from lightning_egeria.cluster import command\n"
+        f"status = command.main(['run', {str(tmp_path / 'jobs.yaml')!r}, '--out', {str(tmp_path / 'out')!r}])\n"
+        f"{script}\nsys.exit(status)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    variables["HOME"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "TOKEN" in done.stdout

@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="needs the extra 'ray': make test-slow install
 from lightning_egeria.cluster import ray_session
 from lightning_egeria.cluster.ray_session import LOCK, PREFIX, STARTS, quiet, refuses, started, temporary_folder
 from lightning_egeria.errors import JobError
-from lightning_egeria.programs.locks import held
+from lightning_egeria.programs.files import held
 
 
 def test_quiet_restores_what_it_changes():

@@ -50,6 +50,13 @@ def test_a_job_uses_its_devices_to_its_end_only(interval_s):
         '{"policy": "x"}\n',
         "{",
         '{"policy":"x","nodes":[1],"interval_s":1,"submitted":{}}\n{"time":1}\n',
+        "[" * 100_000,
+        '{"policy":"x","nodes":[1' + "0" * 400 + '],"interval_s":1,"submitted":{}}\n',
+        '{"policy":"x","nodes":"12","interval_s":1,"submitted":{}}\n',
+        '{"policy":"x","nodes":[1],"interval_s":"1","submitted":{}}\n',
+        '{"policy":"x","nodes":[1],"interval_s":1,"submitted":{"a":"b"}}\n',
+        '{"policy":"x","nodes":[1],"interval_s":1,"submitted":{},"intervals":3}\n',
+        '{"policy":"x","nodes":[1],"interval_s":1,"submitted":{}}\n{"time":NaN,"jobs":{},"completed":{}}\n',
     ],
 )
 def test_a_damaged_log_is_refused(tmp_path, text):

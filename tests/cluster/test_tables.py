@@ -1,5 +1,8 @@
 """Tables: each number in the domain of its column, or a message with the line."""
 
+import os
+import tracemalloc
+
 import pytest
 
 from lightning_egeria.cluster.tables import read_rows, read_table
@@ -83,3 +86,30 @@ def test_a_file_without_rows_is_refused(tmp_path, text, message):
         (tmp_path / "a.csv").write_bytes(text)
     with pytest.raises(TraceError, match=message):
         read_rows(tmp_path / "a.csv", ["a"])
+
+
+@pytest.mark.parametrize("line", ["1,1,1,1\n", ",,,\n", '"","","",""\n'])
+def test_a_table_takes_a_multiple_of_its_size(line, tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("placement,local_bsz,step_time,sync_time\n" + line * 30_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError):
+            read_table(path, ("placement", "local_bsz", "step_time", "sync_time"), keys=2)
+        assert tracemalloc.get_traced_memory()[1] < 150 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros", "large"])
+def test_a_table_is_an_ordinary_file_of_some_size(kind, tmp_path):
+    path = tmp_path / "table.csv"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "zeros":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+    with pytest.raises(TraceError, match=r"no ordinary file|larger than"):
+        read_table(path, ("placement",))

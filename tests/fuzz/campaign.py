@@ -19,6 +19,7 @@ from formats import EXACT, MISS, OTHER, Format, formats
 from mutations import mutated
 
 MEMORY_BYTES = 64 * 2**20  # that reading may take beyond what the process has at the beginning
+LONGEST_S = 10.0  # for one input, on a machine that does other things too
 SHARED_MEMORY = Path("/dev/shm")  # a file system without a disk, where there is one
 
 
@@ -43,8 +44,11 @@ def give(tested: Format, count: int, seed: int, keep: Path | None) -> tuple[coll
     try:
         for number in range(count):
             data = mutated(generator, tested.seeds, tested.json_from, tested.edits)
+            start = time.perf_counter()
             try:
                 outcome = tested.read(data)
+                if time.perf_counter() - start > LONGEST_S:
+                    raise TimeoutError(f"{time.perf_counter() - start:.1f} s")
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise

@@ -18,13 +18,13 @@ import torch
 import xxhash
 
 from lightning_egeria.caching.levels import Level
-from lightning_egeria.errors import CheckpointError, RecordError
+from lightning_egeria.errors import CheckpointError, RecordError, StoreError
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
 from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
 from lightning_egeria.report.record import CachePoint, EvaluationPoint, MetricPoint, RunRecord, StepTimes
-from lightning_egeria.stores.manifest import ENTRIES, INDEX, MANIFEST, Manifest, StoreError, read_manifest
+from lightning_egeria.stores.manifest import ENTRIES, INDEX, MANIFEST, Manifest, read_manifest
 from lightning_egeria.stores.memory import MemoryTier
 from lightning_egeria.stores.rows import RowForm
 from lightning_egeria.stores.samples import STAMP_BYTES, Absent, Opaque, decode, encode
@@ -65,8 +65,11 @@ class Format:
 
 def formats(folder: Path) -> list[Format]:
     """All of them; readers write to ``folder``."""
+    from job_formats import job_formats  # which needs what is defined here
+
     return [
-        manifest_format(folder / "manifest"),
+        *job_formats(folder / "jobs"),
+        manifest_format(folder / ("ab" * 16)),
         store_format(folder / "store"),
         entries_format(folder / "entries"),
         forged_format(folder / "forged"),

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -15,20 +17,27 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from stored import bits
 
-from lightning_egeria.errors import CheckpointError, RecordError
+from lightning_egeria import errors
+from lightning_egeria.errors import CheckpointError, RecordError, StoreError
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.report import figures
 from lightning_egeria.report.record import LARGEST_BYTES, RunRecord
 from lightning_egeria.snapshots.framing import read_part, write_parts
 from lightning_egeria.stores.command import main as egeria_cache
 from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, StoreError, is_in_use, remove_store
+from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, is_in_use, remove_store
 from lightning_egeria.stores.samples import decode, encode
 from lightning_egeria.stores.store import ActivationStore
 
 FUZZ = settings(deadline=None)
-ERRORS = {"StoreError", "ValueError", "RecordError", "CheckpointError", "no state"}
+ERRORS = {"ValueError", "no state"} | {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+JOBS = [
+    *("description of a job", "settings of a job", "jobs of a cluster", "requirements", "run directory", "forged job"),
+    *("status of a job", "submission of a job", "results of a job", "hints of a job", "graph", "plan"),
+    *("log of a simulation", "workload", "trace", "measured costs", "repository"),
+]
 NAMES = [
+    *JOBS,
     *("manifest.json", "files of a store", "index and entries", "forged entry"),
     *("fields of a sample", "record of a run", "state of a policy"),
 ]
@@ -79,7 +88,25 @@ def test_what_was_written_is_read(known, name):
         assert set(outcomes) == {EXACT}
 
 
-@pytest.mark.parametrize("name", NAMES)
+def campaign(*arguments):
+    """Give the readers random inputs, in a process of its own whose memory is limited."""
+    script = Path(readers.__file__).with_name("campaign.py")
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how much memory was taken")
+@pytest.mark.parametrize(
+    "inputs",
+    [2000, pytest.param(int(os.environ.get("EGERIA_FUZZ_INPUTS", "1_000_000")), marks=pytest.mark.slow)],
+    ids=["some", "many"],
+)
+def test_random_inputs_are_read_or_refused(inputs):
+    """With a message, in bounded time and memory. EGERIA_FUZZ_INPUTS sets how many the slow run gives."""
+    told = campaign("--inputs", str(inputs))
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "repository"])
 @FUZZ
 @given(data=st.binary(max_size=300))
 def test_any_bytes(known, name, data):
@@ -99,14 +126,18 @@ def damaged(draw, seeds):
     return bytes(data)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "repository"])
 @FUZZ
 @given(data=st.data())
 def test_damaged_bytes(known, name, data):
     outcome_of(known[name], data.draw(damaged(known[name].seeds)))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "fields of a sample", "record of a run", "state of a policy"])
+TEXTS = ["forged job", "status of a job", "submission of a job", "results of a job", "hints of a job", "graph", "plan"]
+TEXTS += ["measured costs", "manifest.json", "fields of a sample", "record of a run", "state of a policy"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
 @FUZZ
 @given(data=st.data())
 def test_a_value_replaced(known, name, data):
@@ -203,7 +234,7 @@ def test_whatever_is_encoded_comes_back(leaves):
 
 @pytest.fixture
 def store(tmp_path):
-    opened = readers.filled(tmp_path / "abc", 0)
+    opened = readers.filled(tmp_path / ("abc0" * 8), 0)
     yield opened
     opened.close()
 
@@ -231,7 +262,7 @@ def test_a_link_in_the_place_of_a_store_is_not_followed(store, tmp_path):
     directory = CacheDirectory(tmp_path)
     store.close()
     before = {file.name: file.read_bytes() for file in store.folder.iterdir()}
-    link = tmp_path / "def"
+    link = tmp_path / ("def0" * 8)
     link.symlink_to(store.folder)
     described = readers.a_manifest(link)
     with pytest.raises(StoreError, match="it is no folder, or a link to one"):
@@ -272,9 +303,11 @@ def test_a_store_that_others_may_write_to_is_refused(store, mode):
 def test_a_store_larger_than_any_is_refused(store, tmp_path, key, value):
     described = readers.a_manifest(tmp_path / "def")
     state = json.loads(described.to_json()) | {key: value}
-    (store.folder / MANIFEST).write_text(json.dumps(state | {"fingerprint": "abc"}))
+    (store.folder / MANIFEST).write_text(json.dumps(state | {"fingerprint": store.folder.name}))
     os.truncate(store.folder / INDEX, 4 * min(state["entries"], 2**28 + 1))  # which takes no room on the disk
-    with pytest.raises(StoreError, match=r"more than a store can hold|says what no store can be"):
+    with pytest.raises(
+        StoreError, match=r"more than a store can hold|says what no store can be|is not that of a store"
+    ):
         ActivationStore(store.folder)
 
 
@@ -302,11 +335,11 @@ def test_a_terminal_is_told_nothing_by_a_file(store, capsys):
     hostile = "\x1b[2J\x07\ud800[/red]"
     state = json.loads((store.folder / MANIFEST).read_text())
     texts = {
-        "0a": state | {"about": {"model": hostile, "boundary": hostile}, "fingerprint": "0a"},
-        "0b": state | {hostile: 1},
-        "0c": state | {"dtype": hostile},
-        "0d": state | {"fingerprint": hostile},
-        "0e": state | {"format": hostile},
+        "0a" * 16: state | {"about": {"model": hostile, "boundary": hostile}, "fingerprint": "0a" * 16},
+        "0b" * 16: state | {hostile: 1},
+        "0c" * 16: state | {"dtype": hostile},
+        "0d" * 16: state | {"fingerprint": hostile},
+        "0e" * 16: state | {"format": hostile},
         "[red]": state,
         "\x1b[2J": state,
     }
@@ -334,6 +367,7 @@ def test_a_store_that_goes_away_while_it_is_looked_at(store, monkeypatch):
 
     def gone_then(folder):
         if folder == store.folder:
+            monkeypatch.setattr(Path, "iterdir", listed)
             assert remove_store(folder)
         return listed(folder)
 

@@ -1,7 +1,10 @@
 """`egeria-plan`: a table, timelines, files; mistakes in one line."""
 
 import json
+import os
+import re
 import sys
+import time
 
 import pytest
 from graphs import branches
@@ -41,6 +44,70 @@ def test_a_graph_is_planned_where_no_chain_fits(tmp_path, capsys):
 def test_an_example_is_known_by_name(capsys):
     assert main(["model=candle-uno", "devices=4", "memory_gb=4"]) == 0
     assert "feature0" in capsys.readouterr().out
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J[/x]\u202e"
+
+
+def state_with(**values):
+    node = {"name": "a", "forward_s": 1.0, "backward_s": 2.0}
+    return {"nodes": [node, {**node, "name": "b", **values}], "edges": [[0, 1]]}
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[red]", HOSTILE, "a\nb", "\ud800", "x" * 100_000])
+def test_a_name_is_neither_markup_nor_an_order_to_the_terminal(name, tmp_path, capsys):
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(state_with(name=name)))
+    assert main([f"model={path}", "devices=2", "max_width=1"]) == 0
+    told = capsys.readouterr()
+    assert all(letter.isprintable() or letter == "\n" for letter in told.out + told.err)
+    path.write_text(json.dumps(state_with(name=name, activation_bytes=-1)))
+    assert main([f"model={path}", "devices=2"]) == 2
+    told = capsys.readouterr()
+    assert all(letter.isprintable() or letter == "\n" for letter in told.out + told.err)
+
+
+@pytest.mark.parametrize("key", ["forward_s", "backward_s", "activation_bytes", "parameter_bytes", "output_bytes"])
+@pytest.mark.parametrize("value", [10**400, 1e308, 1e-320, -1, float("nan"), float("inf"), "1", True, None, [], 2**63])
+def test_a_cost_that_no_node_has_is_refused(key, value, tmp_path, capsys):
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(state_with(**{key: value})))
+    assert main([f"model={path}", "devices=2"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("settings", [["devices=1000000000"], ["devices=2", "micro_batches=9999999"]])
+def test_settings_have_bounds(settings, capsys):
+    assert main(["model=dlrm", *settings]) == 2
+    assert "must be at most 4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [3000, 100_000])
+def test_a_graph_that_would_take_minutes_is_refused(count, tmp_path, capsys):
+    nodes = [{"name": str(number), "forward_s": 1, "backward_s": 1} for number in range(count)]
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps({"nodes": nodes, "edges": [[number, number + 1] for number in range(count - 1)]}))
+    began = time.monotonic()
+    assert main([f"model={path}", "devices=4"]) == 2
+    assert time.monotonic() - began < 5
+    assert re.search("would take minutes|more than 5000 nodes", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zeros"])
+def test_a_graph_is_an_ordinary_file(kind, tmp_path, capsys):
+    path = tmp_path / "graph.json"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    assert main([f"model={path}", "devices=2"]) == 2
+    assert "model must be" in capsys.readouterr().err
+
+
+def test_no_picture_or_plan_is_written_through_a_link(graph, tmp_path):
+    (tmp_path / "out").mkdir()
+    for name in ("plan.json", "timelines.png"):
+        (tmp_path / name).write_text("mine")
+        (tmp_path / "out" / name).symlink_to(tmp_path / name)
+    assert main([f"model={graph}", "devices=2", f"out={tmp_path / 'out'}"]) == 0
+    assert [(tmp_path / name).read_text() for name in ("plan.json", "timelines.png")] == ["mine"] * 2
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])

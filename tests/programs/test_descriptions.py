@@ -1,11 +1,13 @@
 import contextlib
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_egeria.errors import DescriptionError
+from lightning_egeria.programs.descriptions import LARGEST_BYTES, MOST_MISTAKES
 from lightning_egeria.workflow.rules import read_description
 
 GOOD = "name: a\nentry: {command: [python, train.py]}\n"
@@ -110,3 +112,20 @@ def test_nothing_but_a_description_error(content):
         path.write_text(json.dumps(content))
         with contextlib.suppress(DescriptionError):
             read_description(path)
+
+
+@pytest.mark.parametrize("part", ["x,", "[],", "{},", "''"])
+def test_the_largest_description_takes_seconds(part, tmp_path):
+    text = f"name: a\nentry: {{command: [{part * ((LARGEST_BYTES - 100) // len(part))}]}}\n"
+    assert len(text) < LARGEST_BYTES
+    (tmp_path / "job.yaml").write_text(text)
+    began = time.process_time()
+    with contextlib.suppress(DescriptionError):
+        read_description(tmp_path / "job.yaml")
+    assert time.process_time() - began < 30
+
+
+def test_of_very_many_mistakes_the_first_are_told(tmp_path):
+    found = mistakes(tmp_path, GOOD + "".join(f"key{number}: 1\n" for number in range(5000)))
+    assert len(found) == MOST_MISTAKES + 1
+    assert found[-1] == f"and {5000 - MOST_MISTAKES} more"

@@ -143,3 +143,18 @@ def test_a_signal_of_slurm_to_all_processes_is_for_the_watcher(tmp_path):
 def test_what_cannot_start_is_named(program, tmp_path):
     with pytest.raises(JobError, match="cannot be started"):
         start([program], tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_no_output_goes_through_a_link(kind, tmp_path):
+    """A folder of jobs that another user has prepared leads the log to a file of ours."""
+    (tmp_path / "mine").write_text("mine")
+    log = tmp_path / "log.txt"
+    if kind == "pipe":
+        os.mkfifo(log)
+    else:
+        log.symlink_to(tmp_path / ("mine" if kind == "link" else "made"))
+    with pytest.raises(OSError, match=r"log\.txt"):
+        ProgramProcess(["echo", "owned"], tmp_path, {}, log=log)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not (tmp_path / "made").exists()

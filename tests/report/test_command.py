@@ -1,9 +1,14 @@
 """The command `egeria-report`."""
 
+import json
+import os
+import time
+
 import pytest
 from report_runs import run
 
 from lightning_egeria.report.command import main
+from lightning_egeria.training.panels import Panel
 
 
 def written(tmp_path, *records):
@@ -54,3 +59,68 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
     assert told.startswith(f"egeria-report: cannot write to {tmp_path / 'file' / 'out'}: ")
     assert "--out" in told
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["report.html", "plasticity.png", "depth.png"])
+@pytest.mark.parametrize("hard", [False, True])
+def test_nothing_is_written_through_a_link(name, hard, tmp_path):
+    """A folder that somebody has sent may hold links: tar keeps them."""
+    (folder,) = written(tmp_path, run("ours", 0.5, frozen_at=9))
+    mine = tmp_path / "bashrc"
+    mine.write_text("mine")
+    out = tmp_path / "ours" / "report"
+    out.mkdir()
+    if hard:
+        os.link(mine, out / name)
+    else:
+        (out / name).symlink_to(mine)
+    assert main([folder]) == 0
+    assert mine.read_text() == "mine"
+    assert (out / name).stat().st_size > 1000
+    assert not (out / name).is_symlink()
+
+
+def test_a_folder_for_the_report_that_is_a_link_is_refused(tmp_path, capsys):
+    (folder,) = written(tmp_path, run("ours"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "ours" / "report").symlink_to(tmp_path / "elsewhere")
+    assert main([folder]) == 2
+    assert "is a link. Name the directory to write to with --out" in capsys.readouterr().err
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+    assert main([folder, "--out", str(tmp_path / "ours" / "report")]) == 0  # now its user says so
+    assert (tmp_path / "elsewhere" / "report.html").is_file()
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e"
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # the font has no such letters
+@pytest.mark.parametrize("where", ["name", "metric", "overrides", "version"])
+def test_a_terminal_is_told_nothing_by_a_record(where, tmp_path, capsys):
+    (folder,) = written(tmp_path, run("ours", 0.5, frozen_at=9))
+    path = tmp_path / "ours" / "egeria.json"
+    state = json.loads(path.read_text())
+    if where == "metric":
+        state["metrics"] = [{**point, "values": {HOSTILE: 1.0}} for point in state["metrics"]]
+    else:
+        state[where] = [HOSTILE] if where == "overrides" else HOSTILE
+    state["events"] = []
+    path.write_text(json.dumps(state))
+    main([folder, folder])
+    told = capsys.readouterr()
+    assert all(letter.isprintable() or letter == "\n" for letter in told.out + told.err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bars", "spans", "line", "events"])
+def test_a_small_record_does_not_take_minutes(kind, tmp_path):
+    record = run("ours")
+    points = [(float(place), 1.0) for place in range(2000)]
+    if kind == "events":
+        record.events = [{"step": place, "kind": "freeze", "depth": 1, "reason": ""} for place in range(20_000)]
+    else:
+        record.panels = [Panel("a", "A", "", "x", "y", {str(one): points for one in range(10)}, kind)]
+    (folder,) = written(tmp_path, record)
+    began = time.monotonic()
+    assert main([folder]) == 0
+    assert time.monotonic() - began < 15

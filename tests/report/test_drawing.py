@@ -87,5 +87,6 @@ def test_panels_of_a_method_are_drawn_as_they_were_kept():
     assert [label.get_text() for label in noise.get_yticklabels() if "$" in label.get_text()] == []
     assert [patch.get_height() for patch in bars.patches] == [3, 1, 1]
     assert [patch.get_width() for patch in bars.patches] == pytest.approx([0.9, 0.9, 0.9])
-    assert [(patch.get_x(), patch.get_width()) for patch in spans.patches] == [(0, 5), (0, 5), (6, 3)]
+    places = [path.vertices[:, 0] for row in spans.collections for path in row.get_paths()]
+    assert [(place.min(), place.max()) for place in places] == [(0, 5), (0, 5), (6, 9)]
     assert [label.get_text() for label in spans.get_yticklabels()] == ["0.1", "0.2 won"]

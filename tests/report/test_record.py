@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 
 import pytest
 
@@ -104,3 +105,28 @@ def test_what_json_cannot_say_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         RunRecord("broken", metrics=[MetricPoint(1, math.nan, {})]).write(tmp_path / "egeria.json")
     assert not (tmp_path / "egeria.json").exists()
+
+
+@pytest.mark.parametrize("part", ["[]", "[[]]", "{}", '{"a":{}}', "0", '""', '{"step":0,"values":{}}'])
+def test_a_record_takes_a_small_multiple_of_its_size(part, tmp_path):
+    path = tmp_path / "egeria.json"
+    count = 10**6 // len(part)
+    path.write_text('{"name": "a", "version": 1, "metrics": [' + ",".join([part] * count) + "]}")
+    tracemalloc.start()
+    try:
+        RunRecord.read(path)
+    except RecordError:
+        pass
+    finally:
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert most < 30 * path.stat().st_size
+
+
+@pytest.mark.parametrize("key", ["layer_modules", "panels"])
+def test_a_record_has_so_many_parts_at_most(key, tmp_path):
+    path = tmp_path / "egeria.json"
+    panel = {"name": "a", "title": "", "caption": "", "x": "", "y": "", "series": {}}
+    path.write_text(json.dumps({"name": "a", "version": 1, key: [panel if key == "panels" else "a"] * 5000}))
+    with pytest.raises(RecordError, match="length"):
+        RunRecord.read(path)

@@ -183,3 +183,22 @@ def test_it_ends_with_its_owner(end, busy):
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert gone(int(done.stdout))
+
+
+@pytest.mark.parametrize("option", ["-I", "-E"])
+def test_options_of_the_interpreter_hold_in_the_process(option, tmp_path):
+    """After -I, no module of PYTHONPATH runs in the owner, and none in the process either."""
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    program = textwrap.dedent("""
+        from lightning_egeria.snapshots.packing import pack
+        from lightning_egeria.snapshots.worker import Worker
+        worker = Worker(lambda: abs)
+        print(worker.call(pack(-3)).result(60))
+        worker.close()
+    """)
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, option, "-c", program], env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "3\n", done.stderr
+    assert not (tmp_path / "ran").exists()

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from programs.harness import Run
@@ -96,7 +97,7 @@ def test_prune_wants_a_number_of_days(cache_dir, capsys, days):
 
 
 def test_prune_removes_what_a_killed_run_has_begun(cache_dir):
-    begun = cache_dir / "0123"
+    begun = cache_dir / ("0123" * 8)
     begun.mkdir()
     (begun / LOCK).write_text("")
     (begun / f"{MANIFEST}.77").write_text("{")
@@ -112,10 +113,35 @@ def test_prune_leaves_the_users_own_files(cache_dir, capsys):
     assert (cache_dir / "notes" / "text").read_text() == "mine"
 
 
+def test_prune_leaves_the_files_of_another_program(cache_dir, capsys):
+    """The folder of a web extension, say, in a cache directory that is a folder of projects."""
+    names = {"manifest.json", "lock", "index", "entries", "manifest.json.orig", "main.py"}
+    for folder in (cache_dir / "project", cache_dir / ("ab" * 16)):
+        folder.mkdir(mode=0o700)
+        for name in names:
+            (folder / name).write_text("mine")
+    assert run("prune", cache_dir) == 0
+    assert "could not be removed: it holds files that are not the cache's" in capsys.readouterr().out
+    for folder in (cache_dir / "project", cache_dir / ("ab" * 16)):
+        assert {file.name for file in folder.iterdir()} == names
+
+
+def test_help_without_a_home_directory(monkeypatch, capsys):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert run("--help") == 0
+    assert run("ls") == 2
+    assert "this user has no home directory. Name a cache directory" in capsys.readouterr().err
+
+
 def test_mistakes_are_told_in_one_line(tmp_path, capsys):
     assert run("ls", tmp_path / "nothing") == 2
     assert "egeria-cache: the cache directory" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert run("ls", tmp_path / "file") == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "it is no folder" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()

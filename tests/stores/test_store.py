@@ -8,12 +8,12 @@ import pytest
 import torch
 from stored import manifest
 
+from lightning_egeria.errors import StoreError
 from lightning_egeria.stores.manifest import (
     ENTRIES,
     INDEX,
     LOCK,
     MANIFEST,
-    StoreError,
     read_manifest,
 )
 from lightning_egeria.stores.store import ActivationStore

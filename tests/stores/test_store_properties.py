@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stored import level_of, whole_fields
 
+from lightning_egeria.errors import StoreError
 from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, Manifest, StoreError
+from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, Manifest
 from lightning_egeria.stores.rows import RowForm
 from lightning_egeria.stores.samples import encode
 from lightning_egeria.stores.store import ActivationStore

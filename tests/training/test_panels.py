@@ -1,12 +1,13 @@
 """Figures of methods, as plain numbers."""
 
+import json
 import math
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from lightning_egeria.training.panels import LONGEST, Panel, panels_of
+from lightning_egeria.training.panels import LONGEST, MOST_POINTS, Panel, panels_of
 
 
 def panel(points, name="noise", **rest):
@@ -53,3 +54,17 @@ def test_the_methods_of_a_trainer_are_asked_for_panels():
     callbacks = [users_own, Method(noise, empty), type("Silent", (), {"egeria_method": "tuning"})()]
     trainer = SimpleNamespace(callbacks=callbacks, datamodule=Method(losses))
     assert panels_of(trainer) == [noise, losses]
+
+
+@pytest.mark.parametrize("name", ["a_b\n", "A", "../x", "", "a/b", "a\x00", "1a"])
+def test_a_name_that_is_no_name_is_refused(name):
+    """It becomes the name of a file."""
+    text = msgspec.json.encode(panel([(0, 1.0)], name="ok")).replace(b'"ok"', json.dumps(name).encode())
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=Panel)
+
+
+def test_many_series_have_fewer_points_each():
+    points = [(float(place), 1.0) for place in range(2000)]
+    many = Panel("a", "A", "", "x", "y", {str(number): list(points) for number in range(500)})
+    assert sum(map(len, many.series.values())) <= MOST_POINTS + len(many.series)

@@ -37,11 +37,11 @@ def home(tmp_path):
 
 @pytest.fixture
 def address(home):
-    server = uvicorn.Server(uvicorn.Config(serving.application(home, TOKEN), port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(serving.application(home, TOKEN, actions=True), port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     until(lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/{TOKEN}"
     server.should_exit = True
     thread.join()
 
@@ -58,25 +58,19 @@ def page():
         browser.close()
 
 
-def act(page, token):
-    page.fill("input[name=token]", token)
-    page.click("button")
-
-
 def test_jobs_are_seen_and_changed_with_the_token_only(address, page, home):
-    page.goto(address)
+    page.goto(f"{address.removesuffix(TOKEN)}wrong/")
+    assert "The token is missing or wrong." in page.inner_text("body")
+    page.goto(f"{address}/")
     assert page.locator("tbody tr").count() == 2
     page.click("a >> text='2'")
     assert page.inner_text("h1").split() == ["2", "fails", "failed"]
     assert page.locator("svg polyline").bounding_box()["width"] > 300
     assert OWNED in page.inner_text("pre >> nth=1")
     assert page.title() == "2 fails"  # no script of the job has run
-    page.goto(f"{address}/jobs/1")
-    act(page, "wrong")
-    assert "The token is missing or wrong." in page.inner_text("body")
     page.click("a >> text='Jobs'")
     page.click("a >> text='1'")
-    act(page, TOKEN)
+    page.click("button")
     assert page.inner_text("h1").split() == ["1", "waits", "cancelled"]
     assert page.inner_text("button") == "resume"
     with home.history() as history:
@@ -91,7 +85,7 @@ def test_a_narrow_window_cuts_nothing_off(address, page):
 
 
 def test_the_list_shows_what_happens(address, page, home):
-    page.goto(address)
+    page.goto(f"{address}/")
     with home.history() as history:
         history.update(1, state="running", started=1.0)
     page.wait_for_selector(".running", timeout=20_000)

@@ -110,3 +110,14 @@ def test_the_file_is_read_without_unpickling_classes(tmp_path):
     assert state["batches"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     assert set(Net().state_dict()) == set(content["state_dict"])
+
+
+def test_a_checkpoint_is_not_written_through_a_link(tmp_path):
+    """Somebody may have laid one into a folder that several users share."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".last.ckpt").symlink_to(tmp_path / "mine")
+    (tmp_path / "folder" / "last.ckpt").symlink_to(tmp_path / "mine")
+    fit(tmp_path / "folder", every_n_steps=1)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "folder" / "last.ckpt").stat().st_size > 100

@@ -1,6 +1,10 @@
 import json
+import os
+import shlex
 import subprocess
 import sys
+import time
+from urllib.parse import quote
 
 import pytest
 from described import described
@@ -8,6 +12,7 @@ from described import described
 from lightning_egeria.errors import CompilationError, DescriptionError
 from lightning_egeria.workflow.compiler import Compiler
 from lightning_egeria.workflow.optimisations import Measured
+from lightning_egeria.workflow.rules import read_description
 
 DIGITS = ["model.net.depth=8", "trainer=cpu", "trainer.max_epochs=30", "scheduler=stepdecay"]
 
@@ -156,3 +161,51 @@ def test_a_command_needs_no_torch(tmp_path):
         "assert not {'torch', 'lightning', 'hydra', 'scipy', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "link to a device"])
+@pytest.mark.parametrize("key", ["data.x", "entry.files", "environment.lock"])
+def test_what_is_no_file_does_not_hold_up_the_compiler(kind, key, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "odd"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    where = "/dev/zero" if kind == "device" else "odd"
+    digest = f"sha256:{'0' * 64}"
+    values = {"data.x": f"{{path: {where}, digest: '{digest}'}}", "entry.files": f"[{where}]"}
+    value = values.get(key, where)
+    began = time.monotonic()
+    with pytest.raises(CompilationError):
+        compiled(tmp_path, described(folder, **{key: value}))
+    assert time.monotonic() - began < 10
+
+
+def test_files_are_measured_before_they_are_read(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "large.bin").touch()
+    os.truncate(folder / "large.bin", 3 * 2**40)
+    with pytest.raises(CompilationError, match="larger than 104857600 bytes"):
+        compiled(tmp_path, described(folder, **{"entry.files": "[large.bin]"}))
+
+
+@pytest.mark.parametrize("pattern", ["**/**/**/**/**/x", "a/**/b/**/c", "***", "**x/../*"])
+def test_a_pattern_takes_no_time_of_its_choice(pattern, tmp_path):
+    with pytest.raises(CompilationError, match=r"more than one \*\*|is no pattern|leaves the folder|matches no file"):
+        compiled(tmp_path, described(tmp_path / "folder", **{"entry.files": f"['{pattern}']"}))
+
+
+@pytest.mark.parametrize("secret", ['pa"ss\\word123', "abc/def+ghi=", "it's a secret", "größe&<b>"])
+@pytest.mark.parametrize("write", [str, json.dumps, quote, lambda value: quote(value, safe=""), shlex.quote])
+def test_no_secret_is_written_however_it_is_quoted(secret, write, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOK", secret)
+    described(tmp_path / "folder")
+    command = json.dumps(["curl", f"-Hkey:{write(secret)}"])
+    text = f"name: a\nentry: {{command: {command}}}\nenvironment: {{secrets: [TOK]}}"
+    (tmp_path / "folder" / "job.yaml").write_text(text)
+    with pytest.raises(CompilationError, match=r"the value of TOK would be written to job\.json"):
+        compiled(tmp_path, read_description(tmp_path / "folder" / "job.yaml"))
+    assert not [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -20,14 +21,116 @@ from lightning_egeria.workflow.environments import environment_name, evict, lock
         "x @ http://y",
         "../x.whl",
         "a;b;$(x)",
+        "x==1/../evil-1.0-py3-none-any.whl",
+        "x==1/../evil",
+        "x>=1,<2/../evil-1.0.zip",
+        "x<evil.whl",
+        "evil-1.0-py3-none-any.whl",
+        "evil-1.0.tar.gz",
+        "evil.zip",
+        "evil.WHL",
+        "evil.whl[extra]",
+        "evil.whl ; python_version > '3'",
+        "pyproject.toml",
+        "x[a/../b]",
+        "x==1 --hash=sha256:0",
+        "x==1 -r other",
+        "x ==1\x0b../evil.whl",
+        "x==\u0661",
+        "x\\",
     ],
 )
-def test_only_plain_requirements(line):
-    if line.startswith("a;"):
-        assert requirements_in(line, pinned=False) == [line]  # a marker, which pip refuses
-        return
-    with pytest.raises(CompilationError, match="line 2: expected a name and maybe versions"):
-        requirements_in(f"# first\n{line}", pinned=False)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_only_plain_requirements(line, pinned):
+    with pytest.raises(CompilationError, match=r"line \d: expected (a name and maybe versions|name==version)"):
+        requirements_in(f"# first\n{line}", pinned=pinned)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x", "x.y>=1", "x (>=1,<2)", "x[a,b]~=1.4.2", "x!=1.*", "x===1+local", "x>1 ; sys_platform == 'linux'", "X_y<2"],
+)
+def test_what_a_requirement_may_be(line):
+    assert requirements_in(line, pinned=False) == [line]
+
+
+@pytest.fixture
+def pip_only(monkeypatch):
+    monkeypatch.setattr(environments.shutil, "which", lambda name: None)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+
+
+def test_no_source_package_runs_at_compile_time(tmp_path, monkeypatch, pip_only):
+    """Neither one of an index nor one beside the description."""
+    source = tmp_path / "evil-1.0"
+    source.mkdir()
+    (source / "setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    (source / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    shutil.make_archive(str(tmp_path / "evil-1.0"), "gztar", tmp_path, "evil-1.0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CompilationError, match="the requirements cannot be resolved"):
+        lock_of(["evil"], tmp_path / "locks")
+    with pytest.raises(ExecutionError, match="ended with status 1"):
+        python_of("evil==1.0\n", tmp_path / "environments", lambda line: None)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_module_of_the_working_folder_runs(tmp_path, monkeypatch, pip_only):
+    for name in ("pip", "venv"):
+        (tmp_path / name).mkdir()
+        for file in ("__init__.py", "__main__.py"):
+            (tmp_path / name / file).write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    (tmp_path / "optparse.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CompilationError):
+        lock_of(["no-such-package"], tmp_path / "locks")
+    python_of("", tmp_path / "environments", lambda line: None)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o000])
+def test_folders_are_private_whatever_the_umask(umask, tmp_path, pip_only):
+    before = os.umask(umask)
+    try:
+        python = python_of("", tmp_path / "a" / "environments", lambda line: None)
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "a", tmp_path / "a" / "environments", python.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("plant", ["writable", "foreign environment", "foreign python", "other lock", "link"])
+def test_a_planted_environment_does_not_run(plant, tmp_path, monkeypatch):
+    """Its name is a digest that anyone can compute."""
+    folder = tmp_path / "environments"
+    place = folder / environment_name("x==1\n")
+    (place / "bin").mkdir(parents=True)
+    for part in (folder, place):
+        part.chmod(0o700)
+    (place / "bin" / "python").write_text("#!/bin/sh\n")
+    (place / "ready").write_text("y==1\n" if plant == "other lock" else "x==1\n")
+    if plant == "writable":
+        folder.chmod(0o775)
+    elif plant == "link":
+        place.rename(tmp_path / "moved")
+        place.symlink_to(tmp_path / "moved")
+    elif plant.startswith("foreign"):
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file to another user")
+        os.chown(place if "environment" in plant else place / "bin" / "python", 12345, 12345)
+    with pytest.raises(ExecutionError, match=r"^environment: .*Remove"):
+        python_of("x==1\n", folder, lambda line: None)
+    if plant in ("writable", "foreign environment"):
+        with pytest.raises(ExecutionError, match="belongs to another user, or others may write to it"):
+            python_of("x==1\n", folder, lambda line: None)
+
+
+def test_a_planted_lock_is_not_read(tmp_path):
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks").chmod(0o775)
+    with pytest.raises(CompilationError, match="others may write to it"):
+        lock_of(["x"], tmp_path / "locks")
 
 
 def test_a_lock_has_exact_versions():

@@ -11,6 +11,7 @@ from lightning_egeria.errors import WorkflowError
 from lightning_egeria.workflow import execution
 from lightning_egeria.workflow.execution import ALREADY, Execution, main
 from lightning_egeria.workflow.jobfolders import State
+from lightning_egeria.workflow.local_queue import start_execution
 
 
 def run(tmp_path, command, **keys):
@@ -88,7 +89,9 @@ def test_a_full_disk_does_not_end_the_job(tmp_path, monkeypatch):
     opened = []
 
     def full(process, log, redactor):
-        opened.append(output(process, type(log)("/dev/full"), redactor))
+        with monkeypatch.context() as patch:
+            patch.setattr(execution.files, "adding", lambda path: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb", 0))
+            opened.append(output(process, log, redactor))
         return opened[0]
 
     monkeypatch.setattr(execution, "_Output", full)
@@ -102,6 +105,38 @@ def test_hooks_are_called(tmp_path):
     assert (folder.work / "told").read_text() == "done"
     folder, _ = run(tmp_path / "other", "false", **{"notifications.failed": "[no-such-program]"})
     assert "the notification failed" in folder.log.read_text()
+
+
+@pytest.mark.parametrize("where", ["command", "notification", "failed notification", "arguments"])
+@pytest.mark.parametrize("name", ["TOK", "UNDECLARED_API_KEY"])
+def test_no_secret_reaches_the_log(where, name, tmp_path, monkeypatch):
+    """Neither of a job, nor of a hook; declared, or named like a secret."""
+    monkeypatch.setenv(name, "s3cr3tvalue")
+    say = f"echo said ${name} and more; echo ${name} >&2"
+    keys = {"environment.secrets": "[TOK]"} if name == "TOK" else {}
+    if "notification" in where:
+        end = "; exit 1" if "failed" in where else ""
+        keys["notifications.done"] = json.dumps(["sh", "-c", say + end])
+        say = "true"
+    elif where == "arguments":
+        say = ["printenv", name]
+    folder, _ = run(tmp_path, say, **keys)
+    log = folder.log.read_text()
+    assert "s3cr3tvalue" not in log
+    assert f"[{name}]" in log
+    assert ("notification] said" in log) == ("notification" in where)
+    assert "s3cr3tvalue" not in (folder.path / "status.json").read_text()
+
+
+def test_nothing_is_imported_from_where_the_command_is_typed(tmp_path, monkeypatch):
+    """The working folder is a stranger's checkout: its modules have the names of ours."""
+    folder = folder_of(tmp_path / "mine", described(tmp_path / "mine", **{"entry.command": "[echo]"}))
+    for name in ("json.py", "yaml.py", "lightning_egeria.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    process = start_execution(folder, "", {})
+    assert process.wait(60) == 0
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_time_limit_stops_it(tmp_path):

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
 from lightning_egeria.errors import QueueError
@@ -62,3 +66,27 @@ def test_a_file_that_is_no_history(tmp_path):
     (tmp_path / "x").write_text("no database, but long enough to be read as one" * 30)
     with pytest.raises(QueueError, match="cannot use the history"):
         History(tmp_path / "x")
+
+
+def test_opening_it_again_ends_no_lock(tmp_path):
+    """Closing any descriptor of a file ends the locks of its process on it: SQLite's own would be gone."""
+    path = tmp_path / "history"
+    other = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute('BEGIN IMMEDIATE')"
+    with History(path) as history, history.transaction():
+        History(path).close()
+        tried = subprocess.run([sys.executable, "-c", other, path], capture_output=True, text=True, check=False)
+    assert "database is locked" in tried.stderr
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_one_that_is_no_file_of_this_user_is_refused(kind, tmp_path):
+    path = tmp_path / "history"
+    if kind == "link":
+        path.symlink_to(tmp_path / "made")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(QueueError, match="cannot use the history"):
+        History(path)
+    assert not (tmp_path / "made").exists()

@@ -11,7 +11,7 @@ JOB = {
 SHELL = """#!/bin/sh
 # tune.0
 set -eu
-exec "${EGERIA_JOBS_PYTHON:-python3}" -m lightning_egeria.workflow.execution "${1:?the folder of the job}"
+exec "${EGERIA_JOBS_PYTHON:-python3}" -P -m lightning_egeria.workflow.execution "${1:?the folder of the job}"
 """
 SLURM = """#!/bin/sh
 #SBATCH --job-name=tune.0
@@ -25,7 +25,7 @@ SLURM = """#!/bin/sh
 #SBATCH --time=2
 set -u
 status=0
-srun --unbuffered "${EGERIA_JOBS_PYTHON:-python3}" -m lightning_egeria.workflow.execution \
+srun --unbuffered "${EGERIA_JOBS_PYTHON:-python3}" -P -m lightning_egeria.workflow.execution \
 "${1:?the folder of the job}" || status=$?
 case $status in 75|137) scontrol requeue "$SLURM_JOB_ID" ;; esac
 exit $status
@@ -36,7 +36,7 @@ def test_the_files_stay_as_they_are():
     assert shell_script(JOB) == SHELL
     assert slurm_script(JOB) == SLURM
     assert json.loads(ray_job(JOB)) == {
-        "entrypoint": "${EGERIA_JOBS_PYTHON:-python3} -m lightning_egeria.workflow.execution {folder}",
+        "entrypoint": "${EGERIA_JOBS_PYTHON:-python3} -P -m lightning_egeria.workflow.execution {folder}",
         "entrypoint_num_cpus": 2,
         "entrypoint_memory": 16 * 10**9,
         "metadata": {"name": "tune.0"},

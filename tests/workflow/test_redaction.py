@@ -1,10 +1,13 @@
+import html
 import json
-from urllib.parse import quote
+import shlex
+from urllib.parse import quote, quote_plus, urlencode
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_egeria.workflow.redaction import Redactor
+from lightning_egeria.workflow.redaction import Redactor, forms_of, looks_secret
 
 SECRETS = {"ONE": "abab", "TWO": "abc", "LONG": "abab\nx", "EMPTY": ""}
 
@@ -36,6 +39,44 @@ def test_other_ways_to_write_a_secret():
     redactor = Redactor({"KEY": secret})
     found = (redactor.feed(shown.encode()) + redactor.end()).decode()
     assert found == '[KEY] \'[KEY]\' "[KEY]" ["[KEY]"] [KEY]'
+
+
+WAYS = {
+    "quote, as for AWS": quote,
+    "quote of everything": lambda value: quote(value, safe=""),
+    "quote_plus": quote_plus,
+    "lower-case hex": lambda value: quote(value, safe="").lower() if value.islower() else value,
+    "urlencode": lambda value: urlencode({"key": value}),
+    "encodeURIComponent": lambda value: quote(value, safe="!'()*"),
+    "JSON": json.dumps,
+    "JSON of PHP": lambda value: json.dumps(value).replace("/", "\\/"),
+    "JSON with letters": lambda value: json.dumps(value, ensure_ascii=False),
+    "HTML": html.escape,
+    "HTML without quotes": lambda value: html.escape(value, quote=False),
+    "HTML of Jinja": lambda value: html.escape(value).replace("&#x27;", "&#39;").replace("&quot;", "&#34;"),
+    "a shell": shlex.quote,
+    "Python": repr,
+    "Python in ASCII": ascii,
+    "Python in bytes": lambda value: repr(value.encode()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("secret", ["abc/def+ghi=", "two words", "it's", 'pa"ss\\word123', "é<&>!*(x)", "a\tb/c d"])
+def test_no_way_to_write_a_secret_passes(way, secret):
+    written = WAYS[way](secret)
+    redactor = Redactor({"KEY": secret})
+    shown = redactor.feed(f"before {written} after".encode()) + redactor.end()
+    assert b"[KEY]" in shown
+    for form in forms_of(secret):
+        assert form not in shown
+
+
+def test_what_looks_like_a_secret():
+    names = ["TOK", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db_password", "GITHUB_PAT", "X-Auth-Token"]
+    assert all(looks_secret(name, "0123456789") for name in names)
+    assert not any(looks_secret(name, "0123456789") for name in ("PATH", "PWD", "KEYBOARD", "SSH_AUTH_SOCK", "TERM"))
+    assert not looks_secret("RAY_AUTH_TOKEN", "token")
 
 
 def test_only_what_may_be_a_secret_is_held_back():

@@ -28,3 +28,40 @@ def test_a_done_job_leaves_its_costs(tmp_path):
         assert history.cost("k").fit_s == 7.5
         (folder.results / "egeria.json").write_text("[")
         assert keep_state(history, history.get(id), folder) is State.DONE
+
+
+@pytest.mark.parametrize("name", ["egeria.json", "savings.json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"steps": ' + "[" * 100_000,
+        '{"steps": [], "fit_time_s": 1' + "0" * 400 + "}",
+        '{"steps": [{"batches": 1e999}], "fit_time_s": NaN}',
+        '{"steps": {"a": 1}, "fit_time_s": [1]}',
+        "\xff",
+    ],
+)
+def test_hostile_results_cost_nothing(name, text, tmp_path):
+    """They end neither the queue nor the page."""
+    folder = JobFolder.create(tmp_path / "1", Submission(1, "a", str(tmp_path), "/", "local"))
+    (tmp_path / "job.json").write_text('{"epochs": 3}')
+    (folder.results / "egeria.json").write_text(json.dumps({"steps": [STEP]}))
+    (folder.results / "savings.json").write_text('{"fit_time_s": 7.5}')
+    (folder.results / name).write_text(text, encoding="latin-1")
+    folder.write_status(Status(State.DONE, 2, started=1.0, ended=5.0))
+    with History(tmp_path / "history") as history:
+        job = {"name": "a", "queue": {"priority": 0}, "resources": {"devices": 1}, "cost_key": "k"}
+        id = history.add(job, tmp_path, "local", "me")
+        assert keep_state(history, history.get(id), folder) is State.DONE
+        assert history.cost("k") is None
+
+
+@pytest.mark.parametrize("key", ["message", "host", "attempt", "started"])
+def test_a_hostile_status_does_not_end_the_queue(key, tmp_path):
+    folder = JobFolder.create(tmp_path / "1", Submission(1, "a", str(tmp_path), "/", "local"))
+    with History(tmp_path / "history") as history:
+        id = history.add({"name": "a", "queue": {"priority": 0}, "resources": {"devices": 1}}, tmp_path, "local", "me")
+        for value in ("\ud800", 2**63, 10**400, [], "x" * 100, -1, float("inf"), None):
+            (folder.path / "status.json").write_text(json.dumps({"state": "running", key: value}))
+            assert keep_state(history, history.get(id), folder) in (State.RUNNING, State.LOST)

@@ -7,7 +7,11 @@ from lightning_egeria.errors import CompilationError, ExecutionError
 from lightning_egeria.workflow import rundirs
 from lightning_egeria.workflow.rundirs import check_owned, digest_of, read_run_directory, write_run_directory
 
-CONTENTS = {"job.json": b'{"name": "a"}', "code/train.py": b"print(1)", "explanation.txt": b"because"}
+CONTENTS = {
+    "job.json": b'{"name": "a", "entry": {"command": "x"}}',
+    "code/train.py": b"print(1)",
+    "explanation.txt": b"because",
+}
 
 
 def test_the_name_is_a_digest_of_what_runs(tmp_path):
@@ -15,8 +19,9 @@ def test_the_name_is_a_digest_of_what_runs(tmp_path):
     again = write_run_directory(tmp_path / "two", {**CONTENTS, "explanation.txt": b"another reason"})
     other = write_run_directory(tmp_path / "one", {**CONTENTS, "code/train.py": b"print(2)"})
     assert place.name == again.name != other.name
-    assert place.name == hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()[:16] == "95887f760ad03ffa"
-    assert read_run_directory(place) == {"name": "a"}
+    assert place.name == hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()[:16] == "4c3e7f1d6ec033e5"
+    job = read_run_directory(place)
+    assert (job["name"], job["entry"]["command"], job["retries"]) == ("a", "x", 0)
     assert write_run_directory(tmp_path / "one", CONTENTS) == place
 
 
@@ -50,22 +55,63 @@ def test_a_changed_one_does_not_run(tmp_path):
         read_run_directory(tmp_path / "none")
 
 
+@pytest.mark.parametrize("name", ["code/json.py", "code/sitecustomize.py", "new", "code/.hidden"])
+@pytest.mark.parametrize("kind", ["file", "link", "link to a folder", "pipe"])
+def test_what_the_manifest_does_not_list_does_not_run(name, kind, tmp_path):
+    place = write_run_directory(tmp_path / "runs", CONTENTS)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere.py").write_text("print('INJECTED')")
+    for folder in (place, place / "code"):
+        folder.chmod(0o700)
+    if kind == "file":
+        (place / name).write_text("print('INJECTED')")
+    elif kind == "pipe":
+        os.mkfifo(place / name)
+    else:
+        (place / name).symlink_to(tmp_path / ("elsewhere" if "folder" in kind else "elsewhere.py"))
+    place.chmod(0o555)
+    with pytest.raises(ExecutionError, match="was added since it was compiled"):
+        read_run_directory(place)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/etc/passwd", "pipe"])
+def test_a_listed_file_is_no_link_or_pipe(target, tmp_path):
+    place = write_run_directory(tmp_path, CONTENTS)
+    (place / "code").chmod(0o700)
+    (place / "code" / "train.py").unlink()
+    if target == "pipe":
+        os.mkfifo(place / "code" / "train.py")
+    else:
+        (place / "code" / "train.py").symlink_to(target)
+    with pytest.raises(ExecutionError, match="cannot read the run directory"):
+        read_run_directory(place)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
+def test_the_digest_of_what_is_no_file(target, tmp_path):
+    if target == "pipe":
+        target = tmp_path / "pipe"
+        os.mkfifo(target)
+    with pytest.raises(OSError, match="no ordinary file"):
+        digest_of(rundirs.Path(target))
+
+
 def test_a_folder_of_others_is_refused(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     with pytest.raises(ExecutionError, match="others could have written here"):
         check_owned(tmp_path)
     tmp_path.chmod(0o700)
     check_owned(tmp_path)
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ExecutionError, match="others could have written here"):
         check_owned(tmp_path)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    def full(self, data):
+    def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rundirs.Path, "write_bytes", full)
+    monkeypatch.setattr(rundirs.files, "write_once", full)
     with pytest.raises(CompilationError, match="No space left on device"):
         write_run_directory(tmp_path, CONTENTS)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,19 @@
+import pytest
+
+from lightning_egeria.programs.terminal import printable
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b]0;owned\x07", "\x9b2J", "\u202egnp.exe", "\ud800", "\x00", "a\rb", "\u200b", "\x1b[31m", "\x7f"]
+)
+def test_nothing_that_a_terminal_obeys_stays(text):
+    shown = printable(f"a{text}b")
+    assert shown.isprintable()
+    assert len(shown) == len(text) + 2
+    shown.encode()
+
+
+def test_what_can_be_printed_stays():
+    assert printable("größe 数 🙂") == "größe 数 🙂"
+    assert printable("a\nb\tc", keep="\n") == "a\nb?c"
+    assert printable(3) == "3"
