@@ -193,7 +193,7 @@ def test_options_of_the_interpreter_hold_in_the_process(option, tmp_path):
         from lightning_egeria.snapshots.packing import pack
         from lightning_egeria.snapshots.worker import Worker
         worker = Worker(lambda: abs)
-        print(worker.call(pack(-3)).result(60))
+        print(worker.call(pack(-3, True)).result(60))
         worker.close()
     """)
     variables = os.environ | {"PYTHONPATH": str(tmp_path)}
