@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError, first_of
+from lightning_egeria.errors import LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.belonging import Members, Units
 from lightning_egeria.network.boundaries import (
     Boundary,
@@ -207,13 +207,18 @@ class LayerChain:
             passing.append(index)
         return tuple(found)
 
-    def check_fits(self, module: nn.Module) -> None:
-        """Compare the chain, which may come from a checkpoint, with a model.
+    def contradiction(self, module: nn.Module, trained: Collection[str] | None = None) -> str | None:
+        """Compare the chain, which comes from a checkpoint, with a model in which nothing is frozen yet.
 
-        Raises:
-            CheckpointError: if the chain names modules or parameters that the model lacks.
+        Args:
+            module: the model.
+            trained: names of the parameters that trained when the chain was stored; None if nobody noted them.
+
+        Returns:
+            In words, what the model lacks, or which parameters train now and did not, or the other way round; None if
+            the chain is that of the model.
         """
-        parameters = {name for name, _ in module.named_parameters()}
+        parameters = dict(module.named_parameters())
         modules = {path for path, _ in module.named_modules()}
         missing = [name for name in self.prefix_parameters(len(self)) if name not in parameters]
         missing += [
@@ -221,10 +226,15 @@ class LayerChain:
         ]
         missing += [path for path in self.entries if path not in modules]
         if missing:
-            model = type(module).__name__
-            raise CheckpointError(
-                f"the checkpoint's layer chain does not fit {model}: the model lacks {first_of(missing)}"
-            )
+            return f"{type(module).__name__} lacks {first_of(missing)}"
+        if trained is None:
+            return None
+        train = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        if new := [name for name in train if name not in trained]:
+            return f"{first_of(new)} did not train when the checkpoint was written, and does now"
+        if still := [name for name in trained if name not in train]:
+            return f"{first_of(still)} trained when the checkpoint was written, and does not now"
+        return None
 
     def to_state(self) -> dict[str, Any]:
         """Return the chain in plain types, for a checkpoint. `from_state` is the inverse."""

@@ -19,12 +19,22 @@ class TrainableParameters:
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
         self._trainable: set[str] = set()
+        self._held: dict[str, nn.Parameter] = {}  # those that were not trainable at `note`
         self._group = (0, 0)  # index of the front's optimizer and parameter group; the first ones until `follow`
 
     def note(self, module: nn.Module) -> None:
         """Remember the parameters of the module, and which of them are trainable."""
         self._parameters = dict(module.named_parameters())
         self._trainable = _trainable(module)
+        self._held = {name: one for name, one in self._parameters.items() if name not in self._trainable}
+
+    def names(self) -> list[str]:
+        """Return the names of the parameters that are trainable now, of those that were there at `note`."""
+        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+
+    def has_new(self) -> bool:
+        """Whether a parameter is trainable now that was there at `note` and was not; fast enough for each step."""
+        return any(parameter.requires_grad for parameter in self._held.values())
 
     def new_in(self, module: nn.Module) -> list[str]:
         """Return the names of parameters that are trainable now and were not at `note`."""

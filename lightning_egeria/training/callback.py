@@ -29,8 +29,9 @@ class PrefixFreezing(LayerFinding):
 
     Args:
         layer_modules: paths of the layer modules, in execution order; None finds them.
-        freeze_until: limit of the prefix. A path: up to and including that module. A number in (0, 1]: that share of
-            the layer modules at most. None sets no limit. The last layer module never freezes.
+        freeze_until: limit of the prefix. A path: up to and including that module. A number in [0, 1]: that share of
+            the layer modules at most; 0 freezes nothing and lets a cache serve what you have frozen. None sets no
+            limit. The last layer module never freezes.
         allow_untested: train with a strategy that is refused otherwise, with a warning.
 
     Attributes:
@@ -55,8 +56,8 @@ class PrefixFreezing(LayerFinding):
         allow_untested: bool = False,
     ) -> None:
         super().__init__("freezing", layer_modules, freeze_until)
-        if not isinstance(freeze_until, str | None) and not 0 < freeze_until <= 1:
-            raise ArgumentError(f"freeze_until must be a module path or a share in (0, 1], got {freeze_until!r}")
+        if not isinstance(freeze_until, str | None) and not 0 <= freeze_until <= 1:
+            raise ArgumentError(f"freeze_until must be a module path or a share in [0, 1], got {freeze_until!r}")
         self.allow_untested = allow_untested
         self.freezer: Freezer | None = None
         self.events: list[FreezingEvent] = []
@@ -151,7 +152,7 @@ class PrefixFreezing(LayerFinding):
         # A skipped step has no backward; the search observes the next one instead.
         unseen = self._search.stop() and trainer.global_step > self._steps_before
         if unseen and not pl_module.automatic_optimization:
-            self._stage = Stage.IDLE
+            self._enter(Stage.IDLE)
             self.notices.warn(
                 "an optimizer step was taken without a backward pass the callback could see, so nothing will freeze. "
                 "With manual optimization, call self.manual_backward(loss) instead of loss.backward()"
@@ -172,6 +173,7 @@ class PrefixFreezing(LayerFinding):
         assert self.freezer is not None  # or there would be no decision
         event = self.freezer.freeze_to(decision.depth, decision.reason)
         if event is not None:
+            self._search.trainable.note(self.freezer.prefix.module)  # what trains is what DDP knows now
             self.report(event)
             self._tell_of_modes()
         return event is not None
@@ -213,14 +215,17 @@ class PrefixFreezing(LayerFinding):
         self._tell_of_modes()
 
     def start_over(self) -> None:
-        """Unfreeze everything and find the layer chain again, because more parameters are trainable."""
-        freezer = self.freezer
-        assert freezer is not None  # `chain_found` has made it
-        if freezer.chain.learns:
-            freezer.freeze_to(0, "more parameters started training")
+        """Unfreeze everything and find the layer chain again."""
+        if self.freezer is not None and self.freezer.chain.learns:
+            self.freezer.freeze_to(0, "more parameters started training")
         super().start_over()
         self.freezer = None
-        freezer.update_reducer()  # even if nothing was frozen: DDP does not know the new parameters
+
+    def chain_outdated(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
+        """Note that what was frozen is no longer."""
+        if self.frozen_depth:
+            reason = "the checkpoint has another layer chain than the model"
+            self.events.append(FreezingEvent(trainer.global_step, "unfreeze", 0, reason))
 
     def chain_released(self) -> None:
         """Unfreeze everything and restore the user's settings."""
@@ -242,6 +247,13 @@ class PrefixFreezing(LayerFinding):
             "method": self.method_state() if freezer is not None and freezer.chain.learns else None,
             "events": [vars(event) for event in self.events],
         }
+
+    def trained_names(self) -> list[str]:
+        """Return the names of the parameters that train, or would without the freezes of this callback."""
+        names = dict.fromkeys(super().trained_names())
+        if self.freezer is not None:
+            names.update(dict.fromkeys(self.freezer.chain.prefix_parameters(self.freezer.depth)))
+        return list(names)
 
     def read_own_state(self, state: dict[str, Any]) -> None:
         """Take the events."""

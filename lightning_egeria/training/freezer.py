@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,17 @@ from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.compilation import forget_compiled
 from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.observers import Observer
+
+
+def tell_what_trains(strategy: Any, frozen_buffers: Collection[str] = ()) -> None:
+    """Tell compiled code and DDP which parameters need gradients now. Each rank must call it.
+
+    Args:
+        strategy: strategy of the Trainer; None without a Trainer.
+        frozen_buffers: names of buffers that no longer change.
+    """
+    forget_compiled()
+    rebuild_reducer(strategy, frozen_buffers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +153,7 @@ class Freezer(Observer):
 
     def update_reducer(self) -> None:
         """Tell compiled code and the strategy which parameters need gradients. Each rank must call it."""
-        forget_compiled()
-        rebuild_reducer(self._strategy, self.prefix.buffers(self.prefix.settled_depth))
+        tell_what_trains(self._strategy, self.prefix.buffers(self.prefix.settled_depth))
 
     def batch_start(self, batch: Any, step: int) -> None:
         """Keep frozen modules in evaluation mode."""
