@@ -156,6 +156,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read batches ahead in this epoch if there may be a trial of depths."""
+        super().on_train_epoch_start(trainer, pl_module)
         self._read_ahead(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ class FrozenPrefix:
         self.settled_depth = 0
         self.version = 0
         self._frozen_parameters: list[nn.Parameter] = []
+        self._shown = False  # as they are without this class
         self._members: list[nn.Module] = []
         self._held: list[tuple[nn.Module, bool, bool]] = []  # members in evaluation mode; their and the root's before
         self._settling: dict[_BatchNorm, int] = {}  # steps left
@@ -77,6 +79,36 @@ class FrozenPrefix:
             if module in new and isinstance(module, _BatchNorm) and module.training and follows_slowly(module):
                 settling[module] = SETTLING_STEPS
         self._freeze(depth, settling)
+
+    def show(self) -> bool:
+        """Let frozen parameters look as they do unfrozen, for code that reads ``requires_grad`` between two batches.
+
+        A program may save, export or count what trains, and mean what it has not frozen itself.
+
+        Returns:
+            Whether they did not look so before.
+        """
+        changed, self._shown = not self._shown, True
+        for parameter in self._frozen_parameters:
+            parameter.requires_grad_(True)
+        return changed
+
+    def hide(self) -> None:
+        """End `show`, before the next forward. Safe to call twice."""
+        if self._shown:
+            self._shown = False
+            for parameter in self._frozen_parameters:
+                parameter.requires_grad_(False)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Return a context in which `show` holds."""
+        changed = self.show()
+        try:
+            yield
+        finally:
+            if changed:
+                self.hide()
 
     def _freeze(self, depth: int, settling: dict[_BatchNorm, int]) -> None:
         self._thaw()
@@ -103,6 +135,7 @@ class FrozenPrefix:
 
     def batch_start(self) -> None:
         """Prepare the frozen modules for a forward."""
+        self.hide()
         self.assert_modes()
         for module in self._settling:
             if module not in self._momentum_before:
@@ -194,6 +227,7 @@ class FrozenPrefix:
     def _thaw(self) -> None:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
+        self._shown = False
         self.batch_end()
         self._release()
         self._frozen_parameters, self._members, self._settling = [], [], {}

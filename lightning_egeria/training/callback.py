@@ -18,6 +18,7 @@ from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
 from lightning_egeria.training.progress import BarEntry
+from lightning_egeria.training.saving import SavesUnder, check_has_frozen, state_of
 from lightning_egeria.training.support import check_optimizers, check_strategy
 
 
@@ -64,6 +65,7 @@ class PrefixFreezing(LayerFinding):
         self.learning_rate = math.nan
         self._own_observers: list[Observer] = []
         self._bar_entry: BarEntry | None = None
+        self._saves: SavesUnder | None = None
 
     def choose_depth(self, step: int) -> Decision | None:
         """Return a decision, or None to keep the depth. Called after each optimizer step, on every rank.
@@ -145,6 +147,51 @@ class PrefixFreezing(LayerFinding):
         self.learning_rate = self._search.trainable.learning_rate(trainer.optimizers)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Frozen parameters show that they are frozen."""
+        if self.freezer is not None:
+            self.freezer.prefix.hide()
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Frozen parameters show that they are frozen, and frozen modules have their mode."""
+        if self.freezer is not None and trainer.state.fn == "fit":
+            self.freezer.prefix.hide()
+            self.freezer.prefix.assert_modes()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Hooks of the user that save or count what trains find all that they have not frozen themselves."""
+        self._show()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do the same as `on_validation_epoch_end`."""
+        super().on_train_epoch_end(trainer, pl_module)
+        self._show()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do the same as `on_validation_epoch_end`."""
+        self._show()
+
+    def _show(self) -> None:
+        if self.freezer is not None and self._stage is Stage.READY:
+            self.freezer.prefix.show()
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse a checkpoint without the weights of what was frozen.
+
+        Raises:
+            CheckpointError: if it lacks some.
+        """
+        state = state_of(checkpoint, self.state_key)
+        weights = checkpoint.get("state_dict")
+        if self._fitting and state and state.get("chain") and isinstance(weights, Mapping):
+            with checkpoint_read():
+                chain, depth = LayerChain.from_state(state["chain"]), state["prefix"]["depth"]
+            check_has_frozen(weights, pl_module, chain, depth)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -201,6 +248,7 @@ class PrefixFreezing(LayerFinding):
             freezer.prefix.set_depth(len(chain))
             self._tell_of_modes()
             return
+        self._saves = SavesUnder(trainer, freezer.prefix.shown)
         self._search.trainable.follow(chain.prefix_parameters(len(chain))[0], trainer.optimizers)
         self.learning_rate = self._search.trainable.learning_rate(trainer.optimizers)  # it was another group's
         self._bar_entry = BarEntry(trainer, "frozen", lambda: f"{freezer.depth}/{len(chain)}")
@@ -231,6 +279,9 @@ class PrefixFreezing(LayerFinding):
         """Unfreeze everything and restore the user's settings."""
         if self._bar_entry is not None:
             self._bar_entry.remove()
+        if self._saves is not None:
+            self._saves.stop()
+            self._saves = None
         if self.freezer is None:
             return
         self.stop_method()

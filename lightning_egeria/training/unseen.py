@@ -98,8 +98,11 @@ def saving_later(trainer: pl.Trainer) -> Iterator[list[tuple[str, bool]]]:
     def save_checkpoint(filepath: Any, weights_only: bool = False, *args: Any, **kwargs: Any) -> None:
         waiting.append((os.fspath(filepath), bool(weights_only)))
 
+    before = vars(trainer).get("save_checkpoint")
     vars(trainer)["save_checkpoint"] = save_checkpoint
     try:
         yield waiting
     finally:
         vars(trainer).pop("save_checkpoint", None)
+        if before is not None:
+            vars(trainer)["save_checkpoint"] = before
