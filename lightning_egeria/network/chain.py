@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lightning_egeria.errors import LayerChainError, TooFewLayersError, first_of
-from lightning_egeria.network.belonging import Members, Units
+from lightning_egeria.network.belonging import Members, Units, keeps_its_mode
 from lightning_egeria.network.boundaries import (
     Boundary,
     find_boundaries,
@@ -56,6 +56,8 @@ class LayerChain:
             network; ``""`` is the whole module.
         max_depth: largest depth that may freeze. The last layer module never does.
         notes: messages for the user, such as shared weights that cannot freeze.
+        absent: names of trainable parameters that took no part in the traced step and belong to no layer module, such
+            as those of a layer that is left out at random.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
@@ -70,6 +72,7 @@ class LayerChain:
     entries: tuple[str, ...]
     max_depth: int
     notes: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.layer_modules)
@@ -141,7 +144,9 @@ class LayerChain:
             )
         entries = dict.fromkeys(call.root.path for boundary in boundaries for call in boundary.calls)
         described = _describe(trace, graph, boundaries)
-        return cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes))
+        absent = _absent(trace, graph, described)
+        chain = cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes), absent)
+        return chain if layer_modules is not None else _with_left_out(chain, trace.module)
 
     @classmethod
     def of_frozen(cls, trace: StepTrace, loss: Tensor) -> LayerChain | None:
@@ -207,6 +212,49 @@ class LayerChain:
             passing.append(index)
         return tuple(found)
 
+    def inserted(self, layer: LayerModule, place: int) -> LayerChain:
+        """Return the chain with another layer module at index ``place``, of parameters that are `absent`."""
+        moved = []
+        for index, one in enumerate(self.layer_modules):
+            # The layer module in front of the new one is read by that, not by the next.
+            shift = one.last_use > place or (one.last_use == place and index < place - 1)
+            moved.append(dataclasses.replace(one, last_use=one.last_use + shift))
+        return dataclasses.replace(
+            self,
+            layer_modules=(*moved[:place], layer, *moved[place:]),
+            max_depth=self.max_depth + (place <= self.max_depth),
+            absent=tuple(name for name in self.absent if name not in layer.parameters),
+        )
+
+    def extended(self, module: nn.Module, names: Mapping[str, int]) -> LayerChain:
+        """Return the chain with `absent` parameters that turned out to belong to a layer module, and their modules.
+
+        Args:
+            module: the model.
+            names: index of the layer module, by the name of the parameter.
+        """
+        own = {one for name, one in module.named_parameters() if name in names}
+        known = set(self.members(len(self)))
+        layer_modules = list(self.layer_modules)
+        for index in sorted(set(names.values())):
+            new = [name for name, place in names.items() if place == index]
+            members = [
+                path
+                for path, part in module.named_modules()
+                if path not in known
+                and (parameters := set(part.parameters()))
+                and parameters <= own
+                and any(name.startswith(f"{path}.") for name in new)
+            ]
+            parts = (part for path in members for part, _ in module.get_submodule(path).named_modules(prefix=path))
+            layer_modules[index] = dataclasses.replace(
+                layer_modules[index],
+                parameters=(*layer_modules[index].parameters, *new),
+                members=(*layer_modules[index].members, *dict.fromkeys(path for path in parts if path not in known)),
+            )
+        absent = tuple(name for name in self.absent if name not in names)
+        return dataclasses.replace(self, layer_modules=tuple(layer_modules), absent=absent)
+
     def contradiction(self, module: nn.Module, trained: Collection[str] | None = None) -> str | None:
         """Compare the chain, which comes from a checkpoint, with a model in which nothing is frozen yet.
 
@@ -246,6 +294,7 @@ class LayerChain:
             "entries": list(self.entries),
             "max_depth": self.max_depth,
             "notes": list(self.notes),
+            "absent": list(self.absent),
         }
 
     @classmethod
@@ -255,7 +304,49 @@ class LayerChain:
         for entry in state["layer_modules"]:
             fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
             layer_modules.append(LayerModule(**fields))
-        return cls(tuple(layer_modules), tuple(state["entries"]), state["max_depth"], tuple(state["notes"]))
+        entries, notes, absent = (tuple(state.get(key, ())) for key in ("entries", "notes", "absent"))
+        return cls(tuple(layer_modules), entries, state["max_depth"], notes, absent)
+
+
+def _absent(trace: StepTrace, graph: set[Node], described: Sequence[LayerModule]) -> tuple[str, ...]:
+    """Names of the trainable parameters that the loss does not follow from, and that belong to no layer module."""
+    known = {trace.parameter_names.get(leaf, "") for leaf in trainable_leaves(list(graph))}
+    known.update(name for layer_module in described for name in layer_module.parameters)
+    return tuple(name for name, one in trace.parameters.items() if one.requires_grad and name not in known)
+
+
+def _with_left_out(chain: LayerChain, module: nn.Module) -> LayerChain:
+    """Return the chain with the layers that the traced step left out of a stack, as layer drop and stochastic depth do.
+
+    A stack is a list of which at least two elements are layer modules, in the order of the list. An element of the same
+    class, all of whose parameters took no part, is one too, in its place.
+    """
+    for path, stack in module.named_modules():
+        if not isinstance(stack, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        names = [f"{path}.{name}" if path else name for name, _ in stack.named_children()]
+        there = {name: index for index, name in enumerate(chain.names) if name in names}
+        if len(there) < 2 or list(there) != [name for name in names if name in there]:
+            continue
+        for name in names:
+            part = module.get_submodule(name)
+            own = [f"{name}.{inner}" for inner, one in part.named_parameters() if one.requires_grad]
+            alike = [other for other in there if type(module.get_submodule(other)) is type(part)]
+            if name in there or not own or not alike or not set(own) <= set(chain.absent):
+                continue
+            behind = [other for other in names[names.index(name) + 1 :] if other in there]
+            place = there[behind[0]] if behind else max(there.values()) + 1
+            model = chain.layer_modules[there[alike[0]]]
+            boundary = name + model.boundary.removeprefix(model.name) if _is_in(model.boundary, model.name) else name
+            inner = [path for path, inner in part.named_modules(prefix=name) if not keeps_its_mode(inner)]
+            layer = LayerModule(name, boundary, model.output_leaf, tuple(inner), tuple(own), (name,), place + 1)
+            chain = chain.inserted(layer, place)
+            there = {other: index + (index >= place) for other, index in there.items()} | {name: place}
+    return chain
+
+
+def _is_in(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
 
 
 def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) -> tuple[LayerModule, ...]:

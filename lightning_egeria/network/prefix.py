@@ -110,6 +110,11 @@ class FrozenPrefix:
             if changed:
                 self.hide()
 
+    def extend(self, chain: LayerChain) -> None:
+        """Take the chain with more parameters in its layer modules, and freeze those of the prefix."""
+        self.chain = chain
+        self._freeze(self.depth, self._settling)
+
     def _freeze(self, depth: int, settling: dict[_BatchNorm, int]) -> None:
         self._thaw()
         for parameter in self.chain.parameters_of(self.module, depth).values():

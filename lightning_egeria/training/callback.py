@@ -205,6 +205,8 @@ class PrefixFreezing(LayerFinding):
                 "With manual optimization, call self.manual_backward(loss) instead of loss.backward()"
             )
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self.freezer is not None and self._stage is Stage.READY:
+            self.chain = self.freezer.chain  # it may have been extended
 
     def before_optimizer_step_observers(self, trainer: pl.Trainer) -> None:
         """Call `choose_depth` and apply the decision."""
@@ -240,7 +242,8 @@ class PrefixFreezing(LayerFinding):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
     ) -> None:
         """Create the freezer and start the method; none for layers that the user has frozen."""
-        freezer = Freezer(pl_module, chain, self.ranks, trainer.strategy, self.events, trainer.global_step)
+        strategy, step = trainer.strategy, trainer.global_step
+        freezer = Freezer(pl_module, chain, self.ranks, strategy, self.events, step, self.notices)
         self.freezer = freezer
         self.observers.add(freezer, position=0)
         if not chain.learns:

@@ -10,9 +10,12 @@ from torch import nn
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.distributed.reducer import rebuild_reducer
+from lightning_egeria.errors import first_of
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.compilation import forget_compiled
+from lightning_egeria.network.compilation import forget_compiled, is_compiled
+from lightning_egeria.network.gate import FrontGate
 from lightning_egeria.network.prefix import FrozenPrefix
+from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.observers import Observer
 
 
@@ -79,6 +82,7 @@ class Freezer(Observer):
         strategy: strategy of the Trainer, to rebuild its DDP wrapper; None without a Trainer.
         events: list to append each change to; by default a new one.
         step: number of optimizer steps done before.
+        notices: takes log lines and warnings.
 
     Attributes:
         prefix: the frozen prefix.
@@ -103,6 +107,7 @@ class Freezer(Observer):
         strategy: Any = None,
         events: list[FreezingEvent] | None = None,
         step: int = 0,
+        notices: Notices | None = None,
     ) -> None:
         self.prefix = FrozenPrefix(module, chain)
         self.ranks = ranks if ranks is not None else Ranks()
@@ -111,6 +116,9 @@ class Freezer(Observer):
         self._strategy = strategy
         self._version_before = 0  # of the prefix, when the batch began
         self._regained: str | None = None
+        self._notices = notices if notices is not None else Notices("freezing")
+        self._gate = FrontGate(module, chain)
+        self._gated = -1  # version of the prefix that the gate is for
 
     @property
     def chain(self) -> LayerChain:
@@ -160,28 +168,65 @@ class Freezer(Observer):
         self.step = step
         self._version_before = self.prefix.version
         self.prefix.batch_start()
+        if self._gated != self.prefix.version:
+            self._gated = self.prefix.version
+            self._gate = FrontGate(self.prefix.module, self.chain)
+        if self.depth and self.chain.learns and not is_compiled(self.prefix.module):
+            self._gate.start(self.depth)
 
     def backward_end(self) -> None:
-        """Drop the gradient of a frozen parameter. The ranks do not exchange it and would drift apart."""
+        """Drop gradients of what is frozen, or is about to be: a layer that trains in front of what is frozen."""
+        if not self.ranks.several:  # else all ranks have it, and it is frozen after this step
+            for appeared in self._gate.found:
+                self._gate.absent[appeared].grad = None
         if self.ranks.several and (name := self.prefix.learning_parameter()) is not None:
             self._regained = name
             self.prefix.drop_gradients()
 
     def batch_end(self) -> None:
         """Restore what `batch_start` set for the batch."""
+        self._gate.stop()
         self.prefix.batch_end()
 
     def optimizer_step(self, step: int) -> None:
-        """Freeze running statistics that settled with this step."""
+        """Freeze running statistics that settled with this step, and layers that train in front of what is frozen."""
         self.step = step
-        if self.prefix.version == self._version_before and self.prefix.count_step():
+        if self.prefix.version != self._version_before:
+            return  # the step was one with another prefix
+        if self.prefix.count_step():
             self.ranks.share_buffers(self.prefix.buffers(self.depth))
             self.prefix.settle()
             self.update_reducer()
+        if self.depth and self.chain.learns:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Follow what the gate saw in this step."""
+        gate = self._gate
+        found, is_open = gate.found, gate.is_open
+        if self.ranks.several and gate.asks_others:
+            for others, others_open in self.ranks.each([found, is_open]):
+                found, is_open = {**others, **found}, is_open and others_open
+        gate.step_over(is_open)
+        if found:
+            index = min(found.values())
+            self._notices.warn(
+                f"{first_of(list(found))} took no part in the first training step, and runs in front of frozen layer "
+                f"modules now. It freezes with {self.chain.names[index]!r}"
+            )
+            self.prefix.extend(self.chain.extended(self.prefix.module, found))
+            self.update_reducer()
+        if gate.given is not None:
+            self._notices.warn(
+                f"autograd runs through the frozen layer modules, because {gate.given!r} is called with something that "
+                "requires a gradient, which your program may want. So they save no backward, and checkpointing in them "
+                "is off in evaluation mode. If nobody reads that gradient, leave out requires_grad_()",
+                once="given",
+            )
 
     def abort(self) -> None:
         """Do the same as `batch_end`."""
-        self.prefix.batch_end()
+        self.batch_end()
 
     def close(self) -> None:
         """Unfreeze everything and restore the user's settings. Safe to call twice."""

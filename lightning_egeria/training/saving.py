@@ -70,8 +70,8 @@ def check_has_frozen(weights: Mapping[str, Any], module: nn.Module, chain: Layer
     if missing and not known.isdisjoint(weights):
         raise CheckpointError(
             f"the checkpoint lacks {first_of(missing)}, which were frozen when it was written, so they would start "
-            "again as they were before training. The module's state_dict or on_save_checkpoint has left them out. "
-            "Resume from a checkpoint that has them, add them in the module's on_load_checkpoint, or leave out ckpt_path"
+            "again as they were before training. The module's state_dict or on_save_checkpoint has left them out. Use "
+            "a checkpoint that has them, add them in the module's on_load_checkpoint, or leave out ckpt_path"
         )
 
 
