@@ -245,6 +245,15 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         assert self._guide is not None  # `start_method` has made it
         return self._guide.state_dict()
 
+    def compares_weights(self, step: int) -> bool:
+        """Whether an evaluation is due."""
+        return self._guide is not None and self._guide.comparison.is_due(step)
+
+    def stop_deciding(self) -> None:
+        """Stop comparing."""
+        if self._guide is not None:
+            self._guide.comparison.stop()
+
     def choose_depth(self, step: int) -> Decision | None:
         """Return the decision of the policy."""
         return self._guide.decide(step, self.learning_rate) if self._guide is not None else None

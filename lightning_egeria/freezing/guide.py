@@ -124,6 +124,7 @@ class Guide:
             "policy": {"class": type(self.policy).__name__, "state": self.policy.state_dict()},
             "comparison": self.comparison.state_dict(with_reference=self.comparison.waits),
             "max_depth": self.max_depth,
+            "gave_up": self._gave_up,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -135,6 +136,9 @@ class Guide:
         with checkpoint_read():
             self.policy.load_state_dict(state["policy"]["state"])
             self.comparison.load_state_dict(state["comparison"])
+        if state.get("gave_up", False):
+            self._gave_up = True
+            self.comparison.stop()
         self.max_depth = min(state["max_depth"], self.freezer.chain.max_depth)
         if self.max_depth < state["max_depth"] or not self.comparison.runner.has_snapshot:
             self.policy.start(self.max_depth)
@@ -162,6 +166,6 @@ class Guide:
         """Unfreeze everything for good: other code decides which parameters train."""
         self._gave_up = True
         self.comparison.stop()
-        reason = f"the frozen parameter {name!r} received a gradient: other code changes requires_grad"
+        reason = f"the frozen parameter {name!r} received a gradient: {self.freezer.why_regained}"
         self.comparison.notices.warn(f"{reason}. Everything is unfrozen, and nothing freezes from now on")
         return Decision(0, reason)

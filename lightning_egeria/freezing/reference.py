@@ -145,7 +145,7 @@ class ReferenceModel:
             plasticity = compare(self._network, moved)
         self._lowered = True
         return Comparison(
-            plasticity=plasticity.values,
+            plasticity=self._chain.over_left_out(plasticity.values),
             samples=plasticity.samples,
             crops=self._crops,
             precision=self._precision,

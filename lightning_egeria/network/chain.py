@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class LayerModule:
         units: paths of the outermost module calls that make it up, in order; the last ends at the boundary.
         last_use: index of the last layer module that reads its output; ``len(chain)`` if the loss does. Usually the
             next one.
+        left_out: whether the traced step left it out, as layer drop does.
     """
 
     name: str
@@ -44,6 +46,7 @@ class LayerModule:
     parameters: tuple[str, ...]
     units: tuple[str, ...]
     last_use: int
+    left_out: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +258,18 @@ class LayerChain:
         absent = tuple(name for name in self.absent if name not in names)
         return dataclasses.replace(self, layer_modules=tuple(layer_modules), absent=absent)
 
+    def over_left_out(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return plasticity with that of the layer module before for those that were left out and never run.
+
+        Args:
+            values: plasticity of each layer module; NaN where it was not measured.
+        """
+        found = list(values)
+        for index, layer_module in enumerate(self.layer_modules):
+            if layer_module.left_out and index and math.isnan(found[index]):
+                found[index] = found[index - 1]
+        return tuple(found)
+
     def contradiction(self, module: nn.Module, trained: Collection[str] | None = None) -> str | None:
         """Compare the chain, which comes from a checkpoint, with a model in which nothing is frozen yet.
 
@@ -339,7 +354,7 @@ def _with_left_out(chain: LayerChain, module: nn.Module) -> LayerChain:
             model = chain.layer_modules[there[alike[0]]]
             boundary = name + model.boundary.removeprefix(model.name) if _is_in(model.boundary, model.name) else name
             inner = [path for path, inner in part.named_modules(prefix=name) if not keeps_its_mode(inner)]
-            layer = LayerModule(name, boundary, model.output_leaf, tuple(inner), tuple(own), (name,), place + 1)
+            layer = LayerModule(name, boundary, model.output_leaf, tuple(inner), tuple(own), (name,), place + 1, True)
             chain = chain.inserted(layer, place)
             there = {other: index + (index >= place) for other, index in there.items()} | {name: place}
     return chain

@@ -66,6 +66,9 @@ class PrefixFreezing(LayerFinding):
         self._own_observers: list[Observer] = []
         self._bar_entry: BarEntry | None = None
         self._saves: SavesUnder | None = None
+        self._gave_up = False
+        self._compares = False  # frozen weights, after the next optimizer step
+        self._compared = -1  # version of the prefix when they were compared last
 
     def choose_depth(self, step: int) -> Decision | None:
         """Return a decision, or None to keep the depth. Called after each optimizer step, on every rank.
@@ -128,7 +131,7 @@ class PrefixFreezing(LayerFinding):
     def forget_fit(self) -> None:
         """Drop what is left of an earlier `fit`."""
         super().forget_fit()
-        self.freezer, self.events = None, []
+        self.freezer, self.events, self._gave_up = None, [], False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the search for layer modules, and refuse LBFGS.
@@ -165,8 +168,9 @@ class PrefixFreezing(LayerFinding):
         self._show()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Do the same as `on_validation_epoch_end`."""
+        """Do the same as `on_validation_epoch_end`; frozen weights are compared after the next step."""
         super().on_train_epoch_end(trainer, pl_module)
+        self._compares = True
         self._show()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -210,12 +214,51 @@ class PrefixFreezing(LayerFinding):
 
     def before_optimizer_step_observers(self, trainer: pl.Trainer) -> None:
         """Call `choose_depth` and apply the decision."""
-        if self.freezer is None or self._stage is not Stage.READY or not self.freezer.chain.learns:
+        freezer = self.freezer
+        if freezer is None or self._stage is not Stage.READY or not freezer.chain.learns or self._gave_up:
             return
-        self.freezer.step = trainer.global_step
+        freezer.step = trainer.global_step
+        if freezer.depth and (freezer.prefix.version != self._compared or self.compares_weights(trainer.global_step)):
+            self._compared = freezer.prefix.version
+            if (name := freezer.moved()) is not None:
+                self._give_up(trainer, name)
+                return
         decision = self.choose_depth(trainer.global_step)
         if decision is not None:
             self.follow(decision)
+
+    def compares_weights(self, step: int) -> bool:
+        """Whether frozen weights are compared after this optimizer step, beside the first one after each change.
+
+        By default that is once an epoch. All ranks must return the same.
+
+        Args:
+            step: number of optimizer steps so far.
+        """
+        due, self._compares = self._compares, False
+        return due
+
+    def _give_up(self, trainer: pl.Trainer, name: str) -> None:
+        """Unfreeze everything for good: the frozen weights move all the same."""
+        assert self.freezer is not None  # something is frozen
+        parameter = self.freezer.prefix.module.get_parameter(name)
+        kinds = [
+            type(optimizer).__name__
+            for optimizer in trainer.optimizers
+            if any(parameter is one for group in optimizer.param_groups for one in group["params"])
+        ]
+        mover = f"{' and '.join(kinds)} moves" if kinds else "other code moves"
+        self.notices.warn(
+            f"{mover} {name!r}, which is frozen and has no gradient, as momentum and weight decay do where a missing "
+            "gradient counts as zero. Everything is unfrozen, and nothing freezes from now on. Use an optimizer that "
+            "skips parameters without a gradient, such as SGD, Adam or AdamW of torch"
+        )
+        self._gave_up = True
+        self.follow(Decision(0, f"the frozen parameter {name!r} moved without a gradient"))
+        self.stop_deciding()
+
+    def stop_deciding(self) -> None:
+        """`choose_depth` is not called any more in this `fit`. Does nothing by default."""
 
     def follow(self, decision: Decision) -> bool:
         """Freeze or unfreeze as decided; return whether something changed."""
@@ -244,7 +287,7 @@ class PrefixFreezing(LayerFinding):
         """Create the freezer and start the method; none for layers that the user has frozen."""
         strategy, step = trainer.strategy, trainer.global_step
         freezer = Freezer(pl_module, chain, self.ranks, strategy, self.events, step, self.notices)
-        self.freezer = freezer
+        self.freezer, self._compared = freezer, -1
         self.observers.add(freezer, position=0)
         if not chain.learns:
             self._own_observers = [freezer]
@@ -300,6 +343,7 @@ class PrefixFreezing(LayerFinding):
             "prefix": freezer.prefix.state_dict() if freezer is not None else None,
             "method": self.method_state() if freezer is not None and freezer.chain.learns else None,
             "events": [vars(event) for event in self.events],
+            "gave_up": self._gave_up,
         }
 
     def trained_names(self) -> list[str]:
@@ -312,6 +356,7 @@ class PrefixFreezing(LayerFinding):
     def read_own_state(self, state: dict[str, Any]) -> None:
         """Take the events."""
         self.events = [FreezingEvent(**event) for event in state["events"]]
+        self._gave_up = bool(state.get("gave_up", False))
 
 
 def freezing_of(trainer: Any) -> PrefixFreezing | None:

@@ -15,6 +15,8 @@ from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.compilation import forget_compiled, is_compiled
 from lightning_egeria.network.gate import FrontGate
 from lightning_egeria.network.prefix import FrozenPrefix
+from lightning_egeria.network.sharding import holds_shards
+from lightning_egeria.snapshots.digests import sums
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.observers import Observer
 
@@ -119,6 +121,7 @@ class Freezer(Observer):
         self._notices = notices if notices is not None else Notices("freezing")
         self._gate = FrontGate(module, chain)
         self._gated = -1  # version of the prefix that the gate is for
+        self._sums: dict[str, int] | None = None  # of the frozen weights, when they froze
 
     @property
     def chain(self) -> LayerChain:
@@ -134,6 +137,13 @@ class Freezer(Observer):
     def regained_gradient(self) -> str | None:
         """Name of a frozen parameter that received a gradient because other code set its ``requires_grad``, or None."""
         return self._regained or self.prefix.learning_parameter()
+
+    @property
+    def why_regained(self) -> str:
+        """What gave a frozen parameter a gradient, in words: there was one after the backward, or only later."""
+        if self._regained is not None:
+            return "other code changes requires_grad"
+        return "the optimizer, or code that runs with its step, wrote it"
 
     def freeze_to(self, depth: int, reason: str) -> FreezingEvent | None:
         """Freeze exactly the first ``depth`` layer modules, from the next training step on.
@@ -159,6 +169,24 @@ class Freezer(Observer):
         self.events.append(event)
         return event
 
+    def moved(self) -> str | None:
+        """Return the name of a frozen parameter whose values have changed since it froze; None if there is none.
+
+        Call it after an optimizer step. With several ranks, each must call it: one may hold a part of the weights only.
+        """
+        now = self._sums_now()
+        before, self._sums = self._sums, now
+        if before is None or before.keys() != now.keys():
+            return None
+        changed = [name for name in now if now[name] != before[name]]
+        if self.ranks.several and holds_shards(self.prefix.module):
+            changed = [name for names in self.ranks.each(changed) for name in names]
+        return changed[0] if changed else None
+
+    def _sums_now(self) -> dict[str, int]:
+        frozen = self.chain.parameters_of(self.prefix.module, self.depth)
+        return dict(zip(frozen, sums(list(frozen.values())), strict=True))
+
     def update_reducer(self) -> None:
         """Tell compiled code and the strategy which parameters need gradients. Each rank must call it."""
         tell_what_trains(self._strategy, self.prefix.buffers(self.prefix.settled_depth))
@@ -171,7 +199,12 @@ class Freezer(Observer):
         if self._gated != self.prefix.version:
             self._gated = self.prefix.version
             self._gate = FrontGate(self.prefix.module, self.chain)
-        if self.depth and self.chain.learns and not is_compiled(self.prefix.module):
+            self._sums = None
+        if not (self.depth and self.chain.learns):
+            return
+        if self._sums is None:
+            self._sums = self._sums_now()
+        if not is_compiled(self.prefix.module):
             self._gate.start(self.depth)
 
     def backward_end(self) -> None:
@@ -179,9 +212,10 @@ class Freezer(Observer):
         if not self.ranks.several:  # else all ranks have it, and it is frozen after this step
             for appeared in self._gate.found:
                 self._gate.absent[appeared].grad = None
-        if self.ranks.several and (name := self.prefix.learning_parameter()) is not None:
+        if (name := self.prefix.learning_parameter()) is not None:
             self._regained = name
-            self.prefix.drop_gradients()
+            if self.ranks.several:  # they do not exchange it, and would drift apart
+                self.prefix.drop_gradients()
 
     def batch_end(self) -> None:
         """Restore what `batch_start` set for the batch."""
