@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_egeria.batches.tree import change_leaves, tensor_leaves
-from lightning_egeria.freezing.int8 import Int8Layers
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.freezing.int8 import Int8Layers, has_layers
 from lightning_egeria.freezing.recording import GramRecorder
 from lightning_egeria.network.calls import EarlierOutput, NetworkCall
 from lightning_egeria.network.chain import LayerChain
@@ -51,6 +52,7 @@ class SnapshotNetwork:
         self._precision = precision
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._entries = entries
+        self._int8: list[Int8Layers] = []
         self._modules = {
             _join(path, inner): module
             for path, entry in entries.items()
@@ -67,7 +69,19 @@ class SnapshotNetwork:
                     part.use_nested_tensor = False  # nested activations have no axis of samples
             entry.to(self._dtype)
         if precision == "int8":
-            Int8Layers(nn.ModuleList(entries.values()))
+            self._int8 = [Int8Layers(entry) for entry in entries.values() if has_layers(entry)]
+            if not self._int8:
+                raise UnsupportedError("the network has no nn.Linear or nn.Conv2d that could run in int8 on the CPU")
+
+    @property
+    def runs_in_int8(self) -> bool:
+        """Whether some layer has run in int8."""
+        return any(layers.ran for layers in self._int8)
+
+    @property
+    def fallback(self) -> str | None:
+        """Which layers ran in float32 instead of int8, and why; None if there are none."""
+        return next((text for layers in self._int8 if (text := layers.describe()) is not None), None)
 
     def lowered(self, precision: Lower) -> SnapshotNetwork:
         """Return a copy in a lower precision.

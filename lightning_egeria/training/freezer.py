@@ -176,8 +176,8 @@ class Freezer(Observer):
         """
         now = self._sums_now()
         before, self._sums = self._sums, now
-        if before is None or before.keys() != now.keys():
-            return None
+        if before is None or before.keys() != now.keys() or self._regained is not None:
+            return None  # in the last case, other code lets it train
         changed = [name for name in now if now[name] != before[name]]
         if self.ranks.several and holds_shards(self.prefix.module):
             changed = [name for names in self.ranks.each(changed) for name in names]
