@@ -73,7 +73,7 @@ class FrontGate:
         self._depth = 0
         self.is_open = False
         self._is_checked = False
-        self._suspected = False  # an absent parameter took part in a step that was not looked at
+        self._suspects: set[str] = set()  # absent parameters that took part in a step that was not looked at
         self._called: set[str] = set()  # absent modules, in this step
         self._bypassed: set[str] = set()  # modules that were called without their absent parameters
         self._from_program: dict[Tensor, str] = {}  # leaves behind what the program gave to the network
@@ -86,7 +86,7 @@ class FrontGate:
         self._depth = depth
         if not depth:
             return
-        if not self._is_checked or self.cuts or self._suspected:
+        if not self._is_checked or self.cuts or self._suspects:
             self._open()
             return
         owners = {name.rpartition(".")[0] for name in self.absent} - self._bypassed
@@ -119,7 +119,7 @@ class FrontGate:
         part = {name for name, parameter in self.absent.items() if parameter.grad is not None}
         for name in part if was_open else ():
             del self.absent[name]  # it trains behind the prefix
-        self._suspected = not was_open and bool(part)
+        self._suspects = (self._suspects | part) & self.absent.keys()
         self._bypassed |= self._called - {name.rpartition(".")[0] for name in part}
         self._called, self.found, self.is_open, self._is_checked = set(), {}, False, True
 

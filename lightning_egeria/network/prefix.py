@@ -60,6 +60,7 @@ class FrozenPrefix:
         self._shown = False  # as they are without this class
         self._members: list[nn.Module] = []
         self._held: list[tuple[nn.Module, bool, bool]] = []  # members in evaluation mode; their and the root's before
+        self._asserting: list[nn.Module] = []  # with a ``train`` of their own, which may not mind frozen parts
         self._settling: dict[_BatchNorm, int] = {}  # steps left
         self._momentum_before: dict[_BatchNorm, float | None] = {}  # while a step runs
 
@@ -184,6 +185,11 @@ class FrozenPrefix:
             self._held.append((module, module.training, self.module.training))
             # The user's code may call ``self.train()`` anywhere, even inside a training step.
             vars(module).setdefault("train", _StayInEvaluation(module))
+        held = {module for module, *_ in self._held}
+        for module in self.module.modules() if held else ():
+            if type(module).train is not nn.Module.train and module not in held and "train" not in vars(module):
+                vars(module)["train"] = _ThenAssertModes(module, self)
+                self._asserting.append(module)
         self.assert_modes()
 
     def assert_modes(self) -> None:
@@ -243,7 +249,10 @@ class FrozenPrefix:
                 del vars(module)["train"]
             # An error in validation leaves the whole model in evaluation mode.
             module.training = training and (self.module.training or not root_training)
-        self._held = []
+        for module in self._asserting:
+            if isinstance(vars(module).get("train"), _ThenAssertModes):
+                del vars(module)["train"]
+        self._held, self._asserting = [], []
 
 
 def follows_slowly(module: _BatchNorm) -> bool:
@@ -263,6 +272,21 @@ class _StayInEvaluation:
         for child in self._module.children():  # some may not be frozen
             child.train(mode)
         return self._module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(self._module).train, self._module)
+
+
+class _ThenAssertModes:
+    """Replaces ``train`` of a module whose class has its own, which may set the mode of its parts directly."""
+
+    def __init__(self, module: nn.Module, prefix: FrozenPrefix) -> None:
+        self._module, self._prefix = module, prefix
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        module = type(self._module).train(self._module, *args, **kwargs)
+        self._prefix.assert_modes()
+        return module
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self._module).train, self._module)
