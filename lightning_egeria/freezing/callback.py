@@ -28,6 +28,7 @@ from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
+from lightning_egeria.upstream.lightning import data_fetcher, loaders_keep_their_place
 
 
 class KnowledgeGuidedFreezing(PrefixFreezing):
@@ -168,10 +169,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Warn of batches that depths were tried on, where the loader keeps its own position."""
-        loop: Any = trainer.fit_loop
-        feed, loaders = loop._data_fetcher, loop._combined_loader
+        feed = data_fetcher(trainer)
         ahead = len(feed.ahead.kept) if isinstance(feed, Feed) else 0
-        if ahead and ("selecting" in methods_of(trainer) or (loaders is not None and loaders._state_dicts())):
+        if ahead and ("selecting" in methods_of(trainer) or loaders_keep_their_place(trainer)):
             self.notices.warn(
                 f"the training loader keeps its own position, and it is {ahead} batches ahead in the checkpoint of "
                 f"step {trainer.global_step}, because depths were tried on them. A run that resumes there misses these "

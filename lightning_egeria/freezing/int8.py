@@ -16,6 +16,14 @@ from torch import Tensor, nn
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.forwards import Forward, ForwardReplacements
+from lightning_egeria.upstream.torch import (
+    has_hooks,
+    own_parameter,
+    qconv,
+    qconv_prepack,
+    qlinear,
+    qlinear_prepack,
+)
 
 _Kernel = Callable[[Tensor], Tensor | None]
 _PIECE = 2**17  # numbers quantised at once: the intermediate result stays in the processor's cache
@@ -106,8 +114,8 @@ def _has_int8(module: nn.Linear | nn.Conv2d) -> bool:
         )
     else:
         plain = type(module) is nn.Linear
-    weight = module._parameters.get("weight")  # weight_norm and spectral_norm keep it elsewhere
-    seen_by_others = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    weight = own_parameter(module, "weight")  # weight_norm and spectral_norm keep it elsewhere
+    seen_by_others = has_hooks(module) or "forward" in vars(module)
     if not plain or seen_by_others or weight is None:
         return False
     return weight.dtype is torch.float32 and weight.device.type == "cpu"
@@ -133,23 +141,9 @@ def _input_steps() -> int:
 
     Their kernels add two products in 16 bits, and cut off the rest: 2 * 127 * 127 fits, 2 * 255 * 127 does not.
     """
-    packed = torch.ops.onednn.qlinear_prepack(torch.full((64, 64), 127, dtype=torch.int8), None)
+    packed = qlinear_prepack(torch.full((64, 64), 127, dtype=torch.int8))
     largest = torch.full((16, 64), 255, dtype=torch.uint8)
-    sums = torch.ops.onednn.qlinear_pointwise(
-        largest,
-        1.0,
-        0,
-        packed,
-        torch.ones(64),
-        torch.zeros(64, dtype=torch.int32),
-        None,
-        1.0,
-        0,
-        torch.float32,
-        "none",
-        [],
-        "",
-    )
+    sums = qlinear(largest, 1.0, 0, packed, torch.ones(64), torch.zeros(64, dtype=torch.int32), None)
     return 255 if bool((sums == 64 * 255 * 127).all()) else 127
 
 
@@ -163,16 +157,13 @@ def _quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _linear_kernel(module: nn.Linear) -> _Kernel:
     weight, scales, zero_points = _quantized_weight(module.weight)
-    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    packed = qlinear_prepack(weight)
 
     def kernel(x: Tensor) -> Tensor | None:
         quantized = _quantized_input(x.contiguous())
         if quantized is None:
             return None
-        result: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *quantized, packed, scales, zero_points, module.bias, 1.0, 0, torch.float32, "none", [], ""
-        )
-        return result
+        return qlinear(*quantized, packed, scales, zero_points, module.bias)
 
     return kernel
 
@@ -180,7 +171,7 @@ def _linear_kernel(module: nn.Linear) -> _Kernel:
 def _conv_kernel(module: nn.Conv2d) -> _Kernel:
     weight, scales, zero_points = _quantized_weight(module.weight)
     geometry = list(module.stride), list(module.padding), list(module.dilation), module.groups
-    packed = torch.ops.onednn.qconv_prepack(weight, scales, 1.0, 0, *geometry, None)
+    packed = qconv_prepack(weight, scales, geometry)
 
     def kernel(x: Tensor) -> Tensor | None:
         # oneDNN needs channels last. That view is contiguous, and a pass over it is several times faster.
@@ -191,22 +182,6 @@ def _conv_kernel(module: nn.Conv2d) -> _Kernel:
             return None
         steps, scale, zero_point = quantized
         steps = steps.permute(0, 3, 1, 2)
-        result: Tensor = torch.ops.onednn.qconv2d_pointwise(
-            steps,
-            scale,
-            zero_point,
-            packed,
-            scales,
-            zero_points,
-            module.bias,
-            *geometry,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )
-        return result
+        return qconv(steps, scale, zero_point, packed, scales, zero_points, module.bias, geometry)
 
     return kernel

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_egeria.batches.tree import change_leaves, tensor_leaves
 from lightning_egeria.errors import UnsupportedError
@@ -17,6 +16,7 @@ from lightning_egeria.freezing.recording import GramRecorder
 from lightning_egeria.network.calls import EarlierOutput, NetworkCall
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.snapshots.packing import pack, unpack
+from lightning_egeria.upstream.torch import BatchNorm
 
 Lower = Literal["bf16", "int8"]
 
@@ -59,7 +59,7 @@ class SnapshotNetwork:
             for inner, module in entry.named_modules(remove_duplicate=False)
         }
         self.batch_norms = frozenset(
-            path for path, module in self._modules.items() if isinstance(module, _BatchNorm) and module.training
+            path for path, module in self._modules.items() if isinstance(module, BatchNorm) and module.training
         )
         for entry in entries.values():
             entry.requires_grad_(False)
@@ -137,7 +137,7 @@ class SnapshotNetwork:
     @contextlib.contextmanager
     def _normalising_by_batch(self, paths: Collection[str]) -> Iterator[None]:
         found = {self._modules[path] for path in paths if path in self._modules}
-        kept = [(m, m.running_mean, m.running_var) for m in found if isinstance(m, _BatchNorm)]
+        kept = [(m, m.running_mean, m.running_var) for m in found if isinstance(m, BatchNorm)]
         try:
             for module, *_ in kept:
                 module.running_mean = module.running_var = None

@@ -21,6 +21,7 @@ from lightning_egeria.network.boundaries import (
     trainable_leaves,
 )
 from lightning_egeria.network.tracing import StepTrace, walk
+from lightning_egeria.upstream.torch import is_reentrant_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ class LayerChain:
             )
         graph: set[Node] = set()
         walk([loss.grad_fn], graph)
-        if any(node.name().startswith("CheckpointFunctionBackward") for node in graph):
+        if any(map(is_reentrant_checkpoint, graph)):
             raise LayerChainError(
                 "reentrant activation checkpointing loses all gradients once the front is frozen. Pass "
                 "use_reentrant=False to torch.utils.checkpoint.checkpoint"

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_egeria.network.belonging import keeps_its_mode
 from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.upstream.torch import BatchNorm
 
 SETTLING_STEPS = 40  # after which 1.5 % of a running statistic is older than the freeze
 SETTLING_MOMENTUM = 0.1
@@ -61,8 +61,8 @@ class FrozenPrefix:
         self._members: list[nn.Module] = []
         self._held: list[tuple[nn.Module, bool, bool]] = []  # members in evaluation mode; their and the root's before
         self._asserting: list[nn.Module] = []  # with a ``train`` of their own, which may not mind frozen parts
-        self._settling: dict[_BatchNorm, int] = {}  # steps left
-        self._momentum_before: dict[_BatchNorm, float | None] = {}  # while a step runs
+        self._settling: dict[BatchNorm, int] = {}  # steps left
+        self._momentum_before: dict[BatchNorm, float | None] = {}  # while a step runs
 
     def set_depth(self, depth: int) -> None:
         """Freeze or unfreeze so that exactly the first ``depth`` layer modules are frozen.
@@ -77,7 +77,7 @@ class FrozenPrefix:
         new = set(members) - set(self._members)
         settling = {module: steps for module, steps in self._settling.items() if module in members}
         for module in members:
-            if module in new and isinstance(module, _BatchNorm) and module.training and follows_slowly(module):
+            if module in new and isinstance(module, BatchNorm) and module.training and follows_slowly(module):
                 settling[module] = SETTLING_STEPS
         self._freeze(depth, settling)
 
@@ -116,7 +116,7 @@ class FrozenPrefix:
         self.chain = chain
         self._freeze(self.depth, self._settling)
 
-    def _freeze(self, depth: int, settling: dict[_BatchNorm, int]) -> None:
+    def _freeze(self, depth: int, settling: dict[BatchNorm, int]) -> None:
         self._thaw()
         for parameter in self.chain.parameters_of(self.module, depth).values():
             parameter.grad = None  # with a gradient, momentum and weight decay would keep moving it
@@ -175,7 +175,7 @@ class FrozenPrefix:
         if depth != self.depth:
             modules = dict(zip(self.chain.members(depth), self._modules_of(depth), strict=True))
             found = {modules[path]: int(steps) for path, steps in state["settling"].items() if path in modules}
-            self._freeze(depth, {module: steps for module, steps in found.items() if isinstance(module, _BatchNorm)})
+            self._freeze(depth, {module: steps for module, steps in found.items() if isinstance(module, BatchNorm)})
 
     def _hold_in_evaluation(self) -> None:
         held = {module for module, *_ in self._held}
@@ -255,7 +255,7 @@ class FrozenPrefix:
         self._held, self._asserting = [], []
 
 
-def follows_slowly(module: _BatchNorm) -> bool:
+def follows_slowly(module: BatchNorm) -> bool:
     """Whether the running statistics average over many batches; with a momentum of 0 they never change."""
     momentum = module.momentum
     return module.running_mean is not None and (momentum is None or 0 < momentum < SETTLING_MOMENTUM)

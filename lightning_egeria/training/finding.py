@@ -20,6 +20,8 @@ from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.freezer import tell_what_trains
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.search import LayerSearch
+from lightning_egeria.upstream.checks import check
+from lightning_egeria.upstream.lightning import only_recomputes_statistics
 
 STATE_VERSION = 1
 
@@ -161,6 +163,7 @@ class LayerFinding(ObserverCallback):
             # reads a checkpoint to resume from after this.
             self._close()
             self.forget_fit()
+        check(trainer)
         check_combination(methods_of(trainer))
         self.check_trainer(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)
@@ -207,7 +210,7 @@ class LayerFinding(ObserverCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Observe the first step to find the layer chain."""
-        if self._stage is not Stage.IDLE and getattr(trainer.fit_loop, "_skip_backward", False):
+        if self._stage is not Stage.IDLE and only_recomputes_statistics(trainer):
             # Stochastic weight averaging has finished training and recomputes all running statistics; frozen modules
             # would keep theirs.
             self._close()

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_egeria.training.freezer import Freezer
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
 from lightning_egeria.training.silent import silent_callback, silent_logger
+from lightning_egeria.upstream.lightning import count_logging_step, is_accumulating
 
 
 class BranchRecorder(pl.Callback):
@@ -82,8 +83,8 @@ def advance(trainer: pl.Trainer, feed: Any) -> None:
     loop.restarting = False
     loop.advance(feed)
     loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-    if not loop._should_accumulate():
-        loop._batches_that_stepped += 1
+    if not is_accumulating(trainer):
+        count_logging_step(trainer)
 
 
 @contextlib.contextmanager
