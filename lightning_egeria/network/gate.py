@@ -90,9 +90,9 @@ class FrontGate:
             self._open()
             return
         owners = {name.rpartition(".")[0] for name in self.absent} - self._bypassed
-        for path, owner in self._module.named_modules():
-            if path in owners:
-                self._watching.append(owner.register_forward_pre_hook(functools.partial(self._appeared, path)))
+        for path in owners:
+            owner = self._module.get_submodule(path)
+            self._watching.append(owner.register_forward_pre_hook(functools.partial(self._appeared, path)))
 
     def stop(self) -> None:
         """Look at nothing any more. Safe to call twice."""

@@ -163,9 +163,9 @@ class LayerFinding(ObserverCallback):
             # reads a checkpoint to resume from after this.
             self._close()
             self.forget_fit()
-        check(trainer)
         check_combination(methods_of(trainer))
         self.check_trainer(trainer)
+        check(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

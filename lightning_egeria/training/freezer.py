@@ -120,6 +120,7 @@ class Freezer(Observer):
         self._regained: str | None = None
         self._notices = notices if notices is not None else Notices("freezing")
         self._gate = FrontGate(module, chain)
+        self._is_compiled = False
         self._gated = -1  # version of the prefix that the gate is for
         self._sums: dict[str, int] | None = None  # of the frozen weights, when they froze
 
@@ -199,12 +200,13 @@ class Freezer(Observer):
         if self._gated != self.prefix.version:
             self._gated = self.prefix.version
             self._gate = FrontGate(self.prefix.module, self.chain)
+            self._is_compiled = is_compiled(self.prefix.module)
             self._sums = None
         if not (self.depth and self.chain.learns):
             return
         if self._sums is None:
             self._sums = self._sums_now()
-        if not is_compiled(self.prefix.module):
+        if not self._is_compiled:  # a hook would compile it again
             self._gate.start(self.depth)
 
     def backward_end(self) -> None:

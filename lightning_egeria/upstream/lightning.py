@@ -98,4 +98,5 @@ def missing(trainer: Any) -> list[str]:
         found = lacking(trainer._data_connector, ["_prepare_dataloader", "_datahook_selector"])
     found += lacking(trainer.fit_loop, ["_data_fetcher", "_combined_loader", "_skip_backward"])
     found += lacking(trainer.fit_loop.epoch_loop, ["_should_accumulate", "_batches_that_stepped"])
-    return found + lacking(trainer.lightning_module, ["_compiler_ctx"])
+    module = trainer.lightning_module
+    return found if module is None else found + lacking(module, ["_compiler_ctx"])
