@@ -163,9 +163,28 @@ class PrefixFreezing(LayerFinding):
             self.freezer.prefix.hide()
             self.freezer.prefix.assert_modes()
 
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Behind the last batch, do the same as `on_validation_epoch_end`, for callbacks in front of this one."""
+        counts = trainer.num_val_batches
+        if dataloader_idx + 1 == len(counts) and batch_idx + 1 == counts[-1]:
+            self._show()
+
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hooks of the user that save or count what trains find all that they have not frozen themselves."""
         self._show()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """If the epoch goes on, frozen parameters show that they are frozen before any callback sees the next batch."""
+        if self.freezer is not None and trainer.state.fn == "fit" and not trainer.is_last_batch:
+            self.freezer.prefix.hide()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Do the same as `on_validation_epoch_end`; frozen weights are compared after the next step."""
@@ -211,6 +230,8 @@ class PrefixFreezing(LayerFinding):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.freezer is not None and self._stage is Stage.READY:
             self.chain = self.freezer.chain  # it may have been extended
+            if trainer.is_last_batch or trainer.global_step == trainer.max_steps:
+                self._show()
 
     def before_optimizer_step_observers(self, trainer: pl.Trainer) -> None:
         """Call `choose_depth` and apply the decision."""

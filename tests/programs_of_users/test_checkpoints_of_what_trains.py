@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from user_programs import Blocks, SavesAt, run, same, scripted, vectors
 
-from lightning_egeria import FrozenPrefixCache
+from lightning_egeria import FrozenPrefixCache, StructuredPartialBackprop
 from lightning_egeria.errors import CheckpointError
 
 
@@ -101,6 +101,47 @@ class Exporting(Exports, WithTeacher):
 
     def validation_step(self, batch, _):
         self.net(batch[0])
+
+
+class ExportingCallback(L.Callback):
+    """The same in a callback; it stands in front of that which freezes, or behind it."""
+
+    def __init__(self):
+        self.exported = {}
+
+    def on_validation_epoch_end(self, trainer, module):
+        self.exported.setdefault("validation", []).append(trainable(module))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.exported.setdefault("epoch", []).append(trainable(module))
+
+    def on_train_end(self, trainer, module):
+        self.exported.setdefault("train end", []).append(trainable(module))
+
+
+@pytest.mark.parametrize("in_front", [False, True])
+@pytest.mark.parametrize("arguments", [{}, {"val_check_interval": 0.5}, {"max_steps": 12}])
+def test_so_do_callbacks(in_front, arguments):
+    module, freezes, exports = Exporting(), scripted({4: 3}), ExportingCallback()
+    everything = trainable(module)
+    run(
+        module, *((exports, freezes) if in_front else (freezes, exports)), validation=vectors(16), epochs=2, **arguments
+    )
+    assert [*exports.exported] == ["validation", "epoch", "train end"]
+    assert all(names == everything for found in exports.exported.values() for names in found)
+
+
+@pytest.mark.parametrize("in_front", [False, True])
+def test_partial_backprop_beside_it_sees_what_is_frozen(in_front):
+    """It reads what trains at the start of each batch, also of the first one behind a validation."""
+    made = []
+    for callback in (False, True):
+        module, freezes = Exporting(), scripted({4: 3})
+        partial = StructuredPartialBackprop("temporal", min_share=1.0)
+        own = ((partial, freezes) if in_front else (freezes, partial)) if callback else (freezes,)
+        run(module, *own, validation=vectors(16), epochs=2, val_check_interval=0.25)
+        made.append(module)
+    assert same(*made)
 
 
 def test_exports_and_counts_are_those_of_a_run_without_freezing():
