@@ -279,8 +279,8 @@ class LayerChain:
             trained: names of the parameters that trained when the chain was stored; None if nobody noted them.
 
         Returns:
-            In words, what the model lacks, or which parameters train now and did not, or the other way round; None if
-            the chain is that of the model.
+            In words, what the model lacks, or which parameters do not train any more; None if there is nothing like
+            that. What trains in addition may be held back before the first step.
         """
         parameters = dict(module.named_parameters())
         modules = {path for path, _ in module.named_modules()}
@@ -294,8 +294,6 @@ class LayerChain:
         if trained is None:
             return None
         train = [name for name, parameter in parameters.items() if parameter.requires_grad]
-        if new := [name for name in train if name not in trained]:
-            return f"{first_of(new)} did not train when the checkpoint was written, and does now"
         if still := [name for name in trained if name not in train]:
             return f"{first_of(still)} trained when the checkpoint was written, and does not now"
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,10 +22,15 @@ class TrainableParameters:
         self._held: dict[str, nn.Parameter] = {}  # those that were not trainable at `note`
         self._group = (0, 0)  # index of the front's optimizer and parameter group; the first ones until `follow`
 
-    def note(self, module: nn.Module) -> None:
-        """Remember the parameters of the module, and which of them are trainable."""
+    def note(self, module: nn.Module, trainable: Collection[str] | None = None) -> None:
+        """Remember the parameters of the module, and which of them are trainable.
+
+        Args:
+            module: the model.
+            trainable: their names; None takes those that are now.
+        """
         self._parameters = dict(module.named_parameters())
-        self._trainable = _trainable(module)
+        self._trainable = _trainable(module) if trainable is None else set(trainable)
         self._held = {name: one for name, one in self._parameters.items() if name not in self._trainable}
 
     def names(self) -> list[str]:

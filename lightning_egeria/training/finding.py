@@ -202,6 +202,8 @@ class LayerFinding(ObserverCallback):
             self._search.check_restored(chain, state["layer_modules"])
             limit = depth_limit(chain, self.freeze_until)
             self._start(trainer, pl_module, dataclasses.replace(chain, max_depth=limit), state)
+            # A callback may hold back what did not train, when the epoch begins; else it is noticed in the first step.
+            self._search.trainable.note(pl_module, trained)
         elif state.get("waiting", False):
             self._enter(Stage.WAITING)
         self._restored = None  # not earlier: a checkpoint on an exception stores it

@@ -193,8 +193,7 @@ def test_a_chain_must_be_of_what_trains():
     net, _, chain = traced("mlp")
     names = [name for name, _ in net.named_parameters()]
     assert chain.contradiction(net, names) is None
-    text = f"{names[0]!r} and 1 more did not train when the checkpoint was written, and does now"
-    assert chain.contradiction(net, names[2:]) == text
+    assert chain.contradiction(net, names[2:]) is None  # more may train
     net[0].requires_grad_(False)
     assert chain.contradiction(net, names[2:]) is None
     assert "trained when the checkpoint was written, and does not now" in chain.contradiction(net, names)

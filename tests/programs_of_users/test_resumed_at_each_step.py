@@ -2,6 +2,7 @@
 
 import copy
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -120,3 +121,16 @@ def test_a_model_that_trains_less_is_looked_at_again(tmp_path):
     assert callback.layer_modules == ["net.1.0", "net.2.0", "net.3.0", "net.4.0"]
     assert [(event.step, event.depth) for event in callback.events] == [(5, 2), (20, 0), (21, 2), (25, 1)]
     assert not any(parameter.requires_grad for parameter in module.net[0].parameters())
+
+
+class HoldsBack(L.Callback):
+    """Says at the start of each epoch what trains: the first block does so from the third epoch on."""
+
+    def on_train_epoch_start(self, trainer, module):
+        module.net[0].requires_grad_(trainer.current_epoch >= 2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("policy", ["schedule", "from scratch", "trained, compared"])
+def test_with_a_callback_that_holds_layers_back_in_each_epoch(policy, tmp_path):
+    check(OfAll, policy, tmp_path, (), HoldsBack)
