@@ -68,7 +68,6 @@ class PrefixFreezing(LayerFinding):
         self._saves: SavesUnder | None = None
         self._gave_up = False
         self._compares = False  # frozen weights, after the next optimizer step
-        self._compared = -1  # version of the prefix when they were compared last
 
     def choose_depth(self, step: int) -> Decision | None:
         """Return a decision, or None to keep the depth. Called after each optimizer step, on every rank.
@@ -239,17 +238,19 @@ class PrefixFreezing(LayerFinding):
         if freezer is None or self._stage is not Stage.READY or not freezer.chain.learns or self._gave_up:
             return
         freezer.step = trainer.global_step
-        if freezer.depth and (freezer.prefix.version != self._compared or self.compares_weights(trainer.global_step)):
-            self._compared = freezer.prefix.version
-            if (name := freezer.moved()) is not None:
+        if freezer.depth and (found := freezer.moved(self.compares_weights(trainer.global_step))) is not None:
+            name, by_optimizer = found
+            if by_optimizer:
                 self._give_up(trainer, name)
                 return
+            mover = f"{self._optimizers_of(trainer, name) or 'the optimizer'} or other code has moved it"
+            self.notices.inform(f"{name!r} has changed although it is frozen: {mover}", once="changed")
         decision = self.choose_depth(trainer.global_step)
         if decision is not None:
             self.follow(decision)
 
     def compares_weights(self, step: int) -> bool:
-        """Whether frozen weights are compared after this optimizer step, beside the first one after each change.
+        """Whether frozen weights are compared with what they were when this was true last.
 
         By default that is once an epoch. All ranks must return the same.
 
@@ -261,14 +262,8 @@ class PrefixFreezing(LayerFinding):
 
     def _give_up(self, trainer: pl.Trainer, name: str) -> None:
         """Unfreeze everything for good: the frozen weights move all the same."""
-        assert self.freezer is not None  # something is frozen
-        parameter = self.freezer.prefix.module.get_parameter(name)
-        kinds = [
-            type(optimizer).__name__
-            for optimizer in trainer.optimizers
-            if any(parameter is one for group in optimizer.param_groups for one in group["params"])
-        ]
-        mover = f"{' and '.join(kinds)} moves" if kinds else "other code moves"
+        kinds = self._optimizers_of(trainer, name)
+        mover = f"{kinds} moves" if kinds else "code that runs with the optimizer's step moves"
         self.notices.warn(
             f"{mover} {name!r}, which is frozen and has no gradient, as momentum and weight decay do where a missing "
             "gradient counts as zero. Everything is unfrozen, and nothing freezes from now on. Use an optimizer that "
@@ -277,6 +272,16 @@ class PrefixFreezing(LayerFinding):
         self._gave_up = True
         self.follow(Decision(0, f"the frozen parameter {name!r} moved without a gradient"))
         self.stop_deciding()
+
+    def _optimizers_of(self, trainer: pl.Trainer, name: str) -> str:
+        """The classes of the optimizers that have a parameter; empty if none has."""
+        parameters = dict(trainer.lightning_module.named_parameters())
+        has = (
+            type(optimizer).__name__
+            for optimizer in trainer.optimizers
+            if any(parameters.get(name) is one for group in optimizer.param_groups for one in group["params"])
+        )
+        return " and ".join(has)
 
     def stop_deciding(self) -> None:
         """`choose_depth` is not called any more in this `fit`. Does nothing by default."""
@@ -308,7 +313,7 @@ class PrefixFreezing(LayerFinding):
         """Create the freezer and start the method; none for layers that the user has frozen."""
         strategy, step = trainer.strategy, trainer.global_step
         freezer = Freezer(pl_module, chain, self.ranks, strategy, self.events, step, self.notices)
-        self.freezer, self._compared = freezer, -1
+        self.freezer = freezer
         self.observers.add(freezer, position=0)
         if not chain.learns:
             self._own_observers = [freezer]

@@ -122,7 +122,10 @@ class Freezer(Observer):
         self._gate = FrontGate(module, chain)
         self._is_compiled = False
         self._gated = -1  # version of the prefix that the gate is for
-        self._sums: dict[str, int] | None = None  # of the frozen weights, when they froze
+        self._watches = False  # whether the next optimizer step may change frozen weights
+        self._suspects = False  # frozen weights have changed
+        self._before_step: dict[str, int] | None = None  # sums of the frozen weights
+        self._when_due: dict[str, int] | None = None
 
     @property
     def chain(self) -> LayerChain:
@@ -170,22 +173,41 @@ class Freezer(Observer):
         self.events.append(event)
         return event
 
-    def moved(self) -> str | None:
-        """Return the name of a frozen parameter whose values have changed since it froze; None if there is none.
+    def moved(self, due: bool) -> tuple[str, bool] | None:
+        """Return a frozen parameter whose values have changed, and whether the optimizer's step changed it.
 
-        Call it after an optimizer step. With several ranks, each must call it: one may hold a part of the weights only.
+        The first step after each change of the prefix is watched. Where values have changed between two times that a
+        comparison is ``due``, all steps until the next one are. Call it after each optimizer step. With several ranks,
+        each must call it: one may hold a part of the weights only.
+
+        Args:
+            due: whether to compare with the values when it was due last.
         """
-        now = self._sums_now()
-        before, self._sums = self._sums, now
-        if before is None or before.keys() != now.keys() or self._regained is not None:
+        before, self._before_step = self._before_step, None
+        if before is not None:
+            self._watches = False
+            if (name := self._changed_since(before)) is not None:
+                return name, True
+        if not due:
+            self._watches = self._watches or self._suspects
+            return None
+        changed = self._changed_since(self._when_due) if self._when_due is not None else None
+        self._when_due = self._sums()
+        self._suspects = self._watches = changed is not None
+        return None if changed is None else (changed, False)
+
+    def _changed_since(self, before: Mapping[str, int]) -> str | None:
+        now = self._sums()
+        if now.keys() != before.keys() or self._regained is not None:
             return None  # in the last case, other code lets it train
         changed = [name for name in now if now[name] != before[name]]
         if self.ranks.several and holds_shards(self.prefix.module):
             changed = [name for names in self.ranks.each(changed) for name in names]
         return changed[0] if changed else None
 
-    def _sums_now(self) -> dict[str, int]:
-        frozen = self.chain.parameters_of(self.prefix.module, self.depth)
+    def _sums(self) -> dict[str, int]:
+        parameters = dict(self.prefix.module.named_parameters())  # other code may have replaced some
+        frozen = {name: parameters[name] for name in self.chain.prefix_parameters(self.depth) if name in parameters}
         return dict(zip(frozen, sums(list(frozen.values())), strict=True))
 
     def update_reducer(self) -> None:
@@ -201,11 +223,11 @@ class Freezer(Observer):
             self._gated = self.prefix.version
             self._gate = FrontGate(self.prefix.module, self.chain)
             self._is_compiled = is_compiled(self.prefix.module)
-            self._sums = None
+            self._watches, self._suspects, self._before_step, self._when_due = True, False, None, None
         if not (self.depth and self.chain.learns):
             return
-        if self._sums is None:
-            self._sums = self._sums_now()
+        if self._when_due is None:
+            self._when_due = self._sums()
         if not self._is_compiled:  # a hook would compile it again
             self._gate.start(self.depth)
 
@@ -214,6 +236,8 @@ class Freezer(Observer):
         if not self.ranks.several:  # else all ranks have it, and it is frozen after this step
             for appeared in self._gate.found:
                 self._gate.absent[appeared].grad = None
+        if self._watches and self.depth and self.chain.learns:
+            self._before_step = self._sums()
         if (name := self.prefix.learning_parameter()) is not None:
             self._regained = name
             if self.ranks.several:  # they do not exchange it, and would drift apart

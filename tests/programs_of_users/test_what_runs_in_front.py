@@ -234,6 +234,39 @@ def test_a_block_that_is_used_again_passes_gradients_on():
     assert same(hand, ours)
 
 
+class Adversary(Blocks):
+    """A generator trains through the frozen front of its critic, with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__(5)
+        self.automatic_optimization, self.generator = False, nn.Linear(8, 8)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.net, self.generator)]
+
+    def training_step(self, batch, batch_idx):
+        critic, generator = self.optimizers()
+        self.toggle_optimizer(critic)
+        critic.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        critic.step()
+        self.untoggle_optimizer(critic)
+        if self.trainer.global_step > 3:
+            self.toggle_optimizer(generator)
+            generator.zero_grad()
+            self.manual_backward(-self.net(self.generator(batch[0])).mean())
+            generator.step()
+            self.untoggle_optimizer(generator)
+
+
+def test_a_generator_trains_through_frozen_layers():
+    module, callback = Adversary(), scripted({6: 2})
+    notes = Notes(weights_of("generator"))
+    run(module, notes, callback)
+    assert callback.frozen_depth == 2
+    assert not torch.equal(notes.seen[-1], notes.seen[-2])
+
+
 def test_an_extended_chain_is_resumed(tmp_path):
     whole, resumed = Branch("module", 3), Branch("module", 3)
     run(whole, scripted({5: 2}), SavesAt(tmp_path, 16))
