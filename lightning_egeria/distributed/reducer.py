@@ -35,7 +35,7 @@ def rebuild_reducer(strategy: Any, frozen_buffers: Collection[str]) -> None:
     if before is None:
         return
     hooks, builtin = hooks_of(before), builtin_hook_of(before)
-    end_exchange(before)  # whoever still holds the old wrapper must not exchange gradients twice
+    end_exchange(before)  # code that still holds the old wrapper must not exchange gradients twice
     strategy.model = strategy.lightning_module
     # The ranks are equal. Older torch sends all weights once more, and writes them where they are already.
     knows_sync = "init_sync" in inspect.signature(DistributedDataParallel).parameters

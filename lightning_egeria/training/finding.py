@@ -352,7 +352,7 @@ class LayerFinding(ObserverCallback):
             tell_what_trains(trainer.strategy)
 
     def _enter(self, stage: Stage) -> None:
-        """Go to a stage; the only way into one. Whoever leaves a chain stops the method that uses it."""
+        """Go to a stage; the only way into one. A transition that leaves a chain stops the method that uses it."""
         before = self._stage
         assert stage is Stage.IDLE or stage in TRANSITIONS[before], f"{before} -> {stage}"
         try:

@@ -280,7 +280,7 @@ class Freezer(Observer):
             self._notices.warn(
                 f"autograd runs through the frozen layer modules, because {gate.given!r} is called with something that "
                 "requires a gradient, which your program may want. So they save no backward, and checkpointing in them "
-                "is off in evaluation mode. If nobody reads that gradient, leave out requires_grad_()",
+                "is off in evaluation mode. If the program does not read that gradient, leave out requires_grad_()",
                 once="given",
             )
 

@@ -1,4 +1,4 @@
-"""A layer freezes for what is known of itself, not for the statistics of layers that somebody else froze."""
+"""A layer freezes for what is known of itself, not for the statistics of layers that the user froze."""
 
 import pytest
 import torch
