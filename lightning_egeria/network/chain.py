@@ -276,7 +276,7 @@ class LayerChain:
 
         Args:
             module: the model.
-            trained: names of the parameters that trained when the chain was stored; None if the checkpoint does not say.
+            trained: names of the parameters that trained when the chain was stored; None if that is not known.
 
         Returns:
             In words, what the model lacks, or which parameters do not train any more; None if there is nothing like
