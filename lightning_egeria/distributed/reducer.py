@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+from lightning_egeria.upstream.ddp import (
+    builtin_hook_of,
+    end_exchange,
+    hooks_of,
+    ignoring,
+    register_builtin_hook,
+    with_settings,
+    wrap,
+)
 
 
 def rebuild_reducer(strategy: Any, frozen_buffers: Collection[str]) -> None:
@@ -26,23 +34,21 @@ def rebuild_reducer(strategy: Any, frozen_buffers: Collection[str]) -> None:
     before = wrapped_by_ddp(strategy)
     if before is None:
         return
-    hooks, builtin = list(before._comm_hooks), _builtin_hook(before)
-    before._remove_autograd_hooks()  # whoever still holds the old wrapper must not exchange gradients twice
+    hooks, builtin = hooks_of(before), builtin_hook_of(before)
+    end_exchange(before)  # code that still holds the old wrapper must not exchange gradients twice
     strategy.model = strategy.lightning_module
-    kwargs = strategy._ddp_kwargs
-    if "init_sync" in inspect.signature(DistributedDataParallel).parameters:
-        # The ranks are equal. Older torch sends all weights once more, and writes them where they are already.
-        strategy._ddp_kwargs = {**kwargs, "init_sync": False}
-    try:
-        with _ignored(strategy.lightning_module, frozen_buffers):
-            wrapped = strategy._setup_model(strategy.lightning_module)
-    finally:
-        strategy._ddp_kwargs = kwargs
+    # The ranks are equal. Older torch sends all weights once more, and writes them where they are already.
+    knows_sync = "init_sync" in inspect.signature(DistributedDataParallel).parameters
+    with (
+        with_settings(strategy, **({"init_sync": False} if knows_sync else {})),
+        ignoring(strategy.lightning_module, frozen_buffers),
+    ):
+        wrapped = wrap(strategy, strategy.lightning_module)
     for hook, state in hooks:
         _forget_buckets(state)
         wrapped.register_comm_hook(state, hook)
     if builtin is not None:
-        wrapped._register_builtin_comm_hook(builtin)
+        register_builtin_hook(wrapped, builtin)
     strategy.model = wrapped
 
 
@@ -54,7 +60,7 @@ def wrapped_by_ddp(strategy: Any) -> DistributedDataParallel | None:
 
 def has_communication_hook(wrapped: DistributedDataParallel) -> bool:
     """Whether a hook changes how DDP exchanges gradients, for example to compress them."""
-    return bool(wrapped._comm_hooks) or _builtin_hook(wrapped) is not None
+    return bool(hooks_of(wrapped)) or builtin_hook_of(wrapped) is not None
 
 
 class ReducerSwitch:
@@ -106,37 +112,6 @@ class ReducerSwitch:
         if self.exchanges and self._leave_out:
             wrapped.require_backward_grad_sync = False
             self._left_out = wrapped
-
-
-@contextlib.contextmanager
-def expecting_unused(strategy: Any) -> Iterator[None]:
-    """Make DDP expect parameters without a gradient in wrappers made from now on, until the body ends."""
-    before = strategy._ddp_kwargs
-    strategy._ddp_kwargs = {**before, "find_unused_parameters": True}
-    try:
-        yield
-    finally:
-        strategy._ddp_kwargs = before
-
-
-@contextlib.contextmanager
-def _ignored(module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Tell DDP which buffers to ignore; it reads the list from the module."""
-    attribute = "_ddp_params_and_buffers_to_ignore"
-    before = vars(module).get(attribute)
-    vars(module)[attribute] = {*(before or ()), *names}
-    try:
-        yield
-    finally:
-        del vars(module)[attribute]
-        if before is not None:
-            vars(module)[attribute] = before
-
-
-def _builtin_hook(wrapped: DistributedDataParallel) -> Any:
-    name = wrapped._get_ddp_logging_data().get("comm_hook", "")
-    kinds = dist.BuiltinCommHookType.__members__.values()  # type: ignore[attr-defined]  # it is not in ``__all__``
-    return next((kind for kind in kinds if str(kind) == name), None)
 
 
 def _forget_buckets(state: object) -> None:

@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_egeria.distributed.buckets import contributors_of, received_bytes
 from lightning_egeria.distributed.exchange import GradientExchange
-from lightning_egeria.distributed.reducer import expecting_unused, rebuild_reducer
+from lightning_egeria.distributed.reducer import rebuild_reducer
+from lightning_egeria.upstream.ddp import settings_of, with_settings
 
 
 class RescaledMean(GradientExchange):
@@ -39,8 +40,8 @@ class RescaledMean(GradientExchange):
         """Make DDP expect parameters without a gradient, before the first forward. Every rank must call it."""
         if not self._rebuilt:
             self._rebuilt = True
-            if not self._strategy._ddp_kwargs.get("find_unused_parameters"):
-                self._context.enter_context(expecting_unused(self._strategy))
+            if not settings_of(self._strategy).get("find_unused_parameters"):
+                self._context.enter_context(with_settings(self._strategy, find_unused_parameters=True))
                 rebuild_reducer(self._strategy, ())
 
     def begin(self, depths: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from lightning_egeria.freezing.comparison_setup import set_up_comparison
 from lightning_egeria.freezing.display import MetricsLog, share_of_step, tell_why_nothing_froze
 from lightning_egeria.freezing.guide import Guide
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
-from lightning_egeria.freezing.pretrained import answer_auto
+from lightning_egeria.freezing.pretrained import answer_auto, evidence
 from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.savings import Savings, savings_table
 from lightning_egeria.freezing.summary import summarize
@@ -29,6 +29,7 @@ from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
+from lightning_egeria.upstream.lightning import data_fetcher, loaders_keep_their_place
 
 
 class KnowledgeGuidedFreezing(PrefixFreezing):
@@ -41,8 +42,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         policy: decides what freezes and when; None is ``FreezingPolicy()``, which recognises pre-trained
             weights by their normalisation layers. Each `fit` starts with a copy.
         layer_modules: paths of the layer modules, in execution order; None finds them.
-        freeze_until: limit of the prefix. A path: up to and including that module. A number in (0, 1]: that share of
-            the layer modules at most. None sets no limit. The last layer module never freezes.
+        freeze_until: limit of the prefix. A path: up to and including that module. A number in [0, 1]: that share of
+            the layer modules at most; 0 freezes nothing and lets a cache serve what you have frozen. None sets no
+            limit. The last layer module never freezes.
         evaluate_every_n_steps: optimizer steps between two evaluations; None is a fiftieth of the run, at least 8.
             Plasticity is the change over this interval, so a shorter one needs a lower tolerance.
         evaluation_samples: samples of a batch to compare, at most; at least 2.
@@ -90,7 +92,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self.deterministic = deterministic
         self._guide: Guide | None = None
         self._accumulation = 1
-        self._norms: dict[str, bool] | None = None  # as this `fit` found them; None if it resumed
+        self._norms: dict[str, bool] | None = None  # as training found them; None before
 
     @property
     def last_evaluation(self) -> LastEvaluation | None:
@@ -133,13 +135,30 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         return self._guide is not None and self._guide.needs_input(batches_ahead, self._accumulation)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the normalisation layers before the first forward moves their statistics."""
-        self._norms, self._guide = normalisation_layers(pl_module), None
+        """Look at the normalisation layers before the first forward moves their statistics, unless a checkpoint has."""
+        self._guide = None
         super().on_train_start(trainer, pl_module)
+        if self._norms is None:
+            self._norms = normalisation_layers(pl_module)
         self._read_ahead(trainer)  # Lightning skips `on_train_epoch_start` when it resumes within an epoch
+
+    def forget_fit(self) -> None:
+        """Drop what is left of an earlier `fit`."""
+        super().forget_fit()
+        self._norms = None
+
+    def own_state(self) -> dict[str, Any]:
+        """Return also how training found the normalisation layers, from the first step on."""
+        return {**super().own_state(), "norms": self._norms}
+
+    def read_own_state(self, state: dict[str, Any]) -> None:
+        """Take also what the start showed; a checkpoint before version 0.2 does not tell."""
+        super().read_own_state(state)
+        self._norms = {str(path): bool(left) for path, left in (state.get("norms") or {}).items()}
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read batches ahead in this epoch if there may be a trial of depths."""
+        super().on_train_epoch_start(trainer, pl_module)
         self._read_ahead(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -151,10 +170,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Warn of batches that depths were tried on, where the loader keeps its own position."""
-        loop: Any = trainer.fit_loop
-        feed, loaders = loop._data_fetcher, loop._combined_loader
+        feed = data_fetcher(trainer)
         ahead = len(feed.ahead.kept) if isinstance(feed, Feed) else 0
-        if ahead and ("selecting" in methods_of(trainer) or (loaders is not None and loaders._state_dicts())):
+        if ahead and ("selecting" in methods_of(trainer) or loaders_keep_their_place(trainer)):
             self.notices.warn(
                 f"the training loader keeps its own position, and it is {ahead} batches ahead in the checkpoint of "
                 f"step {trainer.global_step}, because depths were tried on them. A run that resumes there misses these "
@@ -201,19 +219,21 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     ) -> Sequence[Observer]:
         """Take the first reference, or restore the one from the checkpoint."""
         policy = policy_for(self.policy, None if state is None else state["policy"]["class"])
+        norms = evidence(self._norms or {}, freezer.prefix.module, freezer.chain)
         if state is None:
-            answer_auto(policy, self.active_policy, self._norms, freezer.chain, self.ranks, self.notices)
+            max_depth = answer_auto(policy, norms, freezer.chain, self.ranks, self.notices)
         else:
-            self._norms = None
-        policy.start(freezer.chain.max_depth if state is None else state["max_depth"])
+            max_depth = state["max_depth"]
+        policy.start(max_depth)
         before = None if state is None else state["comparison"]
         comparison = set_up_comparison(trainer, freezer, policy, self.notices, before, self)
-        self._guide = Guide(freezer, policy, comparison)  # from here on, `stop_method` cleans up after an error
+        # From here on, `stop_method` cleans up after an error.
+        self._guide = Guide(freezer, policy, comparison, max_depth)
         if state is not None:
             self._guide.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        self._guide.start_trial(trainer, self._norms)
+        self._guide.start_trial(trainer, norms)
         return [comparison, MetricsLog(trainer, self._guide)]
 
     def stop_method(self) -> None:
@@ -225,6 +245,15 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """Return the state of policy and comparison, and in a deterministic run the reference's weights."""
         assert self._guide is not None  # `start_method` has made it
         return self._guide.state_dict()
+
+    def compares_weights(self, step: int) -> bool:
+        """Whether an evaluation is due."""
+        return self._guide is not None and self._guide.comparison.is_due(step)
+
+    def stop_deciding(self) -> None:
+        """Stop comparing."""
+        if self._guide is not None:
+            self._guide.comparison.stop()
 
     def choose_depth(self, step: int) -> Decision | None:
         """Return the decision of the policy."""

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning_egeria.freezing.guide import Guide
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.observers import Observer
+from lightning_egeria.upstream.lightning import logging_step
 
 
 def share_of_step(guide: Guide, depth: int) -> float | None:
@@ -98,7 +99,7 @@ def log_metrics(trainer: pl.Trainer, guide: Guide) -> None:
         for name, value in list(zip(chain.names, values, strict=False))[depth:]:
             if math.isfinite(value):
                 metrics[f"egeria/{kind}/{name}"] = value
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning logs its metrics at this step
+    step = logging_step(trainer)
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=step)
 

@@ -27,6 +27,7 @@ class Guide:
         freezer: freezer of the model in training.
         policy: the policy, after `Policy.start`.
         comparison: comparison with the reference.
+        max_depth: how deep the policy may freeze; None is ``chain.max_depth``.
 
     Attributes:
         plasticity: plasticity that the policy saw after the last step; None if there was none.
@@ -34,8 +35,11 @@ class Guide:
         trial: trial of depths that comes before the policy decides; None without one.
     """
 
-    def __init__(self, freezer: Freezer, policy: Policy, comparison: ReferenceComparison) -> None:
+    def __init__(
+        self, freezer: Freezer, policy: Policy, comparison: ReferenceComparison, max_depth: int | None = None
+    ) -> None:
         self.freezer = freezer
+        self.max_depth = freezer.chain.max_depth if max_depth is None else max_depth
         self.policy = policy
         self.comparison = comparison
         self.trial: DepthTrial | None = None
@@ -49,12 +53,12 @@ class Guide:
         """What the trial saw; None before its end, and without one."""
         return self.trial.frontier if self.trial is not None else None
 
-    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool] | None) -> None:
+    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool]) -> None:
         """Have a trial of depths if the policy wants one and it is possible.
 
         Args:
             trainer: the Trainer.
-            norms: as in `untrained_behind`: in front of an untrained part a trial would show little.
+            norms: output of `evidence`: in front of an untrained part a trial would show little.
         """
         if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
             return
@@ -64,7 +68,7 @@ class Guide:
         self.policy.start_trial()
         untrained = untrained_behind(norms, self.freezer.chain, self.freezer.ranks)
         notices = self.comparison.notices
-        self.trial = DepthTrial(trainer, self.freezer, self.policy, notices, untrained)
+        self.trial = DepthTrial(trainer, self.freezer, self.policy, notices, self.max_depth, untrained)
 
     def try_depths(self, feed: Feed) -> Decision | None:
         """Hold the trial of depths before a batch, if it begins there, and return its decision.
@@ -119,7 +123,8 @@ class Guide:
         return {
             "policy": {"class": type(self.policy).__name__, "state": self.policy.state_dict()},
             "comparison": self.comparison.state_dict(with_reference=self.comparison.waits),
-            "max_depth": self.freezer.chain.max_depth,
+            "max_depth": self.max_depth,
+            "gave_up": self._gave_up,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,9 +136,12 @@ class Guide:
         with checkpoint_read():
             self.policy.load_state_dict(state["policy"]["state"])
             self.comparison.load_state_dict(state["comparison"])
-        allowed = min(state["max_depth"], self.freezer.chain.max_depth)
-        if allowed < state["max_depth"] or not self.comparison.runner.has_snapshot:
-            self.policy.start(allowed)
+        if state.get("gave_up", False):
+            self._gave_up = True
+            self.comparison.stop()
+        self.max_depth = min(state["max_depth"], self.freezer.chain.max_depth)
+        if self.max_depth < state["max_depth"] or not self.comparison.runner.has_snapshot:
+            self.policy.start(self.max_depth)
 
     def _decide(self, step: int, learning_rate: float, due: bool) -> Decision | None:
         self.plasticity = None
@@ -158,6 +166,6 @@ class Guide:
         """Unfreeze everything for good: other code decides which parameters train."""
         self._gave_up = True
         self.comparison.stop()
-        reason = f"the frozen parameter {name!r} received a gradient: other code changes requires_grad"
+        reason = f"the frozen parameter {name!r} received a gradient: {self.freezer.why_regained}"
         self.comparison.notices.warn(f"{reason}. Everything is unfrozen, and nothing freezes from now on")
         return Decision(0, reason)

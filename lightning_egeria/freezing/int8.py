@@ -16,8 +16,22 @@ from torch import Tensor, nn
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.forwards import Forward, ForwardReplacements
+from lightning_egeria.upstream.torch import (
+    has_hooks,
+    own_parameter,
+    qconv,
+    qconv_prepack,
+    qlinear,
+    qlinear_prepack,
+)
 
+_Kernel = Callable[[Tensor], Tensor | None]
 _PIECE = 2**17  # numbers quantised at once: the intermediate result stays in the processor's cache
+
+
+def has_layers(network: nn.Module) -> bool:
+    """Whether a network has layers that could run in int8 on the CPU."""
+    return any(isinstance(m, nn.Linear | nn.Conv2d) and _has_int8(m) for m in network.modules())
 
 
 class Int8Layers:
@@ -34,19 +48,26 @@ class Int8Layers:
     Args:
         network: on the CPU, in float32, in evaluation mode, without gradients. Its ``forward`` methods are replaced.
 
+    Attributes:
+        in_float32: why a layer ran in float32 although it should run in int8, by path; not where an input is not
+            finite.
+        ran: paths of the layers that ran in int8.
+
     Raises:
         UnsupportedError: if this build of torch has no int8 kernels, or ``network`` has no layer for them.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv2d) and _has_int8(m)]
+        layers = {p: m for p, m in network.named_modules() if isinstance(m, nn.Linear | nn.Conv2d) and _has_int8(m)}
+        self.in_float32: dict[str, str] = {}
+        self.ran: set[str] = set()
         if not layers:
             raise UnsupportedError("the network has no nn.Linear or nn.Conv2d that could run in int8 on the CPU")
         self._replacements = ForwardReplacements()
         try:
-            for module in layers:
+            for path, module in layers.items():
                 kernel = _linear_kernel(module) if isinstance(module, nn.Linear) else _conv_kernel(module)
-                self._replacements.replace(module, functools.partial(_int8_forward, kernel))
+                self._replacements.replace(module, functools.partial(self._forward, path, kernel))
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             self.restore()
             raise UnsupportedError(
@@ -57,8 +78,30 @@ class Int8Layers:
         """Restore float32. Safe to call twice."""
         self._replacements.restore()
 
+    def describe(self) -> str | None:
+        """Return which layers ran in float32, and why; None if all ran in int8."""
+        if not self.in_float32:
+            return None
+        path, reason = next(iter(self.in_float32.items()))
+        count = len(self.in_float32)
+        total = len(self.in_float32.keys() | self.ran)
+        return f"{count} of {total} layers run in float32 instead of int8, such as {path!r}: {reason}"
 
-_Kernel = Callable[[Tensor], Tensor | None]
+    def _forward(self, path: str, kernel: _Kernel, original: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if len(args) == 1 and not kwargs else kwargs.get("input")
+            if isinstance(x, Tensor) and x.dtype is torch.float32 and x.ndim >= 2 and x.numel():
+                try:
+                    result = kernel(x)
+                except RuntimeError as error:  # the kernel does not take this shape, or is another one in this torch
+                    self.in_float32[path] = str(error).partition("\n")[0]
+                    return original(*args, **kwargs)
+                if result is not None:
+                    self.ran.add(path)
+                    return result
+            return original(*args, **kwargs)
+
+        return forward
 
 
 def _has_int8(module: nn.Linear | nn.Conv2d) -> bool:
@@ -71,26 +114,11 @@ def _has_int8(module: nn.Linear | nn.Conv2d) -> bool:
         )
     else:
         plain = type(module) is nn.Linear
-    weight = module._parameters.get("weight")  # weight_norm and spectral_norm keep it elsewhere
-    seen_by_others = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    weight = own_parameter(module, "weight")  # weight_norm and spectral_norm keep it elsewhere
+    seen_by_others = has_hooks(module) or "forward" in vars(module)
     if not plain or seen_by_others or weight is None:
         return False
     return weight.dtype is torch.float32 and weight.device.type == "cpu"
-
-
-def _int8_forward(kernel: _Kernel, original: Forward) -> Forward:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        x = args[0] if len(args) == 1 and not kwargs else kwargs.get("input")
-        if isinstance(x, Tensor) and x.dtype is torch.float32 and x.ndim >= 2 and x.numel():
-            try:
-                result = kernel(x)
-            except RuntimeError:  # the kernel does not take this shape, or it is wrong in float32 too
-                result = None
-            if result is not None:
-                return result
-        return original(*args, **kwargs)
-
-    return forward
 
 
 def _quantized_input(x: Tensor) -> tuple[Tensor, float, int] | None:
@@ -113,23 +141,9 @@ def _input_steps() -> int:
 
     Their kernels add two products in 16 bits, and cut off the rest: 2 * 127 * 127 fits, 2 * 255 * 127 does not.
     """
-    packed = torch.ops.onednn.qlinear_prepack(torch.full((64, 64), 127, dtype=torch.int8), None)
+    packed = qlinear_prepack(torch.full((64, 64), 127, dtype=torch.int8))
     largest = torch.full((16, 64), 255, dtype=torch.uint8)
-    sums = torch.ops.onednn.qlinear_pointwise(
-        largest,
-        1.0,
-        0,
-        packed,
-        torch.ones(64),
-        torch.zeros(64, dtype=torch.int32),
-        None,
-        1.0,
-        0,
-        torch.float32,
-        "none",
-        [],
-        "",
-    )
+    sums = qlinear(largest, 1.0, 0, packed, torch.ones(64), torch.zeros(64, dtype=torch.int32), None)
     return 255 if bool((sums == 64 * 255 * 127).all()) else 127
 
 
@@ -143,16 +157,13 @@ def _quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _linear_kernel(module: nn.Linear) -> _Kernel:
     weight, scales, zero_points = _quantized_weight(module.weight)
-    packed = torch.ops.onednn.qlinear_prepack(weight, None)
+    packed = qlinear_prepack(weight)
 
     def kernel(x: Tensor) -> Tensor | None:
         quantized = _quantized_input(x.contiguous())
         if quantized is None:
             return None
-        result: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *quantized, packed, scales, zero_points, module.bias, 1.0, 0, torch.float32, "none", [], ""
-        )
-        return result
+        return qlinear(*quantized, packed, scales, zero_points, module.bias)
 
     return kernel
 
@@ -160,31 +171,17 @@ def _linear_kernel(module: nn.Linear) -> _Kernel:
 def _conv_kernel(module: nn.Conv2d) -> _Kernel:
     weight, scales, zero_points = _quantized_weight(module.weight)
     geometry = list(module.stride), list(module.padding), list(module.dilation), module.groups
-    packed = torch.ops.onednn.qconv_prepack(weight, scales, 1.0, 0, *geometry, None)
+    packed = qconv_prepack(weight, scales, geometry)
 
     def kernel(x: Tensor) -> Tensor | None:
         # oneDNN needs channels last. That view is contiguous, and a pass over it is several times faster.
-        quantized = _quantized_input(x.permute(0, 2, 3, 1).contiguous()) if x.ndim == 4 else None
+        if x.ndim != 4:
+            raise RuntimeError(f"the kernel takes four dimensions, not {x.ndim}")
+        quantized = _quantized_input(x.permute(0, 2, 3, 1).contiguous())
         if quantized is None:
             return None
         steps, scale, zero_point = quantized
         steps = steps.permute(0, 3, 1, 2)
-        result: Tensor = torch.ops.onednn.qconv2d_pointwise(
-            steps,
-            scale,
-            zero_point,
-            packed,
-            scales,
-            zero_points,
-            module.bias,
-            *geometry,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )
-        return result
+        return qconv(steps, scale, zero_point, packed, scales, zero_points, module.bias, geometry)
 
     return kernel

@@ -8,14 +8,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_egeria.batches.tree import change_leaves, tensor_leaves
-from lightning_egeria.freezing.int8 import Int8Layers
+from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.freezing.int8 import Int8Layers, has_layers
 from lightning_egeria.freezing.recording import GramRecorder
 from lightning_egeria.network.calls import EarlierOutput, NetworkCall
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.snapshots.packing import copied
+from lightning_egeria.upstream.torch import BatchNorm
 
 Lower = Literal["bf16", "int8"]
 
@@ -51,13 +52,14 @@ class SnapshotNetwork:
         self._precision = precision
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._entries = entries
+        self._int8: list[Int8Layers] = []
         self._modules = {
             _join(path, inner): module
             for path, entry in entries.items()
             for inner, module in entry.named_modules(remove_duplicate=False)
         }
         self.batch_norms = frozenset(
-            path for path, module in self._modules.items() if isinstance(module, _BatchNorm) and module.training
+            path for path, module in self._modules.items() if isinstance(module, BatchNorm) and module.training
         )
         for entry in entries.values():
             entry.requires_grad_(False)
@@ -67,7 +69,19 @@ class SnapshotNetwork:
                     part.use_nested_tensor = False  # nested activations have no axis of samples
             entry.to(self._dtype)
         if precision == "int8":
-            Int8Layers(nn.ModuleList(entries.values()))
+            self._int8 = [Int8Layers(entry) for entry in entries.values() if has_layers(entry)]
+            if not self._int8:
+                raise UnsupportedError("the network has no nn.Linear or nn.Conv2d that could run in int8 on the CPU")
+
+    @property
+    def runs_in_int8(self) -> bool:
+        """Whether some layer has run in int8."""
+        return any(layers.ran for layers in self._int8)
+
+    @property
+    def fallback(self) -> str | None:
+        """Which layers ran in float32 instead of int8, and why; None if there are none."""
+        return next((text for layers in self._int8 if (text := layers.describe()) is not None), None)
 
     def lowered(self, precision: Lower) -> SnapshotNetwork:
         """Return a copy in a lower precision.
@@ -130,7 +144,7 @@ class SnapshotNetwork:
     @contextlib.contextmanager
     def _normalising_by_batch(self, paths: Collection[str]) -> Iterator[None]:
         found = {self._modules[path] for path in paths if path in self._modules}
-        kept = [(m, m.running_mean, m.running_var) for m in found if isinstance(m, _BatchNorm)]
+        kept = [(m, m.running_mean, m.running_var) for m in found if isinstance(m, BatchNorm)]
         try:
             for module, *_ in kept:
                 module.running_mean = module.running_var = None

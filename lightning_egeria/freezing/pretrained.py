@@ -4,56 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.normalisation import looks_trained
+from lightning_egeria.network.normalisation import looks_trained, of_trained_weights
 from lightning_egeria.training.notices import Notices
 
 
-def answer_auto(
-    policy: Policy,
-    before: Policy | None,
-    norms: Mapping[str, bool] | None,
-    chain: LayerChain,
-    ranks: Ranks,
-    notices: Notices,
-) -> None:
-    """Answer ``pretrained="auto"`` of a policy that begins anew, the same on all ranks; log what was seen.
+def evidence(norms: Mapping[str, bool], module: nn.Module, chain: LayerChain) -> dict[str, bool]:
+    """Return the normalisation layers of weights that train; those that the user froze say nothing about the others.
+
+    Args:
+        norms: whether each normalisation layer had left its initial values before the first forward, by path.
+        module: the model.
+        chain: its layer chain. Its parameters train, or did before they froze.
+    """
+    own = chain.parameters_of(module, len(chain)).values()
+    return of_trained_weights(module, norms, [*own, *(one for one in module.parameters() if one.requires_grad)])
+
+
+def answer_auto(policy: Policy, norms: Mapping[str, bool], chain: LayerChain, ranks: Ranks, notices: Notices) -> int:
+    """Answer ``pretrained="auto"`` of a policy that begins, the same on all ranks; log what was seen.
 
     Args:
         policy: the policy; others than `FreezingPolicy` are not asked.
-        before: policy that was active until now; its answer stays without ``norms``.
-        norms: whether each normalisation layer had left its initial values before the first forward, by path; None
-            after resuming.
+        norms: output of `evidence`.
         chain: the layer chain; its front half counts.
         ranks: the answer of rank 0 counts.
         notices: takes the log line.
+
+    Returns:
+        The largest depth that may freeze. If the weights are taken for pre-trained, that ends with the last layer
+        module that shows trained statistics: a layer behind them, or one with initial statistics, may be new.
     """
     if not isinstance(policy, FreezingPolicy) or policy.pretrained != "auto":
-        return
-    if norms is None:  # the chain was found again after resuming
-        policy.resolve(isinstance(before, FreezingPolicy) and before.pretrained is True)
-        return
+        return chain.max_depth
     front = chain.members((len(chain) + 1) // 2)
-    layers: list[bool] = ranks.share([norms[path] for path in front if path in norms])
-    pretrained = looks_trained(layers)
+    layers, depth = ranks.share([[norms[path] for path in front if path in norms], _trained_depth(norms, chain)])
+    pretrained = looks_trained(layers) and depth > 0
     policy.resolve(pretrained)
     notices.inform(_what_norms_say(layers, pretrained))
+    return min(chain.max_depth, depth) if pretrained else chain.max_depth
 
 
-def untrained_behind(norms: Mapping[str, bool] | None, chain: LayerChain, ranks: Ranks) -> str | None:
+def _trained_depth(norms: Mapping[str, bool], chain: LayerChain) -> int:
+    """How many layer modules lie in front of the end of those with trained statistics, and of the first with none."""
+    depth = 0
+    for index, layer_module in enumerate(chain.layer_modules):
+        own = [norms[path] for path in layer_module.members if path in norms]
+        if own and not any(own):
+            break
+        depth = index + 1 if own else depth
+    return depth
+
+
+def untrained_behind(norms: Mapping[str, bool], chain: LayerChain, ranks: Ranks) -> str | None:
     """Return the path of an untrained normalisation layer behind a trained front half, the same on all ranks.
 
     What a large untrained part learns at first, a decoder say, hides what the layers in front of it would learn.
 
     Args:
-        norms: as in `answer_auto`.
+        norms: output of `evidence`.
         chain: the layer chain.
         ranks: the answer of rank 0 counts.
     """
-    if norms is None:
-        return None
     front = chain.members((len(chain) + 1) // 2)
     trained = looks_trained(norms[path] for path in front if path in norms)
     untrained = [path for path, left in norms.items() if not left and path not in front] if trained else []
@@ -73,7 +89,7 @@ def _what_norms_say(layers: Sequence[bool], pretrained: bool) -> str:
     """
     if not layers:
         return (
-            "pretrained='auto' takes the weights for untrained: the front half has no normalisation layers to tell. "
+            "pretrained='auto' takes the weights for untrained: the front half has no normalisation layers that train. "
             "Pass FreezingPolicy(pretrained=True) if they are trained"
         )
     kind, other = ("pre-trained", False) if pretrained else ("untrained", True)

@@ -158,7 +158,7 @@ class ReferenceModel:
             plasticity = compare(self._network, moved)
         self._lowered = True
         return Comparison(
-            plasticity=plasticity.values,
+            plasticity=self._chain.over_left_out(plasticity.values),
             samples=plasticity.samples,
             crops=self._crops,
             precision=self._precision,
@@ -197,6 +197,10 @@ class ReferenceModel:
             except Exception as error:  # the user's modules may raise anything, and some operations have no other dtype
                 reasons.append(f"the network fails in {precision} ({type(error).__name__}: {error})")
                 continue
+            if precision == "int8" and low.fallback is not None:
+                reasons.append(low.fallback)
+                if not low.runs_in_int8:
+                    continue
             if any(math.isfinite(a) > math.isfinite(b) for a, b in zip(wanted.values, compared.values, strict=True)):
                 reasons.append(f"in {precision} some boundaries give no finite values")
                 continue

@@ -130,6 +130,7 @@ class DepthTrial:
         freezer: freezer of the model.
         policy: gets the answer by `FreezingPolicy.conclude`.
         notices: takes log lines.
+        max_depth: how many layer modules may freeze.
         untrained: path of a layer behind the trained ones that is not, so that there is nothing to try; None: there
             is none.
 
@@ -144,6 +145,7 @@ class DepthTrial:
         freezer: Freezer,
         policy: FreezingPolicy,
         notices: Notices,
+        max_depth: int,
         untrained: str | None = None,
     ) -> None:
         self.over = False
@@ -156,8 +158,8 @@ class DepthTrial:
         chain, run_steps = freezer.chain, _steps_of(trainer)
         self._steps = trial_steps(run_steps)
         self._budget = Budget(run_steps, self._steps, len(chain))
-        self._depths = candidate_depths(len(chain), chain.max_depth)
-        self._safe = safe_depth(len(chain), chain.max_depth, _tables(freezer.prefix.module, chain))
+        self._depths = candidate_depths(len(chain), max_depth)
+        self._safe = safe_depth(len(chain), max_depth, _tables(freezer.prefix.module, chain))
         self._begins = False  # with the next batch
 
     def decide(self, step: int, learning_rate: float) -> Decision | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from lightning_egeria.errors import ArgumentError, CheckpointError, LayerChainError, TooFewLayersError, first_of
-from lightning_egeria.network.belonging import Members, Units
+from lightning_egeria.errors import ArgumentError, LayerChainError, TooFewLayersError, first_of
+from lightning_egeria.network.belonging import Members, Units, keeps_its_mode
 from lightning_egeria.network.boundaries import (
     Boundary,
     find_boundaries,
@@ -20,6 +21,7 @@ from lightning_egeria.network.boundaries import (
     trainable_leaves,
 )
 from lightning_egeria.network.tracing import StepTrace, walk
+from lightning_egeria.upstream.torch import is_reentrant_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,7 @@ class LayerModule:
         units: paths of the outermost module calls that make it up, in order; the last ends at the boundary.
         last_use: index of the last layer module that reads its output; ``len(chain)`` if the loss does. Usually the
             next one.
+        left_out: whether the traced step left it out, as layer drop does.
     """
 
     name: str
@@ -44,6 +47,7 @@ class LayerModule:
     parameters: tuple[str, ...]
     units: tuple[str, ...]
     last_use: int
+    left_out: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,8 @@ class LayerChain:
             network; ``""`` is the whole module.
         max_depth: largest depth that may freeze. The last layer module never does.
         notes: messages for the user, such as shared weights that cannot freeze.
+        absent: names of trainable parameters that took no part in the traced step and belong to no layer module, such
+            as those of a layer that is left out at random.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2))
@@ -70,6 +76,7 @@ class LayerChain:
     entries: tuple[str, ...]
     max_depth: int
     notes: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.layer_modules)
@@ -123,7 +130,7 @@ class LayerChain:
             )
         graph: set[Node] = set()
         walk([loss.grad_fn], graph)
-        if any(node.name().startswith("CheckpointFunctionBackward") for node in graph):
+        if any(map(is_reentrant_checkpoint, graph)):
             raise LayerChainError(
                 "reentrant activation checkpointing loses all gradients once the front is frozen. Pass "
                 "use_reentrant=False to torch.utils.checkpoint.checkpoint"
@@ -141,7 +148,9 @@ class LayerChain:
             )
         entries = dict.fromkeys(call.root.path for boundary in boundaries for call in boundary.calls)
         described = _describe(trace, graph, boundaries)
-        return cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes))
+        absent = _absent(trace, graph, described)
+        chain = cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes), absent)
+        return chain if layer_modules is not None else _with_left_out(chain, trace.module)
 
     @classmethod
     def of_frozen(cls, trace: StepTrace, loss: Tensor) -> LayerChain | None:
@@ -207,13 +216,73 @@ class LayerChain:
             passing.append(index)
         return tuple(found)
 
-    def check_fits(self, module: nn.Module) -> None:
-        """Compare the chain, which may come from a checkpoint, with a model.
+    def inserted(self, layer: LayerModule, place: int) -> LayerChain:
+        """Return the chain with another layer module at index ``place``, of parameters that are `absent`."""
+        moved = []
+        for index, one in enumerate(self.layer_modules):
+            # The layer module in front of the new one is read by that, not by the next.
+            shift = one.last_use > place or (one.last_use == place and index < place - 1)
+            moved.append(dataclasses.replace(one, last_use=one.last_use + shift))
+        return dataclasses.replace(
+            self,
+            layer_modules=(*moved[:place], layer, *moved[place:]),
+            max_depth=self.max_depth + (place <= self.max_depth),
+            absent=tuple(name for name in self.absent if name not in layer.parameters),
+        )
 
-        Raises:
-            CheckpointError: if the chain names modules or parameters that the model lacks.
+    def extended(self, module: nn.Module, names: Mapping[str, int]) -> LayerChain:
+        """Return the chain with `absent` parameters that turned out to belong to a layer module, and their modules.
+
+        Args:
+            module: the model.
+            names: index of the layer module, by the name of the parameter.
         """
-        parameters = {name for name, _ in module.named_parameters()}
+        own = {one for name, one in module.named_parameters() if name in names}
+        known = set(self.members(len(self)))
+        layer_modules = list(self.layer_modules)
+        for index in sorted(set(names.values())):
+            new = [name for name, place in names.items() if place == index]
+            members = [
+                path
+                for path, part in module.named_modules()
+                if path not in known
+                and (parameters := set(part.parameters()))
+                and parameters <= own
+                and any(name.startswith(f"{path}.") for name in new)
+            ]
+            parts = (part for path in members for part, _ in module.get_submodule(path).named_modules(prefix=path))
+            layer_modules[index] = dataclasses.replace(
+                layer_modules[index],
+                parameters=(*layer_modules[index].parameters, *new),
+                members=(*layer_modules[index].members, *dict.fromkeys(path for path in parts if path not in known)),
+            )
+        absent = tuple(name for name in self.absent if name not in names)
+        return dataclasses.replace(self, layer_modules=tuple(layer_modules), absent=absent)
+
+    def over_left_out(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return plasticity with that of the layer module before for those that were left out and never run.
+
+        Args:
+            values: plasticity of each layer module; NaN where it was not measured.
+        """
+        found = list(values)
+        for index, layer_module in enumerate(self.layer_modules):
+            if layer_module.left_out and index and math.isnan(found[index]):
+                found[index] = found[index - 1]
+        return tuple(found)
+
+    def contradiction(self, module: nn.Module, trained: Collection[str] | None = None) -> str | None:
+        """Compare the chain, which comes from a checkpoint, with a model in which nothing is frozen yet.
+
+        Args:
+            module: the model.
+            trained: names of the parameters that trained when the chain was stored; None if that is not known.
+
+        Returns:
+            In words, what the model lacks, or which parameters do not train any more; None if there is nothing like
+            that. What trains in addition may be held back before the first step.
+        """
+        parameters = dict(module.named_parameters())
         modules = {path for path, _ in module.named_modules()}
         missing = [name for name in self.prefix_parameters(len(self)) if name not in parameters]
         missing += [
@@ -221,10 +290,13 @@ class LayerChain:
         ]
         missing += [path for path in self.entries if path not in modules]
         if missing:
-            model = type(module).__name__
-            raise CheckpointError(
-                f"the checkpoint's layer chain does not fit {model}: the model lacks {first_of(missing)}"
-            )
+            return f"{type(module).__name__} lacks {first_of(missing)}"
+        if trained is None:
+            return None
+        train = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        if still := [name for name in trained if name not in train]:
+            return f"{first_of(still)} trained when the checkpoint was written, and does not now"
+        return None
 
     def to_state(self) -> dict[str, Any]:
         """Return the chain in plain types, for a checkpoint. `from_state` is the inverse."""
@@ -236,6 +308,7 @@ class LayerChain:
             "entries": list(self.entries),
             "max_depth": self.max_depth,
             "notes": list(self.notes),
+            "absent": list(self.absent),
         }
 
     @classmethod
@@ -245,7 +318,49 @@ class LayerChain:
         for entry in state["layer_modules"]:
             fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
             layer_modules.append(LayerModule(**fields))
-        return cls(tuple(layer_modules), tuple(state["entries"]), state["max_depth"], tuple(state["notes"]))
+        entries, notes, absent = (tuple(state.get(key, ())) for key in ("entries", "notes", "absent"))
+        return cls(tuple(layer_modules), entries, state["max_depth"], notes, absent)
+
+
+def _absent(trace: StepTrace, graph: set[Node], described: Sequence[LayerModule]) -> tuple[str, ...]:
+    """Names of the trainable parameters that the loss does not follow from, and that belong to no layer module."""
+    known = {trace.parameter_names.get(leaf, "") for leaf in trainable_leaves(list(graph))}
+    known.update(name for layer_module in described for name in layer_module.parameters)
+    return tuple(name for name, one in trace.parameters.items() if one.requires_grad and name not in known)
+
+
+def _with_left_out(chain: LayerChain, module: nn.Module) -> LayerChain:
+    """Return the chain with the layers that the traced step left out of a stack, as layer drop and stochastic depth do.
+
+    A stack is a list of which at least two elements are layer modules, in the order of the list. An element of the same
+    class, all of whose parameters took no part, is one too, in its place.
+    """
+    for path, stack in module.named_modules():
+        if not isinstance(stack, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        names = [f"{path}.{name}" if path else name for name, _ in stack.named_children()]
+        there = {name: index for index, name in enumerate(chain.names) if name in names}
+        if len(there) < 2 or list(there) != [name for name in names if name in there]:
+            continue
+        for name in names:
+            part = module.get_submodule(name)
+            own = [f"{name}.{inner}" for inner, one in part.named_parameters() if one.requires_grad]
+            alike = [other for other in there if type(module.get_submodule(other)) is type(part)]
+            if name in there or not own or not alike or not set(own) <= set(chain.absent):
+                continue
+            behind = [other for other in names[names.index(name) + 1 :] if other in there]
+            place = there[behind[0]] if behind else max(there.values()) + 1
+            model = chain.layer_modules[there[alike[0]]]
+            boundary = name + model.boundary.removeprefix(model.name) if _is_in(model.boundary, model.name) else name
+            inner = [path for path, inner in part.named_modules(prefix=name) if not keeps_its_mode(inner)]
+            layer = LayerModule(name, boundary, model.output_leaf, tuple(inner), tuple(own), (name,), place + 1, True)
+            chain = chain.inserted(layer, place)
+            there = {other: index + (index >= place) for other, index in there.items()} | {name: place}
+    return chain
+
+
+def _is_in(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
 
 
 def _describe(trace: StepTrace, graph: set[Node], boundaries: list[Boundary]) -> tuple[LayerModule, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 
 import torch
 from torch import nn
+
+from lightning_egeria.upstream.torch import has_dynamo, is_compiled_itself, is_compiled_module
 
 
 def eager() -> contextlib.AbstractContextManager[object]:
@@ -14,7 +15,7 @@ def eager() -> contextlib.AbstractContextManager[object]:
 
     Without it, each observed step would compile again. It does nothing in a process that has compiled nothing.
     """
-    if "torch._dynamo" not in sys.modules:
+    if not has_dynamo():
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
@@ -23,7 +24,7 @@ def eager() -> contextlib.AbstractContextManager[object]:
 def forget_compiled() -> None:
     """Make compiled modules compile again: before torch 2.12 they do not see a changed ``requires_grad``."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if "torch._dynamo" in sys.modules and version < (2, 12):
+    if has_dynamo() and version < (2, 12):
         torch.compiler.reset()
 
 
@@ -35,11 +36,6 @@ def is_compiled(module: nn.Module) -> bool:
     >>> is_compiled(nn.Sequential(nn.ReLU()))
     False
     """
-    if "torch._dynamo" not in sys.modules:
+    if not has_dynamo():
         return False
-    return getattr(module, "_compiler_ctx", None) is not None or any(  # which Lightning keeps of a LightningModule
-        part._compiled_call_impl is not None
-        or isinstance(part, torch._dynamo.OptimizedModule)
-        or hasattr(part.forward, "_torchdynamo_orig_callable")
-        for part in module.modules()
-    )
+    return is_compiled_module(module) or any(is_compiled_itself(part) for part in module.modules())

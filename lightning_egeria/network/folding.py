@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_egeria.upstream.torch import TorchDispatchMode
 
 
 class Folding(TorchDispatchMode):

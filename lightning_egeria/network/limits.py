@@ -92,7 +92,7 @@ def _learns_nothing(module: nn.Module, path: str) -> bool:
 def one_optimizer(
     chain: LayerChain, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
 ) -> LayerChain:
-    """Limit the chain to a prefix that belongs to one optimizer, and add a note if that is shorter.
+    """Limit the chain to a prefix that belongs to one optimizer, as what may join it does; add a note if it is shorter.
 
     Args:
         chain: chain of the model.
@@ -108,6 +108,10 @@ def one_optimizer(
         if parameter in names
     }
     first: int | None = None
+    front = {owners.get(name) for name in chain.prefix_parameters(1)}
+    # A network of another optimizer may train through the frozen layers, as a generator does through its critic.
+    own = tuple(name for name in chain.absent if owners.get(name) in front)
+    chain = dataclasses.replace(chain, absent=own)
     for index, layer_module in enumerate(chain.layer_modules):
         for name in layer_module.parameters:
             owner = owners.get(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -36,6 +36,44 @@ def normalisation_layers(module: nn.Module) -> dict[str, bool]:
             if values:
                 found[path] = all(map(_differs_by_channel, values))
     return found
+
+
+def of_trained_weights(
+    module: nn.Module, layers: Mapping[str, bool], trained: Collection[nn.Parameter]
+) -> dict[str, bool]:
+    """Return the normalisation layers that say something about weights that train.
+
+    A layer with parameters does if one of them trains. One without normalises the module in front of it, and does if
+    that trains.
+
+    Args:
+        module: the model.
+        layers: output of `normalisation_layers`.
+        trained: parameters of the model that train.
+
+    >>> net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+    >>> of_trained_weights(net, normalisation_layers(net), list(net[2].parameters()))
+    {'3': False}
+    """
+    known = set(trained)
+    parts = dict(module.named_modules())
+    return {path: left for path, left in layers.items() if not known.isdisjoint(_parameters_beside(parts, path))}
+
+
+def _parameters_beside(parts: Mapping[str, nn.Module], path: str) -> list[nn.Parameter]:
+    """The parameters of a module; without any, those of its nearest neighbour in front, then behind."""
+    while path in parts and not any(True for _ in parts[path].parameters()):
+        parent, _, name = path.rpartition(".")
+        if not name:
+            return []
+        neighbours = dict(parts[parent].named_children())
+        names = list(neighbours)
+        place = names.index(name) if name in names else 0
+        for neighbour in (*reversed(names[:place]), *names[place + 1 :]):
+            if found := list(neighbours[neighbour].parameters()):
+                return found
+        path = parent
+    return list(parts[path].parameters()) if path in parts else []
 
 
 def looks_trained(layers: Iterable[bool]) -> bool:

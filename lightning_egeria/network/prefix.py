@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_egeria.network.belonging import keeps_its_mode
 from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.upstream.torch import BatchNorm
 
 SETTLING_STEPS = 40  # after which 1.5 % of a running statistic is older than the freeze
 SETTLING_MOMENTUM = 0.1
@@ -56,10 +57,12 @@ class FrozenPrefix:
         self.settled_depth = 0
         self.version = 0
         self._frozen_parameters: list[nn.Parameter] = []
+        self._shown = False  # as they are without this class
         self._members: list[nn.Module] = []
         self._held: list[tuple[nn.Module, bool, bool]] = []  # members in evaluation mode; their and the root's before
-        self._settling: dict[_BatchNorm, int] = {}  # steps left
-        self._momentum_before: dict[_BatchNorm, float | None] = {}  # while a step runs
+        self._asserting: list[nn.Module] = []  # with a ``train`` of their own, which may not mind frozen parts
+        self._settling: dict[BatchNorm, int] = {}  # steps left
+        self._momentum_before: dict[BatchNorm, float | None] = {}  # while a step runs
 
     def set_depth(self, depth: int) -> None:
         """Freeze or unfreeze so that exactly the first ``depth`` layer modules are frozen.
@@ -74,11 +77,46 @@ class FrozenPrefix:
         new = set(members) - set(self._members)
         settling = {module: steps for module, steps in self._settling.items() if module in members}
         for module in members:
-            if module in new and isinstance(module, _BatchNorm) and module.training and follows_slowly(module):
+            if module in new and isinstance(module, BatchNorm) and module.training and follows_slowly(module):
                 settling[module] = SETTLING_STEPS
         self._freeze(depth, settling)
 
-    def _freeze(self, depth: int, settling: dict[_BatchNorm, int]) -> None:
+    def show(self) -> bool:
+        """Let frozen parameters look as they do unfrozen, for code that reads ``requires_grad`` between two batches.
+
+        A program may save, export or count what trains, and mean what it has not frozen itself.
+
+        Returns:
+            Whether they did not look so before.
+        """
+        changed, self._shown = not self._shown, True
+        for parameter in self._frozen_parameters:
+            parameter.requires_grad_(True)
+        return changed
+
+    def hide(self) -> None:
+        """End `show`, before the next forward. Safe to call twice."""
+        if self._shown:
+            self._shown = False
+            for parameter in self._frozen_parameters:
+                parameter.requires_grad_(False)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Return a context in which `show` holds."""
+        changed = self.show()
+        try:
+            yield
+        finally:
+            if changed:
+                self.hide()
+
+    def extend(self, chain: LayerChain) -> None:
+        """Take the chain with more parameters in its layer modules, and freeze those of the prefix."""
+        self.chain = chain
+        self._freeze(self.depth, self._settling)
+
+    def _freeze(self, depth: int, settling: dict[BatchNorm, int]) -> None:
         self._thaw()
         for parameter in self.chain.parameters_of(self.module, depth).values():
             parameter.grad = None  # with a gradient, momentum and weight decay would keep moving it
@@ -103,6 +141,7 @@ class FrozenPrefix:
 
     def batch_start(self) -> None:
         """Prepare the frozen modules for a forward."""
+        self.hide()
         self.assert_modes()
         for module in self._settling:
             if module not in self._momentum_before:
@@ -136,7 +175,7 @@ class FrozenPrefix:
         if depth != self.depth:
             modules = dict(zip(self.chain.members(depth), self._modules_of(depth), strict=True))
             found = {modules[path]: int(steps) for path, steps in state["settling"].items() if path in modules}
-            self._freeze(depth, {module: steps for module, steps in found.items() if isinstance(module, _BatchNorm)})
+            self._freeze(depth, {module: steps for module, steps in found.items() if isinstance(module, BatchNorm)})
 
     def _hold_in_evaluation(self) -> None:
         held = {module for module, *_ in self._held}
@@ -146,6 +185,11 @@ class FrozenPrefix:
             self._held.append((module, module.training, self.module.training))
             # The user's code may call ``self.train()`` anywhere, even inside a training step.
             vars(module).setdefault("train", _StayInEvaluation(module))
+        held = {module for module, *_ in self._held}
+        for module in self.module.modules() if held else ():
+            if type(module).train is not nn.Module.train and module not in held and "train" not in vars(module):
+                vars(module)["train"] = _ThenAssertModes(module, self)
+                self._asserting.append(module)
         self.assert_modes()
 
     def assert_modes(self) -> None:
@@ -194,6 +238,7 @@ class FrozenPrefix:
     def _thaw(self) -> None:
         for parameter in self._frozen_parameters:
             parameter.requires_grad_(True)
+        self._shown = False
         self.batch_end()
         self._release()
         self._frozen_parameters, self._members, self._settling = [], [], {}
@@ -204,10 +249,13 @@ class FrozenPrefix:
                 del vars(module)["train"]
             # An error in validation leaves the whole model in evaluation mode.
             module.training = training and (self.module.training or not root_training)
-        self._held = []
+        for module in self._asserting:
+            if isinstance(vars(module).get("train"), _ThenAssertModes):
+                del vars(module)["train"]
+        self._held, self._asserting = [], []
 
 
-def follows_slowly(module: _BatchNorm) -> bool:
+def follows_slowly(module: BatchNorm) -> bool:
     """Whether the running statistics average over many batches; with a momentum of 0 they never change."""
     momentum = module.momentum
     return module.running_mean is not None and (momentum is None or 0 < momentum < SETTLING_MOMENTUM)
@@ -224,6 +272,21 @@ class _StayInEvaluation:
         for child in self._module.children():  # some may not be frozen
             child.train(mode)
         return self._module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(self._module).train, self._module)
+
+
+class _ThenAssertModes:
+    """Replaces ``train`` of a module whose class has its own, which may set the mode of its parts directly."""
+
+    def __init__(self, module: nn.Module, prefix: FrozenPrefix) -> None:
+        self._module, self._prefix = module, prefix
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        module = type(self._module).train(self._module, *args, **kwargs)
+        self._prefix.assert_modes()
+        return module
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (type(self._module).train, self._module)

@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_egeria.upstream.torch import is_fsdp_unit, without_fsdp_state
+
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether the module is a unit of FSDP2, which gathers its weights for each call."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    return any(map(is_fsdp_unit, type(module).__mro__))
 
 
 def holds_shards(module: nn.Module) -> bool:
@@ -28,7 +30,7 @@ def undivided(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
     >>> undivided(nn.ReLU())[0].__name__
     'ReLU'
     """
-    state = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api_state_key")}
+    state = without_fsdp_state(vars(module))
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = state[name]
         own = {number: hook for number, hook in hooks.items() if not _is_of_fsdp(hook)}
@@ -37,7 +39,7 @@ def undivided(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
             if extra in state:
                 state[extra] = type(state[extra])({n: value for n, value in state[extra].items() if n in own})
     bases = type(module).__mro__
-    place = next((number for number, base in enumerate(bases) if base.__name__ == "FSDPModule"), -1)
+    place = next((number for number, base in enumerate(bases) if is_fsdp_unit(base)), -1)
     return bases[place + 1], state
 
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.network.forwards import Forward, ForwardReplacements
 from lightning_egeria.network.sharding import is_sharded
+from lightning_egeria.upstream.torch import base_of, is_cast
 
 
 @dataclasses.dataclass(eq=False)
@@ -158,7 +159,8 @@ class StepTrace:
 
 def _with_base(tensor: Tensor) -> list[Tensor]:
     """The tensor, and the one that it is a view of."""
-    return [tensor] if tensor._base is None else [tensor, tensor._base]
+    base = base_of(tensor)
+    return [tensor] if base is None else [tensor, base]
 
 
 def walk(roots: Iterable[Node], visited: set[Node]) -> list[Node]:
@@ -185,7 +187,7 @@ def leaf_of(node: Node) -> Tensor | None:
     Autocast makes one low-precision cast of a weight for all its uses in a step. The cast counts as the weight;
     otherwise a weight with two uses would seem to have one.
     """
-    if node.name() == "ToCopyBackward0" and len(node.next_functions) == 1:
+    if is_cast(node):
         upstream = node.next_functions[0][0]
         node = upstream if upstream is not None else node
     variable = getattr(node, "variable", None)

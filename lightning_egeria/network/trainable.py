@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,12 +19,27 @@ class TrainableParameters:
     def __init__(self) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
         self._trainable: set[str] = set()
+        self._held: dict[str, nn.Parameter] = {}  # those that were not trainable at `note`
         self._group = (0, 0)  # index of the front's optimizer and parameter group; the first ones until `follow`
 
-    def note(self, module: nn.Module) -> None:
-        """Remember the parameters of the module, and which of them are trainable."""
+    def note(self, module: nn.Module, trainable: Collection[str] | None = None) -> None:
+        """Remember the parameters of the module, and which of them are trainable.
+
+        Args:
+            module: the model.
+            trainable: their names; None takes those that are now.
+        """
         self._parameters = dict(module.named_parameters())
-        self._trainable = _trainable(module)
+        self._trainable = _trainable(module) if trainable is None else set(trainable)
+        self._held = {name: one for name, one in self._parameters.items() if name not in self._trainable}
+
+    def names(self) -> list[str]:
+        """Return the names of the parameters that are trainable now, of those that were there at `note`."""
+        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+
+    def has_new(self) -> bool:
+        """Whether a parameter is trainable now that was there at `note` and was not; fast enough for each step."""
+        return any(parameter.requires_grad for parameter in self._held.values())
 
     def new_in(self, module: nn.Module) -> list[str]:
         """Return the names of parameters that are trainable now and were not at `note`."""

@@ -11,7 +11,6 @@ from torch import nn
 from lightning_egeria.distributed.contributors import ContributorMean
 from lightning_egeria.distributed.exchange import GradientExchange
 from lightning_egeria.distributed.groups import RankGroups
-from lightning_egeria.distributed.reducer import rebuild_reducer
 from lightning_egeria.distributed.rescaled import RescaledMean
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
@@ -216,13 +215,6 @@ class StructuredPartialBackprop(LayerFinding):
         elif not isinstance(plan, GradedPlan):
             told = ", ".join(map(str, plan.lengths(0, len(chain))))
             self.notices.inform(f"gradients of the last {told} of {len(chain)} layer modules on rank 0, 1, ...")
-
-    def start_over(self) -> None:
-        """Find the layer chain again, because more parameters are trainable."""
-        strategy = self._strategy
-        super().start_over()
-        if not self.follows:
-            rebuild_reducer(strategy, ())  # DDP does not know the new parameters
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log what the run left out."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -19,6 +18,7 @@ from lightning_egeria.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.batches.order import EpochOrder, digest_of, share_of
 from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.snapshots.random_state import preserved_random_state
+from lightning_egeria.upstream.lightning import prepared_for_training
 
 _INSTEAD = "A batch size that changes needs one torch DataLoader with batches of a map-style dataset"
 
@@ -66,8 +66,8 @@ class AdaptedLoader:
         own = loader.batch_sampler
         self._joined = type(own) is not BatchSampler
         self._sampler = own if self._joined else own.sampler  # not the DataLoader's, if it was given a batch sampler
-        shared = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
-        self.loader: DataLoader[Any] = copy.copy(shared)  # type: ignore[arg-type]  # it is a DataLoader as the user's
+        shared = prepared_for_training(trainer, loader)
+        self.loader: DataLoader[Any] = copy.copy(shared)  # it is a DataLoader as the user's
         self.batches = MutableBatchSampler.like(self.loader.batch_sampler, started=self._begin)
         self._place: _Place | None = None
         self._resumed: _Place | None = None

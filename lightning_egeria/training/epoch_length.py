@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_egeria.upstream.lightning import combined_loader, data_fetcher
+
 
 def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
     """Let the epoch in progress, and those after it, have this many batches.
@@ -19,7 +21,7 @@ def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
         batches: number of batches in the epoch, the ones so far included.
     """
     loop: Any = trainer.fit_loop
-    loader, fetcher = loop._combined_loader, loop._data_fetcher
+    loader, fetcher = combined_loader(trainer), data_fetcher(trainer)
     if loader is not None:
         loader.limits = [math.inf] * len(loader.flattened)  # the length of the loader is the limit
     if fetcher is not None and fetcher.length is not None:

@@ -14,6 +14,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.upstream.lightning import data_fetcher, set_data_fetcher
 
 MOST_BYTES = 2**30  # of batches that are kept
 
@@ -93,21 +94,20 @@ class Feed:
     @classmethod
     def install(cls, trainer: pl.Trainer, owner: Any, before_batch: Callable[[], None]) -> Feed:
         """Have a function called before each batch of the epoch that begins, until `remove`; one feed serves all."""
-        loop: Any = trainer.fit_loop
-        if not isinstance(loop._data_fetcher, cls):
-            loop._data_fetcher = cls(loop._data_fetcher)
-        feed: Feed = loop._data_fetcher
+        feed = data_fetcher(trainer)
+        if not isinstance(feed, cls):
+            feed = cls(feed)
+            set_data_fetcher(trainer, feed)
         feed.before_batch[owner] = before_batch
         return feed
 
     @classmethod
     def remove(cls, trainer: pl.Trainer, owner: Any) -> None:
         """Call the function of an owner no more; without any, the Trainer has its data fetcher back. Safe to repeat."""
-        loop: Any = trainer.fit_loop
-        feed = loop._data_fetcher
+        feed = data_fetcher(trainer)
         if isinstance(feed, cls):
             feed.before_batch.pop(owner, None)
-            loop._data_fetcher = feed if feed.before_batch else feed.fetcher
+            set_data_fetcher(trainer, feed if feed.before_batch else feed.fetcher)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._OWN:  # while it is being copied

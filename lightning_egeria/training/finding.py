@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError, CheckpointError, first_of
@@ -17,8 +17,11 @@ from lightning_egeria.network.limits import depth_limit
 from lightning_egeria.training.adapter import ObserverCallback
 from lightning_egeria.training.checkpoints import checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.freezer import tell_what_trains
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.search import LayerSearch
+from lightning_egeria.upstream.checks import check
+from lightning_egeria.upstream.lightning import only_recomputes_statistics
 
 STATE_VERSION = 1
 
@@ -31,6 +34,21 @@ class Stage(enum.Enum):
     WAITING = "waiting"  # too few layer modules are trainable; looks again at the start of the next epoch
     STARTING = "starting"  # there is a chain, and the method starts
     READY = "ready"  # the method runs
+
+
+# The stages that may follow each one, and why. IDLE may follow any: `fit` ends, or fails. `LayerFinding._enter` is the
+# only way into a stage, so what a transition brings with it does not depend on how it came about.
+TRANSITIONS: dict[Stage, dict[Stage, str]] = {
+    Stage.IDLE: {Stage.LOOKING: "fit starts"},
+    Stage.LOOKING: {
+        Stage.LOOKING: "more parameters train",
+        Stage.WAITING: "too few layer modules train, in the step or in the checkpoint",
+        Stage.STARTING: "the chain of the step, of the checkpoint, or of another callback",
+    },
+    Stage.WAITING: {Stage.LOOKING: "an epoch begins, or more parameters train"},
+    Stage.STARTING: {Stage.READY: "the method has started"},
+    Stage.READY: {Stage.LOOKING: "more parameters train, or another callback has found another chain"},
+}
 
 
 class LayerFinding(ObserverCallback):
@@ -123,9 +141,12 @@ class LayerFinding(ObserverCallback):
         return self._stage is not Stage.IDLE
 
     def start_over(self) -> None:
-        """Stop the method and find the layer chain again, because more parameters are trainable."""
-        self._close()
-        self._stage, self.chain, self._final = Stage.LOOKING, None, None
+        """Stop the method and find the layer chain again."""
+        self._enter(Stage.LOOKING)
+        self.chain = self._final = None
+
+    def chain_outdated(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
+        """The model contradicts the chain of a checkpoint, which is not used. Does nothing by default."""
 
     @property
     def layer_modules(self) -> list[str]:
@@ -144,40 +165,61 @@ class LayerFinding(ObserverCallback):
             self.forget_fit()
         check_combination(methods_of(trainer))
         self.check_trainer(trainer)
+        check(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the search for layer modules."""
         self.notices = Notices(self._topic)
         self._search = LayerSearch(self.ranks, self.notices, self._named_layer_modules, self.freeze_until)
-        self._stage = Stage.IDLE if getattr(trainer, "fast_dev_run", False) else Stage.LOOKING
+        if not getattr(trainer, "fast_dev_run", False):
+            self._enter(Stage.LOOKING)
+        self._search.trainable.note(pl_module)  # as the strategy has just wrapped it
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start from the checkpoint, now that the optimizers exist."""
         state = self._restored
-        if self._stage is Stage.IDLE or state is None or state["chain"] is None:
+        if self._stage is Stage.IDLE or state is None:
             self.forget_fit()
             return
-        self._search.trainable.note(pl_module)
         with checkpoint_read(self._topic):
-            chain = LayerChain.from_state(state["chain"])
+            chain = None if state["chain"] is None else LayerChain.from_state(state["chain"])
+            trained = list(state["trained"]) if "trained" in state else None
+        if released := released_again(trainer, pl_module, trained or ()):
+            self.notices.warn(
+                f"a callback froze {first_of(released)} when the run resumed, which trained when the checkpoint was "
+                "written. They train on, as in a run without interruption"
+            )
+            tell_what_trains(trainer.strategy)
+        self._search.trainable.note(pl_module)
+        if chain is not None and (change := chain.contradiction(pl_module, trained)) is not None:
+            self.notices.warn(
+                f"the layer chain in the checkpoint is not that of the model: {change}. Everything trains now, and the "
+                "layer modules are found again"
+            )
+            self.chain_outdated(trainer, state)
+        elif chain is not None:
             self._search.check_restored(chain, state["layer_modules"])
             limit = depth_limit(chain, self.freeze_until)
-        self._start(trainer, pl_module, dataclasses.replace(chain, max_depth=limit), state)
+            self._start(trainer, pl_module, dataclasses.replace(chain, max_depth=limit), state)
+            # A callback may hold back what did not train, when the epoch begins; else it is noticed in the first step.
+            self._search.trainable.note(pl_module, trained)
+        elif state.get("waiting", False):
+            self._enter(Stage.WAITING)
         self._restored = None  # not earlier: a checkpoint on an exception stores it
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Observe the first step to find the layer chain."""
-        if self._stage is not Stage.IDLE and getattr(trainer.fit_loop, "_skip_backward", False):
+        if self._stage is not Stage.IDLE and only_recomputes_statistics(trainer):
             # Stochastic weight averaging has finished training and recomputes all running statistics; frozen modules
             # would keep theirs.
             self._close()
+        if self._stage is not Stage.IDLE and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._follow_what_trains(trainer, pl_module, thoroughly=batch_idx == 0)
         if batch_idx == 0 and self._stage is Stage.WAITING:
-            self._stage = Stage.LOOKING  # only a step can show whether more parameters train by now
-        if batch_idx == 0 and self._stage is Stage.READY:
-            self._start_over_if_more_learns(pl_module)
+            self._enter(Stage.LOOKING)  # only a step can show whether more layer modules train by now
         source = self.chain_source(trainer) if self._stage is not Stage.IDLE else None
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if source is not None:
@@ -189,9 +231,10 @@ class LayerFinding(ObserverCallback):
         """Find the layer chain after the first forward."""
         if self._search.is_looking:
             chain = self._search.chain(pl_module, loss, trainer.optimizers, self.takes_frozen_layers)
-            self._stage = Stage.WAITING
             if chain is not None:
                 self._start(trainer, pl_module, chain, None)
+            else:
+                self._enter(Stage.WAITING)
         super().on_before_backward(trainer, pl_module, loss)
 
     def on_train_batch_end(
@@ -235,8 +278,14 @@ class LayerFinding(ObserverCallback):
             "version": STATE_VERSION,
             "chain": self.chain.to_state() if self.chain is not None and self.chain.learns else None,
             "layer_modules": self._named_layer_modules,
+            "trained": self.trained_names(),
+            "waiting": self._stage is Stage.WAITING,
             **self.own_state(),
         }
+
+    def trained_names(self) -> list[str]:
+        """Return the names of the parameters that train, where this method lets them."""
+        return self._search.trainable.names()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts, because the method needs the optimizers.
@@ -260,10 +309,10 @@ class LayerFinding(ObserverCallback):
     def _start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
     ) -> None:
-        chain.check_fits(pl_module)
-        self.chain, self._stage = chain, Stage.STARTING  # from here on, `on_exception` cleans up
+        self.chain = chain
+        self._enter(Stage.STARTING)  # from here on, `on_exception` cleans up
         self.chain_found(trainer, pl_module, chain, state)
-        self._stage = Stage.READY
+        self._enter(Stage.READY)
 
     def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule, source: LayerFinding) -> None:
         """Start with the layer chain of another callback, or start over if that has found another one."""
@@ -278,8 +327,16 @@ class LayerFinding(ObserverCallback):
         self._search.trainable.note(pl_module)
         self._start(trainer, pl_module, chain, None)
 
-    def _start_over_if_more_learns(self, pl_module: pl.LightningModule) -> None:
-        """Find the layer chain again if more parameters are trainable, as when a callback releases a backbone."""
+    def _follow_what_trains(self, trainer: pl.Trainer, pl_module: pl.LightningModule, thoroughly: bool) -> None:
+        """Find the layer chain again if more parameters train, as when a callback releases a backbone.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the model, between two optimizer steps.
+            thoroughly: whether to look also for parameters that are new in the model.
+        """
+        if not (thoroughly or self._search.trainable.has_new()):
+            return
         known = set(self.chain.prefix_parameters(len(self.chain))) if self.chain is not None else set()
         new = [name for name in self._search.trainable.new_in(pl_module) if name not in known]  # a frozen one is known
         if not new:
@@ -290,16 +347,53 @@ class LayerFinding(ObserverCallback):
                 "now, and the layer modules are found again"
             )
         self.start_over()
+        self._search.trainable.note(pl_module)
+        if self.chain_source(trainer) is None:  # which has done it
+            tell_what_trains(trainer.strategy)
+
+    def _enter(self, stage: Stage) -> None:
+        """Go to a stage; the only way into one. A transition that leaves a chain stops the method that uses it."""
+        before = self._stage
+        assert stage is Stage.IDLE or stage in TRANSITIONS[before], f"{before} -> {stage}"
+        try:
+            if before in (Stage.LOOKING, Stage.WAITING, Stage.READY) and stage is Stage.IDLE:
+                self._final = self.state_dict()  # before `chain_released` drops it
+        finally:
+            self._stage = stage
+            if before is Stage.LOOKING:
+                self._search.stop()
+            if before in (Stage.STARTING, Stage.READY) and stage is not Stage.READY:
+                self.observers.abort()
+                self.chain_released()
 
     def _close(self) -> None:
         """Stop the method and restore the user's settings. Safe to call twice."""
         self._search.stop()
-        stage, self._stage = self._stage, Stage.IDLE
         self.observers.abort()
-        if stage not in (Stage.STARTING, Stage.READY):
-            return
-        try:
-            if stage is Stage.READY:
-                self._final = self.state_dict()  # before `chain_released` drops it
-        finally:
-            self.chain_released()
+        self._enter(Stage.IDLE)
+
+
+def released_again(trainer: Any, module: nn.Module, trained: Iterable[str]) -> list[str]:
+    """Let parameters train again that Lightning's ``BaseFinetuning`` froze when a run resumed; return their names.
+
+    It freezes in ``setup`` and releases in one epoch, so a run that resumes behind that epoch would train them no more
+    (Lightning issue 21901).
+
+    Args:
+        trainer: the Trainer, with the optimizers of the checkpoint.
+        module: the model.
+        trained: names of the parameters that trained when the checkpoint was written.
+    """
+    kinds = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+    if "BaseFinetuning" not in kinds:  # `lightning` and `pytorch_lightning` have a class each
+        return []
+    stepped = {one for optimizer in trainer.optimizers for group in optimizer.param_groups for one in group["params"]}
+    parameters, found = dict(module.named_parameters()), []
+    for name in trained:
+        if name in parameters and not parameters[name].requires_grad and parameters[name] in stepped:
+            parameters[name].requires_grad_(True)
+            owner = module.get_submodule(name.rpartition(".")[0])
+            if hasattr(owner, "track_running_stats"):
+                owner.track_running_stats = True  # type: ignore[assignment]  # as the callback does when it releases batch normalisation
+            found.append(name)
+    return found

@@ -57,6 +57,7 @@ class FirstStep:
         optimizers: Sequence[Optimizer],
         layer_modules: Sequence[str] | None = None,
         freeze_until: str | float | None = None,
+        or_frozen: bool = False,
     ) -> LayerChain:
         """Return the layer chain once the forward is over. Every rank must call it.
 
@@ -65,6 +66,7 @@ class FirstStep:
             optimizers: all optimizers of the run.
             layer_modules: paths of the layer modules; None finds them.
             freeze_until: limit of the prefix, as for `PrefixFreezing`.
+            or_frozen: with a limit of 0, return `LayerChain.of_frozen` if there is one.
 
         Raises:
             LayerChainError: if there is none; raised on all ranks.
@@ -76,6 +78,8 @@ class FirstStep:
         if self._trace is not None:
             try:
                 found = find_chain(self._trace, loss, optimizers, layer_modules, freeze_until)
+                if or_frozen and found.max_depth == 0 and freeze_until == 0:
+                    found = LayerChain.of_frozen(self._trace, loss) or found
             except TooFewLayersError as failure:
                 error, found = failure, LayerChain.of_frozen(self._trace, loss)
             except LayerChainError as failure:

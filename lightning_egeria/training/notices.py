@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import rich
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.file_proxy import FileProxy
+
+from lightning_egeria.upstream.terminal import above_tqdm, rich_at_rest
 
 # A child of Lightning's logger: its lines appear where Lightning's do.
 _log = logging.getLogger("lightning.pytorch.lightning_egeria")
@@ -20,18 +21,8 @@ _log = logging.getLogger("lightning.pytorch.lightning_egeria")
 def log_line(text: str) -> None:
     """Log one line, on rank 0 only."""
     if getattr(rank_zero_only, "rank", 0) == 0:
-        with _above_the_bar(), _above_live_display():
+        with above_tqdm(), _above_live_display():
             _log.info(text)
-
-
-def _above_the_bar() -> contextlib.AbstractContextManager[object]:
-    """Takes TQDM's bars, which stand at the end of an open line, off the terminal meanwhile."""
-    tqdm = sys.modules.get("tqdm")
-    # Without a bar, tqdm would make a lock for several processes first.
-    if tqdm is None or not getattr(tqdm.tqdm, "_instances", True):
-        return contextlib.nullcontext()
-    above: contextlib.AbstractContextManager[object] = tqdm.tqdm.external_write_mode()
-    return above
 
 
 @contextlib.contextmanager
@@ -55,10 +46,7 @@ def _above_live_display() -> Iterator[None]:
     finally:
         for handler, proxy, written in moved:
             handler.setStream(proxy.rich_proxied_file)
-            with contextlib.ExitStack() as at_rest:
-                # Rich looks where the bar stands, and writes later: its own thread would draw in between.
-                for live in getattr(rich.get_console(), "_live_stack", ()):
-                    at_rest.enter_context(live._lock)
+            with rich_at_rest():
                 proxy.write(written.getvalue())
 
 

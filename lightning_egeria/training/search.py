@@ -81,7 +81,7 @@ class LayerSearch:
         """
         assert self._step is not None  # `start` comes first
         try:
-            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until)
+            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until, or_frozen)
         except TooFewLayersError as error:
             frozen = self._step.frozen
             if or_frozen and frozen is not None and self._layer_modules is None:

@@ -9,6 +9,7 @@ import torch
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.training.notices import Notices
+from lightning_egeria.upstream.ddp import averages_models, settings_of
 
 TRIED = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 _ALTERNATIVE = "Use strategy='ddp' or ModelParallelStrategy (FSDP2)"
@@ -58,12 +59,12 @@ def _reason_against(strategy: Any) -> str | None:
         why = _REASONS.get(name, f"freezing is not tested with {name}")
         return f"{why}. {_ALTERNATIVE}"
     if name == "DDPStrategy":
-        if strategy._ddp_kwargs.get("static_graph"):
+        if settings_of(strategy).get("static_graph"):
             return (
                 "static_graph=True promises DDP that the set of trained parameters never changes, but freezing changes "
                 "it. Leave static_graph out"
             )
-        if strategy._model_averaging_period is not None:
+        if averages_models(strategy):
             return "post-local SGD lets ranks differ between averages, and freezing needs them equal. Use plain DDP"
     if name == "ModelParallelStrategy" and strategy.device_mesh["tensor_parallel"].size() > 1:
         return "freezing is not tested with tensor parallelism. Use tensor_parallel_size=1"

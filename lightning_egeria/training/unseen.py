@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_egeria.training.freezer import Freezer
 from lightning_egeria.training.rehearsal import with_callbacks, without_logs
 from lightning_egeria.training.silent import silent_callback, silent_logger
+from lightning_egeria.upstream.lightning import count_logging_step, is_accumulating
 
 
 class BranchRecorder(pl.Callback):
@@ -82,8 +83,8 @@ def advance(trainer: pl.Trainer, feed: Any) -> None:
     loop.restarting = False
     loop.advance(feed)
     loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-    if not loop._should_accumulate():
-        loop._batches_that_stepped += 1
+    if not is_accumulating(trainer):
+        count_logging_step(trainer)
 
 
 @contextlib.contextmanager
@@ -98,8 +99,11 @@ def saving_later(trainer: pl.Trainer) -> Iterator[list[tuple[str, bool]]]:
     def save_checkpoint(filepath: Any, weights_only: bool = False, *args: Any, **kwargs: Any) -> None:
         waiting.append((os.fspath(filepath), bool(weights_only)))
 
+    before = vars(trainer).get("save_checkpoint")
     vars(trainer)["save_checkpoint"] = save_checkpoint
     try:
         yield waiting
     finally:
         vars(trainer).pop("save_checkpoint", None)
+        if before is not None:
+            vars(trainer)["save_checkpoint"] = before

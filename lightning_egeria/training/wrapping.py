@@ -9,10 +9,15 @@ from typing import Any, Self
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from lightning_egeria.errors import ArgumentError, CheckpointError
+from lightning_egeria.upstream.lightning import (
+    let_hooks_belong_to,
+    logs_hyperparameters,
+    set_logs_hyperparameters,
+)
+from lightning_egeria.upstream.torch import tree_leaves
 
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = ("val_dataloader", "test_dataloader", "predict_dataloader")
@@ -83,12 +88,12 @@ class WrappingDataModule(pl.LightningDataModule):
     @property
     def _log_hyperparams(self) -> bool:
         """Whether Lightning logs them: as the user's data module says."""
-        return bool(vars(self)["datamodule"]._log_hyperparams) if "datamodule" in vars(self) else False
+        return logs_hyperparameters(vars(self)["datamodule"]) if "datamodule" in vars(self) else False
 
     @_log_hyperparams.setter
     def _log_hyperparams(self, value: bool) -> None:
         if "datamodule" in vars(self):
-            self.datamodule._log_hyperparams = value
+            set_logs_hyperparameters(self.datamodule, value)
 
     @property
     def hparams(self) -> Any:
@@ -121,9 +126,7 @@ class WrappingDataModule(pl.LightningDataModule):
         The Trainer asks who has hooks for batches, and warns where the model and a data module both might. Where the
         user gave a DataLoader, there is no data module to warn about.
         """
-        selector = trainer._data_connector._datahook_selector
-        if selector is not None:
-            selector.datamodule = None if self.wraps_loader else self.datamodule
+        let_hooks_belong_to(trainer, None if self.wraps_loader else self.datamodule)
 
     def prepare_data(self) -> None:
         """As the user's."""
@@ -199,7 +202,7 @@ def _give_back_hyperparameters(wrapper: str, datamodule: pl.LightningDataModule)
 
 
 def _as_module(train_dataloader: Any, val_dataloaders: Any) -> pl.LightningDataModule:
-    for loader in pytree.tree_leaves(train_dataloader):
+    for loader in tree_leaves(train_dataloader):
         if isinstance(loader, (str, bytes, Tensor)) or not isinstance(loader, Iterable):
             raise ArgumentError(
                 f"expected a LightningDataModule or a DataLoader, got {type(loader).__name__}. Of a dataset, make a "

@@ -324,7 +324,7 @@ def test_the_user_may_know_better():
         ("layer_modules", "layer1"),
         ("reference_precision", "int4"),
         ("timeout_s", 0.0),
-        ("freeze_until", 0.0),
+        ("freeze_until", -0.1),
         ("freeze_until", 1.1),
         ("policy", FreezingPolicy),
         ("policy", "FreezingPolicy"),

@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing.int8 import Int8Layers
+from lightning_egeria.freezing.reference import Evaluation, ReferenceModel
+from lightning_egeria.network.calls import NetworkCall
+from lightning_egeria.network.chain import LayerChain
 
 
 def convolutions():
@@ -204,3 +207,36 @@ def test_a_torch_without_the_kernels_is_refused(monkeypatch):
     with pytest.raises(UnsupportedError, match="cannot run Conv2d in int8"):
         Int8Layers(network)
     assert not any("forward" in vars(module) for module in network.modules())
+
+
+def test_a_kernel_that_has_changed_is_named(monkeypatch):
+    """Each layer then runs in float32, and nothing is called int8."""
+
+    def changed(*_):
+        raise RuntimeError("qlinear_pointwise() is missing value for argument 'new'\nDeclaration: ...")
+
+    network = new(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    x = torch.randn(2, 3)
+    expected = network(x)
+    layers = Int8Layers(network)
+    monkeypatch.setattr("lightning_egeria.freezing.int8._quantized_input", changed)
+    assert torch.equal(network(x), expected)
+    assert layers.ran == set()
+    text = "2 of 2 layers run in float32 instead of int8, such as '0': qlinear_pointwise() is missing value for"
+    assert layers.describe() == f"{text} argument 'new'"
+
+
+def test_a_reference_without_its_kernels_says_so(monkeypatch):
+    network = new(lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, 2)))
+    chain = LayerChain.trace(network.requires_grad_(True), lambda: network(torch.ones(4, 3)).sum())
+    monkeypatch.setattr("lightning_egeria.freezing.int8._quantized_input", lambda _: no_kernel())
+    reference = ReferenceModel(chain, 8, "int8")
+    calls = [NetworkCall("", (torch.randn(4, 3),), {})]
+    evaluation = Evaluation(calls, {"": copy.deepcopy(network)}, 0)
+    answer = reference(evaluation, {"": copy.deepcopy(network)})
+    assert answer.precision != "int8"
+    assert "2 of 2 layers run in float32 instead of int8" in answer.reason or "3 of 3 layers" in answer.reason
+
+
+def no_kernel():
+    raise RuntimeError("there is no such kernel")

@@ -158,12 +158,12 @@ def test_ranks_take_the_answer_of_the_first(monkeypatch):
     callback = freezing()
     fit(module(), callback, epochs=1)
     asked = []
-    monkeypatch.setattr(callback.ranks, "share", lambda value: asked.append(value) or [True, True])
+    monkeypatch.setattr(callback.ranks, "share", lambda value: asked.append(value) or [[True, True], 1])
     policy, chain = FreezingPolicy(), callback.freezer.chain
     norms = dict.fromkeys(normalisation_layers(callback.freezer.prefix.module), False)
-    answer_auto(policy, None, norms, chain, callback.ranks, callback.notices)
+    answer_auto(policy, norms, chain, callback.ranks, callback.notices)
     assert policy.pretrained is True
-    assert asked == [[False, False]]
+    assert asked == [[[False, False], 0]]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,6 @@ def test_ranks_take_the_answer_of_the_first(monkeypatch):
         ({"a": True, "b": False, "decoder.norm": False}, None),  # nothing tells that the front is trained
         ({"a": True, "b": True}, None),
         ({}, None),
-        (None, None),  # resumed
     ],
 )
 def test_untrained_layers_behind_trained_ones_are_found(norms, expected):

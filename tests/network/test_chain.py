@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import timm
@@ -23,7 +24,7 @@ from networks import (
 )
 from torch import nn
 
-from lightning_egeria.errors import CheckpointError, LayerChainError
+from lightning_egeria.errors import LayerChainError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.tracing import StepTrace
 
@@ -180,9 +181,19 @@ def test_chain_state_round_trip(name):
 
 def test_a_chain_from_a_checkpoint_must_fit():
     net, _, chain = traced("mlp")
-    chain.check_fits(net)
-    chain.check_fits(deep_mlp())
-    with pytest.raises(CheckpointError, match=r"does not fit Sequential: the model lacks '\S+' and \d+ more"):
-        chain.check_fits(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
-    with pytest.raises(CheckpointError, match="lacks '8'"):
-        chain.check_fits(nn.Sequential(*deep_mlp()[:8]))
+    assert chain.contradiction(net) is None
+    assert chain.contradiction(deep_mlp()) is None
+    assert re.fullmatch(
+        r"Sequential lacks '\S+' and \d+ more", chain.contradiction(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
+    )
+    assert "lacks '8'" in chain.contradiction(nn.Sequential(*deep_mlp()[:8]))
+
+
+def test_a_chain_must_be_of_what_trains():
+    net, _, chain = traced("mlp")
+    names = [name for name, _ in net.named_parameters()]
+    assert chain.contradiction(net, names) is None
+    assert chain.contradiction(net, names[2:]) is None  # more may train
+    net[0].requires_grad_(False)
+    assert chain.contradiction(net, names[2:]) is None
+    assert "trained when the checkpoint was written, and does not now" in chain.contradiction(net, names)

@@ -78,7 +78,8 @@ def test_modules_that_are_called_several_times(seed):
         loss = step(net, inputs)
         active, smaller = leaves_of(loss)
         assert active == leaves - {named[name] for name in frozen}
-        assert smaller < size, "some backward work is left for the prefix"
+        ran = not chain.layer_modules[depth - 1].left_out  # else it costs nothing, frozen or not
+        assert smaller < size or not ran, "some backward work is left for the prefix"
         size = smaller
         loss.backward()
         step(by_hand, inputs).backward()

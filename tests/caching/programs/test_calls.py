@@ -101,8 +101,12 @@ def test_a_parameter_that_no_step_uses_freezes_too(compare):
     trains = []
 
     class Noting(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.token_trains = self.net.a.token.requires_grad
+            return super().training_step(batch, batch_idx)
+
         def on_train_epoch_end(self):
-            trains.append(self.net.a.token.requires_grad)
+            trains.append(self.token_trains)
 
     cached = compare(lambda run: run.fit(Noting(Chain(a=Masked())), max_epochs=5))
     assert cached.caches[0].stats.hits > SAMPLES

@@ -1,0 +1,102 @@
+"""Private names of Lightning."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.trainer.states import RunningStage
+
+from lightning_egeria.upstream.needs import lacking
+
+_FRAMES = 18  # from a loop to the iterator of a loader
+
+
+def is_asked_by_loop() -> bool:
+    """Whether a loop of Lightning asks for a loader or its iterator, and not a callback or the user's code."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if isinstance(frame.f_locals.get("self"), (_DataFetcher, _DataLoaderSource)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def prepared_for_training(trainer: Any, loader: Any) -> Any:
+    """Return a loader as the Trainer would use it: with the sampler of a distributed run."""
+    return trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+
+
+def let_hooks_belong_to(trainer: Any, datamodule: Any) -> None:
+    """Let the Trainer choose between the hooks of the model and those of a data module; None: there is none."""
+    selector = trainer._data_connector._datahook_selector
+    if selector is not None:
+        selector.datamodule = datamodule
+
+
+def data_fetcher(trainer: Any) -> Any:
+    """Return what hands batches to the training loop; None before the first epoch."""
+    return trainer.fit_loop._data_fetcher
+
+
+def set_data_fetcher(trainer: Any, fetcher: Any) -> None:
+    """Let another object hand batches to the training loop."""
+    trainer.fit_loop._data_fetcher = fetcher
+
+
+def combined_loader(trainer: Any) -> Any:
+    """Return the training loaders of a Trainer, joined; None before the first epoch."""
+    return trainer.fit_loop._combined_loader
+
+
+def loaders_keep_their_place(trainer: Any) -> bool:
+    """Whether a training loader has a state of its own."""
+    loaders = combined_loader(trainer)
+    return loaders is not None and bool(loaders._state_dicts())
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the batch in progress ends without an optimizer step."""
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+def logging_step(trainer: Any) -> int:
+    """Return the step that Lightning logs its metrics at."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+def count_logging_step(trainer: Any) -> None:
+    """Count a step as Lightning does after each one."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def only_recomputes_statistics(trainer: Any) -> bool:
+    """Whether training is over, and stochastic weight averaging runs the data once more for running statistics."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def logs_hyperparameters(datamodule: Any) -> bool:
+    """Whether Lightning logs the hyperparameters of a data module."""
+    return bool(datamodule._log_hyperparams)
+
+
+def set_logs_hyperparameters(datamodule: Any, value: bool) -> None:
+    """Set whether Lightning logs the hyperparameters of a data module."""
+    datamodule._log_hyperparams = value
+
+
+def missing(trainer: Any) -> list[str]:
+    """Return the private names that the Lightning of a Trainer lacks."""
+    found = lacking(trainer, ["_data_connector"])
+    if not found:
+        found = lacking(trainer._data_connector, ["_prepare_dataloader", "_datahook_selector"])
+    found += lacking(trainer.fit_loop, ["_data_fetcher", "_combined_loader", "_skip_backward"])
+    found += lacking(trainer.fit_loop.epoch_loop, ["_should_accumulate", "_batches_that_stepped"])
+    module = trainer.lightning_module
+    return found if module is None else found + lacking(module, ["_compiler_ctx"])
