@@ -136,7 +136,9 @@ def test_a_module_called_twice_freezes_with_all_between(precision):
             return self.net(batch[0].flatten(1)[:, :6]).square().mean()
 
     seen, callback = [], freezing(ScriptedPolicy({4: 2}))
-    look = After(lambda _, m: seen.append([n for n, p in m.net.named_parameters() if p.requires_grad]), 5)
+    look = After(
+        lambda _, m: seen.append([n for n, p in m.net.named_parameters() if p.requires_grad]), 6
+    )  # within an epoch
     with pytest.warns(UserWarning, match=r"'net\.2' runs between two calls of 'net\.1' and freezes with it"):
         fit(new(Twice), callback, look, precision=precision)
     assert seen == [[f"{number}.{kind}" for number in (4, 5, 6) for kind in ("weight", "bias")]]
