@@ -2,6 +2,7 @@
 
 import lightning as L
 import pytest
+import tally
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -146,11 +147,11 @@ class Stopped(BaseException):
 
 
 class Broken(Slow):
-    count = breaks = 0
+    breaks = 0
 
     def training_step(self, batch, batch_idx):
-        Broken.count += 1  # of the class: a trial sets those of the module back
-        if Broken.count == self.breaks:
+        tally.calls += 1
+        if tally.calls == self.breaks:
             raise Stopped
         return super().training_step(batch, batch_idx)
 
@@ -167,7 +168,7 @@ def test_a_search_that_was_left_goes_on_in_the_same_order(tmp_path):
     """The order of its epoch was drawn, and training has had none of it."""
 
     def run(breaks, *callbacks, **arguments):
-        Broken.count, module, callback = 0, Broken(dropout=0), tuner((1e-12, 4), (RATE, 16))
+        tally.calls, module, callback = 0, Broken(dropout=0), tuner((1e-12, 4), (RATE, 16))
         module.breaks = breaks
         shuffled = data(shuffle=True, seed=7)
         fit(module, callback, *callbacks, data=shuffled, **arguments)

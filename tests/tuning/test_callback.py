@@ -4,6 +4,7 @@ import csv
 
 import lightning as L
 import pytest
+import tally
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -361,19 +362,19 @@ def test_a_search_that_was_left_is_resumed(after, tmp_path):
 
 def test_a_checkpoint_within_a_trial_continues_the_search(tmp_path):
     """A signal handler saves in the middle of a trial; the checkpoint has the state before it, and what was tried."""
-    ran = []
 
     class Saves(Classifier):
         saving = False
 
         def training_step(self, batch, batch_idx):
-            ran.append(self.global_step)
-            if self.saving and len(ran) == 24:  # within a trial in epoch 1
+            tally.calls += 1
+            if self.saving and tally.calls == 24:  # within a trial in epoch 1
                 self.trainer.save_checkpoint(tmp_path / "within.ckpt")
             return super().training_step(batch, batch_idx)
 
     def run(saving, **arguments):
         torch.manual_seed(0)
+        tally.calls = 0
         module, callback = Saves(ConvNet(dropout=0)), tuner(at_epochs=(1,), max_trials=5)
         module.saving = saving
         fit(module, callback, **arguments)
@@ -384,10 +385,9 @@ def test_a_checkpoint_within_a_trial_continues_the_search(tmp_path):
     assert state["global_step"] == 5
     finished = state["callbacks"]["BranchTuner"]["finished"]
     assert len(finished) >= 1
-    steps = len(ran)
-    ran.clear()
+    steps = tally.calls
     resumed, callback = run(False, ckpt_path=tmp_path / "within.ckpt")
-    assert len(ran) < steps - 5
+    assert tally.calls < steps - 5
     assert callback.setting == expected.setting
     assert equal(resumed, whole)
 

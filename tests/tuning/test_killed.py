@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import tally
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from models import Classifier, ConvNet, fit, loader
@@ -22,16 +23,14 @@ from lightning_egeria.workflow.checkpoints import ResumableCheckpoints
 class Killed(Classifier):
     """Kills its process in a call of the training step."""
 
-    count = 0
-
     def __init__(self, at):
         torch.manual_seed(0)
         super().__init__(ConvNet(dropout=0), lr=1e-3)
         self.at = at
 
     def training_step(self, batch, batch_idx):
-        Killed.count += 1  # of the class: a trial sets those of the module back
-        if Killed.count == self.at:
+        tally.calls += 1
+        if tally.calls == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
@@ -45,7 +44,7 @@ def main(folder, at, resumes):
     arguments = {"ckpt_path": folder / "last.ckpt"} if resumes else {}
     fit(module, tuner, saves, data=loader(), enable_checkpointing=True, **arguments)
     branches = [one.branches for one in tuner.searches]
-    print(json.dumps([digest(dict(module.named_parameters())).hex(), tuner.setting, branches, Killed.count]))
+    print(json.dumps([digest(dict(module.named_parameters())).hex(), tuner.setting, branches, tally.calls]))
 
 
 def run(folder, at=0, resumes=False):
@@ -76,14 +75,11 @@ class Stopped(Killed):
     """Is asked to stop in a call of the training step."""
 
     def training_step(self, batch, batch_idx):
-        self.calls_after += Killed.count >= self.at > 0
-        if Killed.count + 1 == self.at:
+        if tally.calls + 1 == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
-            Killed.count += 1
-        Killed.count += 1
+            tally.calls += 1
+        tally.calls += 1
         return Classifier.training_step(self, batch, batch_idx)
-
-    calls_after = 0
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -92,7 +88,7 @@ def test_a_signal_to_stop_ends_a_search(epoch, into, tmp_path):
     """Within its trial; the checkpoint is of where the search began."""
 
     def train(at, folder, **arguments):
-        Killed.count, module = 0, Stopped(at)
+        tally.calls, module = 0, Stopped(at)
         tuner = BranchTuner({"lr": LogUniform(1e-3, 1)}, first_steps=2, max_share=100, max_trials=6, at_epochs=(epoch,))
         try:
             fit(module, tuner, ResumableCheckpoints(folder=folder), data=loader(), **arguments)
@@ -104,7 +100,7 @@ def test_a_signal_to_stop_ends_a_search(epoch, into, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         train(5 * epoch + into, tmp_path)
     assert stopped.value.code == 75
-    assert Killed.count < 5 * epoch + into + 6
+    assert tally.calls < 5 * epoch + into + 6
     assert train(0, tmp_path, ckpt_path=tmp_path / "last.ckpt") == expected
 
 
