@@ -17,7 +17,7 @@ PRECISIONS = (None, "bf16", "int8")
 
 
 def trained(options: argparse.Namespace, seed: int, precision: str | None) -> tuple[float, int, int]:
-    """Accuracy at the end, bytes on disk for a sample, and the frozen depth."""
+    """Accuracy at the end, bytes on disk for a sample, and the number of cached values."""
     config = configured(options.workload, options.size, options.data)
     lightning.seed_everything(seed, workers=True, verbose=False)
     datamodule = hydra.utils.instantiate(config.data)
@@ -30,7 +30,7 @@ def trained(options: argparse.Namespace, seed: int, precision: str | None) -> tu
         stats = cached.stats
         if stats.off is not None:
             raise SystemExit(f"the cache is off: {stats.off}")
-        return float(trainer.callback_metrics["val/acc"]), stats.bytes_on_disk, stats.depth
+        return float(trainer.callback_metrics["val/acc"]), stats.bytes_on_disk, stats.values
 
 
 def main() -> None:
@@ -45,8 +45,8 @@ def main() -> None:
     for seed in range(options.seeds):
         for precision in PRECISIONS:
             rows[precision].append(trained(options, seed, precision))
-            accuracy, size, depth = rows[precision][-1]
-            print(f"seed {seed}, {precision}: {accuracy:.2%}, {size / 1e6:.1f} MB, depth {depth}", flush=True)
+            accuracy, size, values = rows[precision][-1]
+            print(f"seed {seed}, {precision}: {accuracy:.2%}, {size / 1e6:.1f} MB, {values} values", flush=True)
     print("\n| entry_precision | accuracy, % | vs. None | disk, MB |\n|---|---|---|---|")
     whole = [accuracy for accuracy, _, _ in rows[None]]
     for precision, found in rows.items():

@@ -29,8 +29,10 @@ assert freezing.frozen_depth >= 1, freezing.savings()
 assert ours.metrics[-1].values["val/acc"] > 0.95
 """,
     "2_frozen_prefix_cache": """
-assert stats.hits > 0 and stats.not_loaded > 0, stats
-assert uncached.losses == cached.losses
+assert stats.hits >= 2.9 * 320 and stats.not_loaded > 0, stats
+assert plain.losses == cached.losses
+assert cached.seconds[1] < cached.seconds[0] / 10, cached.seconds
+assert views.stats.hits > 0, views.stats
 """,
     "3_reading_plasticity": """
 assert len(watched.evaluations) > 50 and not watched.events

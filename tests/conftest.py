@@ -79,3 +79,10 @@ def _fit_changes_only_what_it_owns(monkeypatch: pytest.MonkeyPatch) -> None:
             fit(trainer, model, *args, **kwargs)
 
     monkeypatch.setattr(L.Trainer, "fit", fit_watched)
+
+
+@pytest.fixture(autouse=True)
+def _caches_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they do is decided by the time that batches take, and no test depends on that; see `test_policy.py`."""
+    for name, value in {"COMPARED_BATCHES": 10**6, "READ_ROW_S": 0.0, "READ_BYTES_PER_S": float("inf")}.items():
+        monkeypatch.setattr(f"lightning_egeria.caching.policy.{name}", value)

@@ -81,6 +81,8 @@ def test_nearly_all_blocks_run():
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")  # the snippet resumes in one process
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint")  # at the first start
 @pytest.mark.filterwarnings("ignore:freezing. nothing froze")  # two epochs are too short for what they schedule
+@pytest.mark.filterwarnings("ignore:cache. the cache of .* does not pay")  # the networks are tiny
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")  # as the page on frozen backbones advises
 @pytest.mark.parametrize("block", RUN)
 def test_block_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -88,7 +90,10 @@ def test_block_runs(block, monkeypatch, tmp_path):
     monkeypatch.setattr(L, "Trainer", small_trainer)
     monkeypatch.setattr(timm, "create_model", functools.partial(small_model, timm.create_model))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    exec(compile(block, "block", "exec"), {"model": Module(), "datamodule": Data()})
+    names = {"model": Module(), "datamodule": Data()}
+    exec(compile(block, "block", "exec"), names)
+    if "class" in block and "cached" in names:  # an example of a frozen part
+        assert names["cached"].stats.hits > 0
 
 
 @pytest.mark.slow

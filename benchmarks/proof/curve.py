@@ -54,7 +54,7 @@ class Curve(lightning.Callback):
         self.durations: list[tuple[str, float]] = []
         self.seconds = 0.0
         self._mark = 0.0
-        self._depth = self._shallower = self._cached_before = 0
+        self._depth = self._shallower = 0
         self._counted = (0, 0, 0, 0)
 
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -68,7 +68,6 @@ class Curve(lightning.Callback):
         depth = self.freezing.frozen_depth if self.freezing is not None else 0
         if depth != self._depth:
             self._depth, self._shallower = depth, self._depth
-            self._cached_before = self.cache.stats.depth if self.cache is not None else 0
 
     def on_train_batch_end(self, *_: Any) -> None:
         now = time.perf_counter()
@@ -99,8 +98,6 @@ class Curve(lightning.Callback):
         counted = (stats.hits, stats.advanced, stats.misses, stats.to_write)
         hits, advanced, misses, to_write = (now - before for now, before in zip(counted, self._counted, strict=True))
         self._counted = counted
-        if self._cached_before and stats.depth == self._cached_before:  # not yet deeper, or it cannot be
-            hits, advanced = 0, hits + advanced
         missed = f"{self._depth} {'miss' if to_write else 'off'}"
         samples = {f"{self._depth} hit": hits, f"{self._depth} from {self._shallower}": advanced, missed: misses}
         total = sum(samples.values())

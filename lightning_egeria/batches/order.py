@@ -159,6 +159,17 @@ def draws_at_once(loader: DataLoader[Any]) -> bool:
     return type(loader.batch_sampler) is BatchSampler and type(sampler) in known
 
 
+def is_shuffled(loader: DataLoader[Any]) -> bool:
+    """Whether a loader of torch's own samplers has other batches in each epoch.
+
+    >>> data = [0, 1, 2]
+    >>> is_shuffled(DataLoader(data, shuffle=True)), is_shuffled(DataLoader(data))
+    (True, False)
+    """
+    sampler: Any = loader.sampler
+    return type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+
+
 def has_samples_once(loader: DataLoader[Any]) -> bool:
     """Whether no sample comes twice in an epoch, as far as the sampler is known.
 

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
-from lightning_egeria.caching.engine import PrefixCache
 from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
+from lightning_egeria.caching.session import CacheSession
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.errors import ArgumentError, CacheError, check_integers
@@ -22,7 +22,6 @@ from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.stores.limits import Budget, Limits
 from lightning_egeria.stores.rows import Precision
-from lightning_egeria.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.loops import is_asked_by_loop
 from lightning_egeria.training.notices import Notices
@@ -31,10 +30,12 @@ from lightning_egeria.training.wrapping import WrappingDataModule
 
 
 class FrozenPrefixCache(WrappingDataModule):
-    """Trains from the cached outputs of the frozen layers, once there are any.
+    """Trains from cached outputs of frozen modules, whatever has frozen them.
 
-    It finds the `KnowledgeGuidedFreezing` callback by itself. Before the first freeze, and wherever caching would
-    change training, batches are the user's own. Other attributes are read from the user's data module, and set on it.
+    Modules are frozen if none of their parameters trains: a backbone with ``requires_grad_(False)``, the layers that
+    `KnowledgeGuidedFreezing` or another callback has frozen so far, the base layers of PEFT. Where nothing is frozen,
+    and wherever caching would change training, batches are the user's own. Other attributes are read from the user's
+    data module, and set on it.
 
     Args:
         datamodule: the user's own, or just the training DataLoader.
@@ -93,7 +94,7 @@ class FrozenPrefixCache(WrappingDataModule):
         self.augmentation_views = augmentation_views
         self.seed = seed
         self._notices = Notices("cache")
-        self._cache: PrefixCache | None = None
+        self._cache: CacheSession | None = None
         self._host = Budget(0)  # of a `fit`
         self._directory: CacheDirectory | None = None
         self._bar_entry: BarEntry | None = None
@@ -114,13 +115,12 @@ class FrozenPrefixCache(WrappingDataModule):
         return self._validation_stats
 
     def setup(self, stage: str) -> None:
-        """Set up the user's data module, and find the callback that freezes."""
+        """Set up the user's data module, and begin the cache."""
         super().setup(stage)
         if stage == "fit":
             check_combination(methods_of(self.trainer))
             self._close()
-            owner = freezing_of(self.trainer)
-            reason = self._reason_against(owner)
+            reason = self._reason_against()
             if reason is None:
                 try:
                     self._directory = CacheDirectory(self.cache_dir)
@@ -128,10 +128,9 @@ class FrozenPrefixCache(WrappingDataModule):
                     reason = str(error)
             if reason is not None:
                 self._turn_off(reason)
-            elif owner is not None:
-                self._cache, self._host = PrefixCache(owner, self._notices), Budget(self.host_bytes)
+            elif self.trainer is not None:
+                self._cache, self._host = CacheSession(self.trainer, self._notices), Budget(self.host_bytes)
                 self._stats, self._validation_stats = CacheStats(), CacheStats()
-                owner.observers.add(self._cache)
                 atexit.register(self._close)  # for a callback that raises in `on_exception`
 
     def train_dataloader(self) -> Any:
@@ -170,11 +169,10 @@ class FrozenPrefixCache(WrappingDataModule):
         if connector is not None:  # with several processes, the loader of this one
             stage = RunningStage.TRAINING if training else RunningStage.VALIDATING
             loader = connector._prepare_dataloader(loader, training, stage)
-        owner = cache.owner
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
         device_bytes = self.device_bytes if training else 0
         limits = Limits(max_bytes, self.min_free_bytes, self._host, device_bytes, self.entry_precision)
-        views, observes = (self.augmentation_views, owner.will_compare) if training else (0, lambda _: False)
+        views, observes = (self.augmentation_views, cache.will_compare) if training else (0, lambda _: False)
 
         def make_stream(dataset: PlannedDataset, load: Any) -> Stream:
             return Stream(name, dataset, directory, limits, views, self.seed, observes, load, self._notices, stats)
@@ -182,7 +180,8 @@ class FrozenPrefixCache(WrappingDataModule):
         arrived = cache.arrived_for_training if training else cache.arrived_for_validation
         line = cache.lines.get(name)
         if line is None or not line.goes_on_with(loader):
-            line = Line(loader, make_stream, self._epochs if training else lambda once: (0, None), arrived)
+            epochs = self._epochs if training else lambda once: (0, None)
+            line = Line(loader, make_stream, epochs, arrived, lambda: cache.begins(name))
             cache.add(name, line)
         if training:
             type(line.loader).lookahead = CachedLookahead(line, cache.looking, cache.arrived_for_training)
@@ -224,15 +223,7 @@ class FrozenPrefixCache(WrappingDataModule):
         self._close()
         super().on_exception(exception)
 
-    def _reason_against(self, owner: PrefixFreezing | None) -> str | None:
-        if owner is None:
-            others = ", ".join(
-                type(c).__name__ for c in getattr(self.trainer, "callbacks", []) if "inetuning" in type(c).__name__
-            )
-            return (
-                "there is no KnowledgeGuidedFreezing among the callbacks, and the cache follows no other freezing code"
-                + (f" ({others} is not asked)" if others else "")
-            )
+    def _reason_against(self) -> str | None:
         if getattr(self.trainer, "overfit_batches", 0):
             return "overfit_batches replaces the sampler"
         if getattr(self.trainer, "fast_dev_run", False):
@@ -243,11 +234,13 @@ class FrozenPrefixCache(WrappingDataModule):
         for name, stats in (("training", self._stats), ("validation", self._validation_stats)):
             served = stats.hits + stats.advanced
             if served + stats.misses:
-                others = f"entries of {stats.unused} others did not fit what the frozen layers were called with; "
+                others = f"{stats.unused} entries were rejected because the frozen layers got other inputs; "
+                seconds = stats.seconds_saved
+                saved = f"about {seconds:.1f} s saved" if seconds >= 0 else f"it cost about {-seconds:.1f} s"
                 self._notices.inform(
-                    f"{name}: {served} of {served + stats.misses} samples came from the cache since the first freeze, "
-                    f"{stats.not_loaded} were not even loaded; {others if stats.unused else ''}"
-                    f"about {stats.seconds_saved:z.1f} s saved; {stats.bytes_on_disk / 1e9:.2f} GB in {self.cache_dir}"
+                    f"{name}: {served} of {served + stats.misses} samples came from the cache, {stats.not_loaded} were "
+                    f"not even loaded; {others if stats.unused else ''}{saved}; {stats.bytes_on_disk / 1e9:.2f} GB in "
+                    f"{self.cache_dir}"
                 )
 
     def _close(self) -> None:
@@ -255,6 +248,5 @@ class FrozenPrefixCache(WrappingDataModule):
         if self._bar_entry is not None:
             self._bar_entry.remove()
         if self._cache is not None:
-            self._cache.owner.observers.remove(self._cache)
             self._cache.close(remove=self._is_temporary)
         self._cache = None

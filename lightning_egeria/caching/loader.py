@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_egeria.batches.order import draws_at_once, has_samples_once
+from lightning_egeria.batches.order import draws_at_once, has_samples_once, is_shuffled
 from lightning_egeria.batches.reading import LoaderCopies, why_no_ids
 from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.batches.worker_calls import CallableWorkers
-from lightning_egeria.caching.batch import CachedBatch
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, whole
-from lightning_egeria.caching.outputs import Output
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
+from lightning_egeria.caching.serve import CachedBatch, joined
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.lazy.sending import joined_rows
 from lightning_egeria.snapshots.contents import changed, digests_of
@@ -52,6 +51,7 @@ class Line:
         make_stream: makes the stream; gets the dataset, and a function that loads tensors of a batch's samples.
         epochs: returns the number of the epoch, and of all epochs or None.
         arrived: called with each batch that is handed on, or None for one without the cache; and at the end.
+        begins: called when a pass over the data begins.
 
     Attributes:
         stream: plans, serves and records.
@@ -66,12 +66,13 @@ class Line:
         make_stream: Callable[[PlannedDataset, Any], Stream],
         epochs: Callable[[bool], tuple[int, int | None]],
         arrived: Callable[[CachedBatch | None], None],
+        begins: Callable[[], None],
     ) -> None:
         self.last: CachedBatch | Plan | None = None
         self.wrap: Callable[[Any], Any] | None = None
         self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
         self.stream = make_stream(self._dataset, self._load)
-        self._epochs, self._arrived = epochs, arrived
+        self._epochs, self._arrived, self._begins = epochs, arrived, begins
         self._copies = LoaderCopies()
         self._workers: CallableWorkers | None = None
         self.loader: Any = self._followed(loader)
@@ -109,7 +110,8 @@ class Line:
         self._dataset.dataset, self._dataset.collate = loader.dataset, loader.collate_fn
         self._dataset.collate_plain = self.wrap(loader.collate_fn) if self.wrap is not None else loader.collate_fn
         epoch, epochs = self._epochs(has_samples_once(loader))
-        self.stream.begin_epoch(epoch, epochs, loader.num_workers > 0)
+        self._begins()
+        self.stream.begin_epoch(epoch, epochs, loader.num_workers > 0, len(loader), is_shuffled(loader))
         # At once, as the user's does: it draws a random number and starts the workers.
         planned, self._workers = self._planned(loader)
         return self._batches(iter(planned))
@@ -122,13 +124,13 @@ class Line:
         started = time.perf_counter()
         places = [(one, row) for one, rows in parts for row in rows.tolist()]
         samples = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts) if anew else None
-        ready = Output.joined([(one.cached.output, rows) for one, rows in parts]) if samples is None else None
-        ready = ready if self.stream.sizes.verdict(len(places)) else None
+        ready = joined([(one.cached.outputs, rows) for one, rows in parts]) if samples is None else None
+        ready = ready if self.stream.is_proven(len(places)) else None
         batch = joined_rows([(one.batch, rows) for one, rows in parts]) if samples is None else None
         if samples is None and batch is None:
             return None
         plan = self.stream.plan_again([one.ids[row] for one, row in places], reads=ready is None)
-        if plan is None or plan.mode is Mode.PLAIN or any(one.cached.plan.front != plan.front for one, _ in parts):
+        if plan is None or plan.mode is Mode.PLAIN or any(one.cached.plan.version != plan.version for one, _ in parts):
             return None
         plan = dataclasses.replace(plan, doubts=min(one.cached.plan.doubts for one, _ in parts))
         if samples is not None:  # collating may change them
@@ -140,7 +142,7 @@ class Line:
         given, cached = self.stream.receive(loaded, time.perf_counter() - started)
         if cached is None:
             return None
-        cached.ready = ready
+        cached.ready = ready or {}
         return given, cached
 
     def samples(self, looked: Looked, rows: Index) -> list[Any] | None:
@@ -318,7 +320,7 @@ class _Plans:
         waiting: deque[Plan] = deque()
         asked = 0
         while True:
-            ahead = self._ahead if self._stream.front is not None else 0
+            ahead = self._ahead if self._stream.frozen is not None else 0
             # The batch that is wanted now, and further ones, but not the end of a sampler, which may draw there.
             while not waiting or (len(waiting) <= ahead and asked < len(self) - 1):
                 ids = next(batches, None)

@@ -102,14 +102,14 @@ class PlannedDataset:
 
     def batch_of(self, plan: Plan, samples: Kept) -> Loaded:
         """Collate samples that are there."""
-        size, trial = len(plan.ids), plan.mode is Mode.TRIAL
-        inputs = range(len(_tensors(samples.loaded[0]))) if trial else plan.inputs
+        size, probe = len(plan.ids), plan.mode is Mode.PROBE
+        inputs = range(len(_tensors(samples.loaded[0]))) if probe else plan.inputs
         tape = Tape(Keys(), size, lambda places: self.tensors(plan, places), lambda: None)
         # Torch's collate function looks a type up, and does no more with a tensor: a node will do.
         shown: Callable[[Node], Any] = as_it_is if self.collate is default_collate else show
         found, fields = dict[int, Any](), dict[int, bytes | None]()
         for position, sample in samples.loaded.items():
-            fields[position] = _fields_of(sample, None if trial else inputs)  # before collate, which may change it
+            fields[position] = _fields_of(sample, None if probe else inputs)  # before collate, which may change it
             found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs, shown)))
         for position, leaves in samples.stored.items():
             found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position, shown)))
@@ -158,12 +158,12 @@ class PlannedDataset:
         self._memory = FieldMemory()
 
     def _come_alone(self, plan: Plan, positions: list[int], samples: Any) -> bool:
-        """Whether samples are those that the dataset returns one by one; they are compared in a trial only."""
+        """Whether samples are those that the dataset returns one by one; they are compared in a probe only."""
         if plan.seeds is not None or not hasattr(self.dataset, "__getitems__"):
             return True
         if not isinstance(samples, Sequence) or len(samples) != len(positions):
             return False
-        if plan.mode is not Mode.TRIAL:
+        if plan.mode is not Mode.PROBE:
             return True
         with preserved_random_state(), contextlib.suppress(Exception):  # it may have no samples, but batches only
             alone = [self.dataset[plan.ids[position]] for position in positions]

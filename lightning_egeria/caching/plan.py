@@ -20,8 +20,8 @@ class Mode(enum.Enum):
     """How a batch is loaded."""
 
     PLAIN = "plain"  # as without the cache
-    TRIAL = "trial"  # whole, and each tensor of a sample is followed
-    FOLLOWED = "followed"  # the inputs of the front are followed, and left out for samples whose fields are stored
+    PROBE = "probe"  # whole, and each tensor of a sample is followed
+    FOLLOWED = "followed"  # inputs of frozen modules are followed, and left out for samples whose fields are stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Plan:
         mode: how to load it.
         entries: number of the entry of each sample.
         seeds: seed of the randomness of each sample; None leaves it as it comes.
-        inputs: numbers of the tensors of a sample that only the front reads.
+        inputs: numbers of the tensors of a sample that frozen modules read.
         structure: structure of a sample.
         stores: folders with the fields of samples.
         stored: for each sample, number of the store that holds its fields; -1 loads it.
         stamps: digest of the fields that each entry must have.
-        front: number of the front that it was planned for.
-        checks: places of samples whose entries are compared with what the front computes.
-        doubts: as in `LevelSet`, when it was planned.
+        version: number of the set of frozen modules that it was planned for.
+        checks: places of samples whose entries are compared with what the frozen modules compute.
+        doubts: as in `CachedValues`, when it was planned.
         keeps: whether the samples come with the batch.
     """
 
@@ -55,7 +55,7 @@ class Plan:
     stores: tuple[Path, ...] = ()
     stored: tuple[int, ...] = ()
     stamps: tuple[int, ...] = ()
-    front: int = 0
+    version: int = 0
     checks: tuple[int, ...] = ()
     doubts: int = 0
     keeps: bool = False

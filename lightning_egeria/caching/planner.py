@@ -13,22 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from lightning_egeria.caching.front import Front
-from lightning_egeria.caching.level_set import LevelSet
-from lightning_egeria.caching.levels import Level
+from lightning_egeria.caching import policy
+from lightning_egeria.caching.entries import CachedValue, CachedValues
 from lightning_egeria.caching.loading import PlannedDataset
-from lightning_egeria.caching.outputs import BatchSizes, Read
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
+from lightning_egeria.caching.serve import Read
 from lightning_egeria.errors import CacheError
 from lightning_egeria.snapshots.contents import changed, digests_of
 from lightning_egeria.stores.rows import Rows
 from lightning_egeria.training.notices import Notices
 
-CHECK_EVERY_N_BATCHES = 200
-FIRST_CHECK = 20
-CHECKED_SHARE = 8  # of a batch, an eighth, is compared in the first batch of an epoch
-LEAST_CHECKED = 2  # samples
-LEAST_RETURNED = 16  # samples that must be the same again before any is left out
 QUICK_S = 0.0005  # a look at the dataset that takes less is taken before each batch
 
 
@@ -37,40 +31,40 @@ class Planner:
 
     Args:
         dataset: the user's dataset, asked for planned batches.
-        levels: the cached boundaries.
+        values: the cached values.
         views: variants of each sample to cache; 0 loads samples as they come.
         seed: seed of the views.
         observes: whether a batch so many ahead needs its real input.
         notices: takes messages.
 
     Attributes:
-        sizes: sizes of batches that entries may be used in.
-        inputs: numbers of the tensors of a sample that only the front reads.
+        inputs: numbers of the tensors of a sample that frozen modules read.
         structure: structure of a sample.
         leaves_out: whether the inputs of cached samples are left out.
-        trial_planned: a batch for a trial is on its way.
         keeps_samples: whether batches come with their samples.
+        largest: samples of the largest batch so far.
+        pins: whether rows are read into memory that a GPU reads fast.
     """
 
     def __init__(
         self,
         dataset: PlannedDataset,
-        levels: LevelSet,
+        values: CachedValues,
         views: int,
         seed: int,
         observes: Callable[[int], bool],
         notices: Notices,
     ) -> None:
-        self.sizes = BatchSizes()
         self.inputs: tuple[int, ...] = ()
         self.structure: Any = None
         self.leaves_out = True
-        self.trial_planned = self.keeps_samples = False
-        self._dataset, self._levels, self._notices = dataset, levels, notices
+        self.keeps_samples = False
+        self._dataset, self._values, self._notices = dataset, values, notices
         self._views, self._seed, self._observes = views, seed, observes
         self._reads: dict[int, list[Read]] = {}
-        self._next, self._received, self._largest, self._epoch = 0, -1, 0, 0
-        self._since_check, self._checked = 0, False
+        self._next, self._received, self.largest, self._epoch = 0, -1, 0, 0
+        self._served = self._checked = 0  # rows
+        self.pins = False
         self._numbers: dict[Any, int] | None = None  # of ids that are not indices
         self._seen_indices = False
         self._data: dict[str, str] = {}
@@ -81,26 +75,24 @@ class Planner:
         """Whether ids are not indices, so that their numbers are those of this run only."""
         return self._numbers is not None
 
-    def begin_front(self, front: Front | None) -> None:
-        """Another front is frozen, or the same with other weights; None: none."""
-        if not self._levels:
+    def begin_frozen(self, frozen: object | None) -> None:
+        """Other modules are frozen, or the same with other weights; None: none."""
+        if not len(self._values):
             self.inputs, self.structure = (), None
-        self.sizes = BatchSizes()
-        self.trial_planned, self._since_check = False, 0
+        self._served = self._checked = 0
         if self._has_copies:
             return  # it was looked at when they were made
-        if len(self._levels):
+        if len(self._values):
             self.look_at_data()  # entries of before may be of other data
         else:
-            self._data = digests_of(self._dataset.dataset) if front is not None else {}
+            self._data = digests_of(self._dataset.dataset) if frozen is not None else {}
 
-    def begin_epoch(self, epoch: int, has_front: bool, has_copies: bool) -> None:
+    def begin_epoch(self, epoch: int, has_frozen: bool, has_copies: bool) -> None:
         """Batches that were planned and did not come will not; workers that ``has_copies`` load as the data is now."""
         self._epoch, self._has_copies = epoch, has_copies
-        if has_front or has_copies:
+        if has_frozen or has_copies:
             self.look_at_data()
         self._reads.clear()
-        self.trial_planned, self._checked = False, False
 
     def look_at_data(self) -> None:
         """Compare what the dataset holds with what it held before."""
@@ -108,50 +100,46 @@ class Planner:
         data = digests_of(self._dataset.dataset)
         self._data_seconds = time.perf_counter() - started
         name, self._data = changed(self._data, data), data
-        if name is not None and len(self._levels):
+        if name is not None and len(self._values):
             text = f"the dataset's attribute {name!r} changed, so samples are loaded and compared with their entries"
             self._notices.inform(text, once="data")
-            self._levels.forget_verified(None, self._views)
+            self._values.forget_verified(None, self._views)
 
-    def plan(self, ids: Sequence[Any], front: Front | None, fronts: int, is_plain: Callable[[int], bool]) -> Plan:
+    def plan(self, ids: Sequence[Any], cached: bool, version: int, is_plain: Callable[[int], bool]) -> Plan:
         """Plan the next batch.
 
         Args:
             ids: sample ids.
-            front: the frozen front; None if nothing is cached.
-            fronts: number of the front.
+            cached: whether something is frozen, and cached.
+            version: number of the set of frozen modules.
             is_plain: whether a batch of a number runs without the cache although its entries are there.
 
         Raises:
             CacheError: the ids cannot be numbered.
         """
-        self._largest = max(self._largest, len(ids))
-        plan, entries = self._begun(ids, front, fronts)
-        if front is None:
+        self.largest = max(self.largest, len(ids))
+        plan, entries = self._begun(ids, cached, version)
+        if not cached:
             return plan
         observed = self._observes(plan.number - self._received)
-        if self._levels.at(front.depth) is not None:
+        if len(self._values):
             if is_plain(plan.number):
                 return plan
-            return self._plan_whole(plan) if observed else self._plan_reads(plan, entries, front)
-        if self.trial_planned or len(plan.ids) < self._largest:
-            return self._plan_reads(plan, entries, front) if len(self._levels) else plan
-        self.trial_planned = True
-        return dataclasses.replace(plan, mode=Mode.TRIAL)
+            return self._plan_whole(plan) if observed else self._plan_reads(plan, entries)
+        if observed or len(plan.ids) < self.largest:
+            return plan
+        return dataclasses.replace(plan, mode=Mode.PROBE)
 
-    def plan_again(self, ids: Sequence[Any], front: Front, fronts: int, reads: bool) -> Plan:
+    def plan_again(self, ids: Sequence[Any], version: int, reads: bool) -> Plan:
         """Plan a batch of samples that are there already.
 
         Args:
             ids: as in `plan`.
-            front: as in `plan`.
-            fronts: as in `plan`.
+            version: as in `plan`.
             reads: whether entries are read.
         """
-        plan, entries = self._begun(ids, front, fronts)
-        if reads:
-            return self._plan_reads(plan, entries, front, checks=False)
-        return self._plan_whole(plan)
+        plan, entries = self._begun(ids, True, version)
+        return self._plan_reads(plan, entries, checks=False) if reads else self._plan_whole(plan)
 
     def last_look(self, plan: Plan) -> Plan:
         """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
@@ -161,7 +149,7 @@ class Planner:
             self.look_at_data()
         entries, stored = np.array(plan.entries, np.int64), np.array(plan.stored)
         for number, folder in enumerate(plan.stores):
-            level = self._levels.of(folder)
+            level = self._values.in_folder(folder)
             doubtful = ~level.verified[entries] if level is not None else np.ones(len(entries), bool)
             stored[(stored == number) & doubtful] = -1
         return dataclasses.replace(plan, stored=tuple(stored.tolist()))
@@ -180,13 +168,13 @@ class Planner:
                 once="structure",
             )
         self._received = loaded.plan.number
-        self._levels.reader.used(loaded.plan.number)
+        self._values.reader.used(loaded.plan.number)
         return self._reads.pop(loaded.plan.number, [])
 
     def doubt_samples(self) -> None:
         """A sample has changed that was not in doubt: all are compared with their entries before these are used."""
         if self.leaves_out:
-            self._levels.forget_verified(None, self._views)
+            self._values.forget_verified(None, self._views)
         self.load_all(
             "samples change where the cache cannot see it (a generator of their own, or an attribute out of reach?), "
             "so they are loaded and compared with their entries"
@@ -219,41 +207,51 @@ class Planner:
         """Load all samples, and read no entry."""
         return dataclasses.replace(plan, mode=Mode.FOLLOWED, inputs=self.inputs, structure=self.structure)
 
-    def _plan_reads(self, plan: Plan, entries: Rows, front: Front, checks: bool = True) -> Plan:
+    def _plan_reads(self, plan: Plan, entries: Rows, checks: bool = True) -> Plan:
         size = len(plan.ids)
-        proven = self.sizes.verdict(size)
-        if proven is False:
-            return plan
         plan = self._plan_whole(plan)
-        stored = np.full(size, -1)
         reads = self._reads[plan.number]
-        levels = list(reversed(self._levels.all))
-        for number, level in enumerate(levels):
-            places = np.flatnonzero((stored < 0) & level.present(entries))
-            if proven is None and len(places) < size:
-                break  # rows of this size are compared, all of them
+        proven = True
+        covered = np.ones(size, bool)  # by an entry of each value that the program asks for
+        source = np.full(size, -1)  # value that has the fields of a sample
+        values = list(reversed(self._values.all))
+        for number, value in enumerate(values):
+            verdict = value.sizes.verdict(size)
+            if verdict is False:
+                continue
+            present = value.present(entries)
+            if verdict is None:
+                proven = False
+                if not present.all():
+                    continue  # rows of this size are compared, all of them
+            if value.asked >= self._epoch - 1 and not self._values.is_superseded(value):
+                covered &= present | self._values.older_has(value, entries)
+            places = np.flatnonzero(present)
             if len(places):
-                stored[places] = number
-                reads.append(self._read(plan, level, places, entries, front))
-        checked = self._places_to_check(stored) if checks and proven else np.empty(0, np.int64)
+                source[places] = np.where(source[places] < 0, number, source[places])
+                reads.append(self._read(plan, value, places, entries))
+        source[~covered] = -1
+        checked = self._places_to_check(source) if checks and proven else np.empty(0, np.int64)
         plan = dataclasses.replace(plan, checks=tuple(checked.tolist()))
-        new = all(level.returned < min(LEAST_RETURNED, len(self._dataset)) for level in levels)
-        if not self.leaves_out or not self.inputs or proven is None or new:  # if samples are random, it shows first
+        new = all(value.returned < min(policy.LEAST_RETURNED, len(self._dataset)) for value in values)
+        if not self.leaves_out or not self.inputs or not proven or new:  # if samples are random, it shows first
             return plan
-        stored[checked] = -1  # they are loaded
+        source[checked] = -1  # they are loaded
         stamps = np.zeros(size, np.uint64)
-        for number, level in enumerate(levels):
-            stored[(stored == number) & ~level.verified[entries]] = -1
-            stamps = np.where(stored == number, level.stamps[entries, 0], stamps)
-        folders = tuple(level.store.folder for level in levels)
-        return dataclasses.replace(plan, stores=folders, stored=tuple(stored.tolist()), stamps=tuple(stamps.tolist()))
+        doubtful = np.zeros(size, bool)
+        for number, value in enumerate(values):
+            doubtful |= value.present(entries) & ~value.verified[entries]
+            stamps = np.where(source == number, value.stamps[entries, 0], stamps)
+        source[doubtful] = -1
+        folders = tuple(value.store.folder for value in values)
+        return dataclasses.replace(plan, stores=folders, stored=tuple(source.tolist()), stamps=tuple(stamps.tolist()))
 
-    def _begun(self, ids: Sequence[Any], front: Front | None, fronts: int) -> tuple[Plan, Rows]:
+    def _begun(self, ids: Sequence[Any], cached: bool, version: int) -> tuple[Plan, Rows]:
         """The next plan, with the entries of its samples if something is cached."""
         number, self._next = self._next, self._next + 1
-        plan = Plan(number, tuple(ids), front=fronts, doubts=self._levels.doubts, keeps=self.keeps_samples)
+        plan = Plan(number, tuple(ids), version=version, doubts=self._values.doubts, keeps=self.keeps_samples)
         self._reads[number] = []
-        if front is None:
+        if not cached:
             return plan, np.empty(0, np.int64)
         numbers = self._numbers_of(plan.ids)
         view = self._epoch % self._views if self._views else 0
@@ -261,24 +259,19 @@ class Planner:
         seeds = tuple(seed_of(self._seed, one, view) for one in numbers) if self._views else None
         return dataclasses.replace(plan, entries=tuple(entries.tolist()), seeds=seeds), entries
 
-    def _read(self, plan: Plan, level: Level, places: Rows, entries: Rows, front: Front) -> Read:
+    def _read(self, plan: Plan, value: CachedValue, places: Rows, entries: Rows) -> Read:
         """Begin to read the rows of some samples."""
-        read = partial(level.read, entries[places], front.device.type == "cuda")
-        return Read(level, places, self._levels.reader.submit(plan.number, read))
+        read = partial(value.read, entries[places], self.pins)
+        return Read(value, places, self._values.reader.submit(plan.number, read))
 
-    def _places_to_check(self, stored: Rows) -> Rows:
-        """Places with entries: some in the first such batch of an epoch, all in every 200th, none in others."""
-        places = np.flatnonzero(stored >= 0)
-        self._since_check += 1
-        if self._since_check in (FIRST_CHECK, CHECK_EVERY_N_BATCHES):
-            self._since_check %= CHECK_EVERY_N_BATCHES
-            return places
-        if self._checked or not len(places):
+    def _places_to_check(self, source: Rows) -> Rows:
+        """Places of samples whose entries are compared with what is computed: few, in few batches."""
+        places = np.flatnonzero(source >= 0)
+        self._served += len(places)
+        if not len(places) or not policy.checks(self._served, self._checked, len(source)):
             return places[:0]
-        self._checked = True
-        count = max(LEAST_CHECKED, len(stored) // CHECKED_SHARE)
-        # Of a loader in the same order in each epoch, other ones.
-        return np.sort(np.roll(places, -self._epoch * count)[:count])
+        self._checked += len(source)
+        return places
 
 
 def seed_of(seed: int, sample_id: int, view: int) -> int:

@@ -7,21 +7,17 @@ import dataclasses
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from lightning_egeria.caching.batch import CachedBatch
-from lightning_egeria.caching.front import Front
-from lightning_egeria.profiling.clock import seconds_between, wait_for
+from lightning_egeria.caching import policy
 from lightning_egeria.profiling.race import Race
 
-COMPARED_STEPS = 12  # of each kind, before it is decided whether the cache pays
-RACES = 3  # that may have too few of them
-COUNTED = 20  # lazy batches, before it is decided whether inputs are left out and where the boundary is
-OTHER = 6  # batches in a row that call the frozen layers in another way, before the cache stops
-STRANGE = 20  # batches, before the cache stops because it serves too few samples
-LEAST_SERVED = 0.05  # share of the samples with entries
+if TYPE_CHECKING:
+    from lightning_egeria.caching.serve import CachedBatch
 
 
 @dataclasses.dataclass
@@ -29,18 +25,20 @@ class CacheStats:
     """What the cache has done in training, or in validation.
 
     Attributes:
-        hits: samples whose frozen layers did not run.
-        advanced: samples that came from a shallower boundary and ran only the layers that froze since.
-        misses: samples that ran all frozen layers.
-        unused: those of them whose entries were read, and were not for what the frozen layers were called with.
+        hits: samples whose cached values all came from entries.
+        advanced: samples for which modules ran on a cached value from an entry: frozen later, or cheap.
+        misses: samples that ran through frozen modules from the start.
+        unused: samples whose entries were read, and were not for what the frozen modules were called with.
         not_loaded: samples that were not loaded.
         loaded_after_all: samples that the program read although the cache had not loaded them.
         to_write: entries that were handed to the writing thread.
         written: entries written.
         wrong: entries that were damaged or outdated.
         bytes_on_disk: size of the stores of this run.
-        seconds_saved: estimate: what hits saved over misses, less the time of trials and of samples loaded after all.
-        depth: depth of the cached boundary; 0 if there is none.
+        seconds_saved: what steps from the cache saved over others, less the time of probes, verification and of samples
+            loaded after all; below 0 if the cache has cost time.
+        values: number of cached values.
+        not_kept: why a value that the program asks for is not kept; empty if all are.
         off: why the cache is off; None while it is on.
     """
 
@@ -55,15 +53,16 @@ class CacheStats:
     wrong: int = 0
     bytes_on_disk: int = 0
     seconds_saved: float = 0.0
-    depth: int = 0
+    values: int = 0
+    not_kept: str = ""
     off: str | None = "nothing is frozen"
 
 
 class Accounts:
     """Counts samples, and compares the time of cached batches with the time of others.
 
-    The time of a batch is the wait for it, and the time from the call of the network to the boundary. If that is less
-    from the cache, whole steps are compared.
+    The time of a batch is the wait for it, and the time to serve or compute what the program asks of frozen modules. If
+    that does not decide, whole steps are compared.
 
     Attributes:
         race: of whole steps.
@@ -73,17 +72,16 @@ class Accounts:
     def __init__(self, stats: CacheStats) -> None:
         self.loads_ahead = False
         self._stats = stats
-        self._hit_seconds: deque[float] = deque(maxlen=50)
-        self._miss_seconds: deque[float] = deque(maxlen=50)
+        self._hits: deque[float] = deque(maxlen=50)  # seconds for a sample
+        self._misses: deque[float] = deque(maxlen=50)
         self._miss_waits: deque[float] = deque(maxlen=50)
         self.restart()
 
     def restart(self) -> None:
-        """Another boundary is cached."""
-        self._hit_seconds.clear()
-        self._miss_seconds.clear()
-        self._miss_waits.clear()
-        self._gain: float | None = None  # seconds that a step saves for each sample of a batch from the cache
+        """Other values are cached."""
+        for known in (self._hits, self._misses, self._miss_waits):
+            known.clear()
+        self._gain: float | None = None  # seconds that a step saves for each sample from the cache
         self._served = 0  # samples of batches from the cache
         self._estimate = 0.0  # seconds that they seemed to save before that was known
         self._samples = 1  # of the last batch from the cache
@@ -92,37 +90,41 @@ class Accounts:
 
     def race_again(self) -> None:
         """Steps with the cache have become others."""
-        self._races, self.race = 0, Race()
+        self.race, self._has_raced = Race(), False
 
     def count(self, batch: CachedBatch) -> None:
         """Add a batch that is over."""
         stats, samples, entries = self._stats, batch.samples, _with_entries(batch)
-        stats.hits += batch.hits
-        stats.advanced += batch.advanced
-        stats.misses += samples - batch.hits - batch.advanced
-        stats.unused += max(0, entries - batch.hits - batch.advanced)
+        if not batch.demands:
+            return
+        ran, advanced = int(batch.ran.sum()), int(batch.advanced.sum())
+        kept = batch.matches > 0
+        stats.hits += samples - ran if kept else 0
+        stats.advanced += advanced if kept else 0
+        stats.misses += ran - advanced if kept else samples
+        stats.unused += batch.rejected
         lazy = sum(batch.lazy)
         stats.not_loaded += 0 if batch.was_touched else lazy
         stats.loaded_after_all += lazy if batch.was_touched else 0
-        if batch.began is None or batch.ended is None or not batch.is_timed:
+        if not batch.is_timed or batch.eager:
             return
-        wait_for(batch.ended)
-        seconds = (batch.waited + seconds_between(batch.began, batch.ended)) / samples
+        seconds = (batch.waited + batch.seconds) / samples
         # Entries that were read and did not fit are the cache's work, too.
-        is_served = batch.hits == samples or (entries == samples and not batch.advanced)
+        is_served = kept and (ran == advanced or entries == samples)
         if is_served:
-            self._hit_seconds.append(seconds)
+            self._hits.append(seconds)
             self._samples = samples
+            self._served += samples
             self.race.served()
-        elif not batch.hits and not batch.advanced and not batch.eager:
-            self._miss_seconds.append(seconds)
+        elif ran == samples and not advanced:
+            self._misses.append(seconds)
             self._miss_waits.append(batch.waited)
-        served = samples if is_served else batch.hits
-        self._served += served
+        if not is_served:
+            return
         if self._gain is not None:
-            stats.seconds_saved += served * self._gain
-        elif served and self._hit_seconds and self._miss_seconds:
-            estimate = served * (self._miss() - self._hit())
+            stats.seconds_saved += samples * self._gain
+        elif self._misses:
+            estimate = samples * (statistics.median(self._misses) - statistics.median(self._hits))
             self._estimate, stats.seconds_saved = self._estimate + estimate, stats.seconds_saved + estimate
 
     @contextlib.contextmanager
@@ -140,37 +142,40 @@ class Accounts:
         self._stats.not_loaded -= lazy
         self._stats.loaded_after_all += lazy
 
-    def judgement(self, device: torch.device) -> tuple[bool, str] | None:
+    def judgement(self, device: torch.device, batches: int | None) -> tuple[bool, str] | None:
         """Return whether it pays, and the numbers in words; once, as soon as there are enough.
 
         Args:
             device: that trains.
+            batches: that are left of the run; None if that is not known.
         """
-        if self._judged or len(self._hit_seconds) < COMPARED_STEPS or self.race.is_on:
+        enough = policy.COMPARED_BATCHES
+        if self._judged or len(self._hits) < enough or self.race.is_on:
             return None
+        if self._has_raced:
+            return self._after_race()
+        if not self._misses:
+            return None
+        hit, miss = statistics.median(self._hits), statistics.median(self._misses)
+        verdict = policy.pays(hit, miss, batches)
+        if verdict is not None:
+            self._judged = True
+            text = f"a sample takes {hit * 1e3:.3f} ms from the cache and {miss * 1e3:.3f} ms without"
+            return None if verdict else (False, text)
+        self._has_raced = True
+        self.race.begin(device)
+        return None
+
+    def _after_race(self) -> tuple[bool, str] | None:
         waits = self.loads_ahead and len(self._miss_waits) > 0
         steps = self.race.seconds(statistics.median(self._miss_waits) if waits else 0.0)
-        slow = len(self._miss_seconds) >= COMPARED_STEPS and self._hit() >= self._miss()
-        if steps is None and not slow and self._races < RACES:
-            self._races, self.race = self._races + 1, Race()
-            self.race.begin(device)
-            return None
         self._judged = True
-        if steps is None and len(self._miss_seconds) < COMPARED_STEPS:
-            return None
         if steps is None:
-            per_sample = f"a sample takes {self._hit() * 1e3:.3f} ms from the cache"
-            return not slow, f"{per_sample} and {self._miss() * 1e3:.3f} ms without"
+            return None
         cached, plain = steps
         self._gain = (plain - cached) / self._samples
         self._stats.seconds_saved += self._gain * self._served - self._estimate
         return cached < plain, f"a step takes {cached * 1e3:.1f} ms with it and {plain * 1e3:.1f} ms without"
-
-    def _hit(self) -> float:
-        return statistics.median(self._hit_seconds)
-
-    def _miss(self) -> float:
-        return statistics.median(self._miss_seconds)
 
 
 class Habits:
@@ -183,56 +188,51 @@ class Habits:
     def __init__(self) -> None:
         self.reader: str | None = None
         self._other = 0
-        self._served: deque[float] = deque(maxlen=STRANGE)  # shares of the samples with entries
-        self._shaped: deque[bool] = deque(maxlen=STRANGE)
+        self._served: deque[float] = deque(maxlen=policy.STRANGE)  # shares of the samples with entries
+        self._shaped: deque[bool] = deque(maxlen=policy.STRANGE)
         self._begin()
 
     def _begin(self) -> None:
-        self._counted = self._touches = self._reruns = 0
-        self._read = 0  # number of the layer module whose output was asked for last
+        self._counted = self._touches = 0
         self._toucher: str | None = None
 
-    def why_stop(self, batch: CachedBatch, front: Front) -> str | None:
+    def why_stop(self, batch: CachedBatch, ran: Collection[str]) -> str | None:
         """Count a batch that is over; return why the cache is of no use, or None."""
         had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
         if had_rows:
-            self._served.append((batch.hits + batch.advanced) / max(1, _with_entries(batch)))
+            share = float((~batch.ran | batch.advanced).sum()) / max(1, _with_entries(batch))
+            self._served.append(share if batch.matches else 0.0)
             self._shaped.append(batch.other_shape is not None)
         self._other = 0 if batch.matches else self._other + had_rows
-        if self._other >= OTHER:
+        if self._other >= policy.OTHER and not any(self._shaped):
             text = "called the frozen layers in another way than before (mixed at random?), or not at all"
-            return f"the last {OTHER} batches {text}"
-        if len(self._served) == STRANGE and sum(self._served) < LEAST_SERVED * STRANGE:
-            if 2 * sum(self._shaped) > STRANGE:
-                return f"most of the last {STRANGE} batches had other shapes than the entries"
-            differed = f"nearly all inputs of the last {STRANGE} batches differed from those of the entries"
+            return f"the last {policy.OTHER} batches {text}"
+        if len(self._served) == policy.STRANGE and sum(self._served) < policy.LEAST_SERVED * policy.STRANGE:
+            if 2 * sum(self._shaped) > policy.STRANGE:
+                return f"most of the last {policy.STRANGE} batches had other shapes than the entries"
+            differed = f"nearly all inputs of the last {policy.STRANGE} batches differed from those of the entries"
             return f"{differed} (random, mixed, or sorted by the collate function?)"
-        return self._count_lazy(batch, front)
+        self._count_lazy(batch)
+        return None
 
     def touched(self, batch: CachedBatch) -> None:
         """Count a batch whose inputs were read, perhaps after its end."""
         self._touches, self._toucher = self._touches + 1, batch.was_touched
 
-    def _count_lazy(self, batch: CachedBatch, front: Front) -> str | None:
-        ran, front.ran = front.ran, set()
-        is_lazy = any(batch.lazy)
-        if batch.plan.checks or not (is_lazy or batch.hits == batch.samples):  # a check runs layers by itself
-            return None
+    def _count_lazy(self, batch: CachedBatch) -> None:
+        if batch.plan.checks or not any(batch.lazy):  # a check runs frozen modules by itself
+            return
         self._counted += 1
-        if is_lazy and batch.was_touched is not None:
+        if batch.was_touched is not None:
             self.touched(batch)
-        if batch.hits == batch.samples and ran:
-            self._reruns, self._read = self._reruns + 1, max(ran)
-        if self._counted < COUNTED:
-            return None
-        reruns, touches, read, toucher = self._reruns, self._touches, self._read, self._toucher
+        if self._counted < policy.COUNTED:
+            return
+        touches, toucher = self._touches, self._toucher
         self._begin()
-        if 2 * reruns > COUNTED:
-            return f"something reads the output of {front.units[read].path!r} in most batches"
-        self.reader = toucher if 2 * touches > COUNTED else None
-        return None
+        self.reader = toucher if 2 * touches > policy.COUNTED else None
 
 
 def _with_entries(batch: CachedBatch) -> int:
     """Number of its samples whose entries are read."""
-    return sum(len(read.places) for read in batch.reads)
+    places = [read.places for read in batch.reads]
+    return len(np.unique(np.concatenate(places))) if places else 0

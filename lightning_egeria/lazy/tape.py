@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,6 +83,7 @@ class Node:
         number: place in the order in which the nodes of the tape were made.
         base: node whose memory it shares, for the result of a view; else the node itself.
         shown: the lazy tensor, while the program holds it.
+        frozen: whether a call of a frozen module is behind it.
     """
 
     tape: Tape
@@ -95,6 +98,7 @@ class Node:
     number: int = 0
     base: Node | None = None
     shown: weakref.ref[Tensor] | None = None
+    frozen: bool = False
 
     @property
     def key(self) -> int:
@@ -138,6 +142,11 @@ class Node:
     def leaves(self) -> list[Node]:
         """Return the leaves that the value is computed from."""
         return [node for node in self.before(lambda _: False) if node.call is None]
+
+    def ask(self) -> Tensor:
+        """Return the value for the program. The batch may have it, if a frozen module is behind it."""
+        owner = self.tape.owner
+        return owner.asked(self) if self.frozen and owner is not None else self.compute()
 
     def compute(self) -> Tensor:
         """Return the value; load and compute whatever it needs."""
@@ -280,6 +289,10 @@ class Tape:
             Node(self, meta, name, call, rows=rows, number=next(self._count))
             for name, meta in zip(names, metas, strict=True)
         )
+        run: object = call.run
+        if isinstance(run, Unit) or any(isinstance(leaf, Node) and leaf.frozen for leaf in call.flat):
+            for node in nodes:
+                node.frozen = True
         for node in nodes:
             node.siblings = nodes
         return nodes
@@ -327,16 +340,42 @@ class Tape:
             computed_only: not those that only stand for loaded data.
         """
         for lazy in self.held():
-            if computed_only and not any(node.is_unit for node in lazy.node.before(lambda _: False)):
+            if computed_only and not lazy.node.frozen:
                 continue
             with contextlib.suppress(Exception):  # of lost values, or in the user's layers: whoever reads it gets it
-                lazy.node.compute()
+                lazy.node.ask()
+
+    def _share_memory(self) -> None:
+        """Have views of one tensor share its memory, though each of them may have been served by itself."""
+        of_roots: dict[int, list[Node]] = {}
+        for lazy in self.held():
+            of_roots.setdefault(id(lazy.node.root), []).append(lazy.node)
+        for nodes in of_roots.values():
+            root = nodes[0].root
+            views = [node for node in nodes if node is not root]
+            if len({id(node) for node in nodes}) < 2 or not any(node.frozen for node in views):
+                continue
+            root.ask()
+            for node in views:
+                for one in node.before(functools.partial(operator.is_, root)):
+                    one.value = None
+            for node in views:
+                node.compute()
+
+    def was_changed(self, node: Node) -> None:
+        """Take what lazy tensors stand for that share memory with a node, whose value other code changed in place."""
+        root = node.root
+        for lazy in self.held():
+            if lazy.node.root is root:
+                value = lazy.node.ask()
+                lazy.node = Node(self, lazy.node.meta, UNKNOWN, value=value, number=next(self._count))
 
     def change(self) -> None:
         """Prepare for a change in place: what a lazy tensor stands for afterwards has no name."""
         self.settle()
+        self._share_memory()
         for lazy in self.held():
-            value = lazy.node.compute()
+            value = lazy.node.ask()
             lazy.node = Node(self, lazy.node.meta, UNKNOWN, value=value, number=next(self._count))
 
 

@@ -25,6 +25,8 @@ _HERE = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 # Their kernels without values have other strides or results, or torch takes other ones for a subclass.
 _OTHER_KERNELS = ("linalg", "fft", "svd", "eig", "unpool", "rnn", "lstm", "gru")
 _NORMS = (torch.norm, Tensor.norm)  # the nuclear one uses svd
+# They ask for a tensor itself.
+_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 # Operations that read only the shape, dtype and device of their first argument.
 _FACTORIES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
@@ -102,7 +104,7 @@ def _record_write(
 def _reshape(func: Any, lazy: LazyTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyTensor:
     """Change the shape of a lazy tensor in place; it stands for a known value from then on."""
     lazy.node.tape.change()
-    value = lazy.node.compute().detach()
+    value = lazy.node.ask().detach()
     rest, options = pytree.tree_map_only(LazyTensor, plain, (args, kwargs))
     func(value, *rest, **options)
     lazy.node = Node(lazy.node.tape, Meta.of(value), UNKNOWN, value=value)
@@ -233,7 +235,7 @@ class LazyTensor(Tensor):
             for lazy in pytree.tree_leaves(args) if func in _memory() else ():  # the caller may write to it
                 if isinstance(lazy, LazyTensor):
                     lazy.node.tape.change()
-        else:
+        elif func in _AUTOGRAD or not _learns(args, kwargs):
             if func is Tensor.new_tensor:  # it reads the items of a list past torch
                 args = (args[0], *pytree.tree_map_only(LazyTensor, plain, args[1:]))
             try:
@@ -243,6 +245,7 @@ class LazyTensor(Tensor):
                 # Many operations are made of others, and read a value past them, such as lengths or places.
                 if "data is not allocated" not in str(error):
                     raise
+        # Where autograd records, it must see the tensors themselves, for the kernels and saved tensors of a plain step.
         args, kwargs = pytree.tree_map_only(LazyTensor, plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -270,8 +273,8 @@ class LazyTensor(Tensor):
                 tape.change()
         elif kind is _Kind.RESHAPES and isinstance(args[0], LazyTensor):
             return _reshape(func, args[0], args[1:], kwargs or {})
-        owners = {id(lazy.node.compute()): lazy for lazy in lazies}
-        values = [leaf.node.value if isinstance(leaf, LazyTensor) else leaf for leaf in flat]
+        owners = {id(lazy.node.ask()): lazy for lazy in lazies}
+        values = [leaf.node.ask() if isinstance(leaf, LazyTensor) else leaf for leaf in flat]
         args, kwargs = pytree.tree_unflatten(values, spec)
         result = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, lambda leaf: owners.get(id(leaf), leaf), result)
@@ -288,6 +291,21 @@ class LazyTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return plain(self).clone()
+
+
+def _learns(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether autograd records an operation: one of its tensors needs a gradient."""
+    if not torch.is_grad_enabled():
+        return False
+    flat = [*args, *kwargs.values()] if kwargs else args
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [
+            one
+            for leaf in flat
+            for one in (leaf if isinstance(leaf, list | tuple) else (leaf,))
+            if isinstance(one, Tensor) and one.requires_grad
+        ]
+    return bool(tensors) and not any(isinstance(one, LazyTensor) for one in tensors)
 
 
 def show(node: Node) -> LazyTensor:
@@ -318,7 +336,7 @@ def node_of(tape: Tape, leaf: Any) -> Any:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor itself, or the values of a lazy one."""
-    return tensor.node.compute() if isinstance(tensor, LazyTensor) else tensor
+    return tensor.node.ask() if isinstance(tensor, LazyTensor) else tensor
 
 
 def caller(folder: str) -> str:

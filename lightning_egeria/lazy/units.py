@@ -6,8 +6,7 @@ import contextlib
 import enum
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from lightning_egeria.lazy.tape import Node, Unit
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, types.BuiltinFunctionType)
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_without_casts: ContextVar[bool] = ContextVar("without_casts", default=False)
 
 
 class Context(NamedTuple):
@@ -44,12 +42,20 @@ class UnitCall(Unit):
         devices: device types whose autocast modes matter.
         context: modes of the call.
         constants: what it returned beside tensors.
+        paths: of the frozen modules that it runs.
+        seconds: returns the seconds that a run takes, as far as they are known.
     """
 
     def __init__(
-        self, run: Callable[..., Any], devices: tuple[str, ...], context: Context, constants: tuple[Any, ...] = ()
+        self,
+        run: Callable[..., Any],
+        devices: tuple[str, ...],
+        context: Context,
+        constants: tuple[Any, ...] = (),
+        paths: tuple[str, ...] = (),
+        seconds: Callable[[], float] = float,
     ) -> None:
-        self.context = context
+        self.context, self.paths, self.seconds = context, paths, seconds
         self._run, self._devices, self._constants = run, devices, constants
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,8 +65,6 @@ class UnitCall(Unit):
             CacheError: it returns another constant, so this does not follow from shapes alone.
         """
         context = self.context
-        if _without_casts.get():
-            context = context._replace(autocast=tuple((device, False, dtype) for device, _, dtype in context.autocast))
         if Context.current(self._devices) == context:
             output = self._run(*args, **kwargs)
         else:
@@ -119,13 +123,3 @@ def precision_of(node: Node) -> torch.dtype:
     casts = run.context.autocast if isinstance(run, UnitCall) else ()
     here = [dtype for device, enabled, dtype in casts if enabled and device == node.meta.device.type]
     return here[0] if here else node.meta.dtype
-
-
-@contextlib.contextmanager
-def without_casts() -> Iterator[None]:
-    """Run recorded layer modules without autocast meanwhile, in the precision of their weights."""
-    token = _without_casts.set(True)
-    try:
-        yield
-    finally:
-        _without_casts.reset(token)

@@ -37,18 +37,37 @@ def restore_forward(module: nn.Module, replacement: Forward, before: Forward | N
         vars(module)["forward"] = before
 
 
-class _Replacement:
-    """Stands in for the ``forward`` of one module."""
+class ReplacedForward:
+    """Base of what stands in for the ``forward`` of one module. A copy or pickle of the module has its own again.
 
-    def __init__(self, module: nn.Module, call: Forward, before: Forward | None) -> None:
+    Attributes:
+        module: the module.
+        before: ``forward`` of the instance before it was replaced; None if it had that of its class.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.before = module, vars(module).get("forward")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return own_forward(self.module, self.before)
+
+
+def users_forward(module: nn.Module) -> Forward | None:
+    """Return the ``forward`` that other code has set on a module; None if it has that of its class."""
+    forward: Any = vars(module).get("forward")
+    while isinstance(forward, ReplacedForward):
+        forward = forward.before
+    return forward  # type: ignore[no-any-return]  # the attributes of a module have no types
+
+
+class _Replacement(ReplacedForward):
+    def __init__(self, module: nn.Module, call: Forward) -> None:
+        super().__init__(module)
         functools.update_wrapper(self, module.forward, updated=())
-        self._module, self._call, self._before = module, call, before
+        self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return own_forward(self._module, self._before)
 
 
 class ForwardReplacements:
@@ -59,10 +78,9 @@ class ForwardReplacements:
 
     def replace(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
         """Replace ``module.forward`` by ``wrap(module.forward)`` until `restore`."""
-        before = vars(module).get("forward")
-        replacement = _Replacement(module, wrap(module.forward), before)
+        replacement = _Replacement(module, wrap(module.forward))
         vars(module)["forward"] = replacement
-        self._replaced.append((module, replacement, before))
+        self._replaced.append((module, replacement, replacement.before))
 
     def restore(self) -> None:
         """Restore every original. Safe to call twice."""

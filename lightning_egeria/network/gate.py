@@ -102,6 +102,11 @@ class FrontGate:
         self._handles, self._watching, self._from_program, self._unknown = [], [], {}, False
 
     @property
+    def is_checked(self) -> bool:
+        """Whether a step was looked at since the prefix changed."""
+        return self._is_checked
+
+    @property
     def asks_others(self) -> bool:
         """Whether several processes must compare what they found in this step; the same in all of them.
 

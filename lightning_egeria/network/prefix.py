@@ -94,6 +94,11 @@ class FrozenPrefix:
             parameter.requires_grad_(True)
         return changed
 
+    @property
+    def shown_parameters(self) -> frozenset[int]:
+        """Identities of the frozen parameters that look trainable now; see `show`."""
+        return frozenset(map(id, self._frozen_parameters)) if self._shown else frozenset()
+
     def hide(self) -> None:
         """End `show`, before the next forward. Safe to call twice."""
         if self._shown:

@@ -25,7 +25,7 @@ PHASES = {
 _COLORS = dict(zip(PHASES, ("#8da0cb", "#66c2a5", "#fc8d62", "#e78ac3", "#b3b3b3"), strict=True))
 _SOURCES = {  # of samples, with colour and title
     "hits": ("#66c2a5", "from the cache"),
-    "advanced": ("#ffd92f", "from a shallower boundary"),
+    "advanced": ("#ffd92f", "from another entry"),
     "misses": ("#fc8d62", "computed"),
 }
 _WIDTH, _HEIGHT = 8.0, 3.2  # inches

@@ -113,7 +113,7 @@ class CachePoint(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         step: number of optimizer steps so far.
         hits: samples that skipped all frozen layers.
-        advanced: samples that started from a shallower boundary.
+        advanced: samples that were computed from another cached value.
         misses: samples that ran all frozen layers.
         bytes_on_disk: size of the cache.
     """

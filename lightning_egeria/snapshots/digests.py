@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -72,52 +70,6 @@ def bytes_of(tensor: Tensor) -> bytes:
     if flat.numel() == 1:  # which counts as contiguous whatever its stride
         flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def contents(rows: Tensor, padding: Tensor | None = None) -> list[bytes]:
-    """Return each row without the padding at its end, and one value of that: the same however long it is padded.
-
-    Args:
-        rows: ``[rows, length, ...]``.
-        padding: value of a position that is padding; None takes a value that is repeated at the end for that.
-
-    >>> contents(torch.tensor([[5, 6, 0], [5, 0, 0]])) == contents(torch.tensor([[5, 6, 0, 0, 0], [5, 0, 0, 0, 0]]))
-    True
-    >>> contents(torch.tensor([[5, 6]]), torch.tensor(0)) == contents(torch.tensor([[5, 6, 0, 0]]), torch.tensor(0))
-    True
-    """
-    raws = _raw(rows)
-    lengths = _stems(raws).tolist()
-    if padding is None or not rows.numel():
-        return [raw[:length].tobytes() for raw, length in zip(raws, lengths, strict=True)]
-    end = bytes_of(padding)
-    alike = rows.dtype == padding.dtype and rows.shape[2:] == padding.shape
-    return [
-        raw[: length - 1 if alike and raw[-1].tobytes() == end else None].tobytes() + end
-        for raw, length in zip(raws, lengths, strict=True)
-    ]
-
-
-def stems(rows: Tensor) -> npt.NDArray[np.int64]:
-    """Return the length of each row without the padding at its end, of which one position counts.
-
-    >>> stems(torch.tensor([[5, 6, 0, 0], [5, 6, 7, 0], [5, 6, 7, 8], [0, 0, 0, 0]])).tolist()
-    [3, 4, 4, 1]
-    """
-    return _stems(_raw(rows))
-
-
-def _stems(raws: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    count, length, _ = raws.shape
-    if not raws.size:
-        return np.full(count, length)
-    others = (raws != raws[:, -1:]).any(2)  # of floats, the bits count
-    return np.where(others.any(1), length + 1 - others[:, ::-1].argmax(1), 1)
-
-
-def _raw(rows: Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of each position of each row."""
-    return np.frombuffer(bytes_of(rows), np.uint8).reshape(*rows.shape[:2], -1 if rows.numel() else 0)
 
 
 def has_values(tensor: Tensor) -> bool:

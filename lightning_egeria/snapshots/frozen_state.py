@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import hashlib
 import operator
+import time
 import types
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -16,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_egeria.errors import CacheError
+from lightning_egeria.network.forwards import users_forward
 from lightning_egeria.snapshots.contents import code_of, digests_of
 from lightning_egeria.snapshots.digests import Copies, bytes_of, checksums, digest, divided, is_dense
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
@@ -26,9 +28,11 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 class FrozenState:
     """Remembers the state of frozen layers, and compares it later.
 
-    It reads every weight, which costs little beside a forward pass: version counters do not count writes through
-    ``tensor.data``. On the CPU it keeps a checksum; on a GPU a copy, in the memory of the gradients that frozen weights
-    have no longer.
+    All bits are compared on request. On the CPU it keeps checksums; on a GPU a copy, in the memory of the gradients
+    that frozen weights have no longer. Otherwise it compares objects, plain attributes, modes, memory and version
+    counters, and a piece of all weights, another one each time: version counters do not count writes through
+    ``tensor.data``, and a change of all weights changes each piece. Containers and settings that modules hold are
+    compared if that is quick.
 
     Args:
         units: the layers, by path; their submodules count too.
@@ -43,7 +47,6 @@ class FrozenState:
 
     def _remember(self, units: list[tuple[str, nn.Module]]) -> None:
         self._units = [unit for _, unit in units]
-        tops = {*map(id, self._units)}
         found = {id(m): (f"{path}.{name}", m) for path, unit in units for name, m in unit.named_modules()}
         self._modules = list(found.values())
         # A module that trains may change its mode between training and validation; the mode is part of the key then.
@@ -60,7 +63,7 @@ class FrozenState:
         ]
         self._packages = {type(m).__module__.partition(".")[0] for _, m in self._modules} - {"torch"}
         self._classes = [(module, type(module)) for _, module in self._modules]
-        self._forwards = [(vars(m), vars(m).get("forward")) for _, m in self._modules if id(m) not in tops]
+        self._forwards = [(m, users_forward(m)) for _, m in self._modules]
         self._sizes = [(held, len(held)) for _, m in self._modules for held in (m._modules, m._parameters, m._buffers)]
         self._children = [(m._modules, name, child) for _, m in self._modules for name, child in m._modules.items()]
         # A look at the objects alone is quick; only where one is another one, values are compared.
@@ -109,7 +112,7 @@ class FrozenState:
                 sum(map(len, self._dicts)) == len(self._objects)
                 and all(map(operator.is_, found, self._objects))
                 and [get(held) for get, held in self._getters] == self._plain
-                and all(held.get("forward") is forward for held, forward in self._forwards)
+                and all(users_forward(module) is forward for module, forward in self._forwards)
                 and all(type(module) is kind for module, kind in self._classes)
                 and all(now == before for now, before in self._lists)
             )
@@ -121,16 +124,29 @@ class FrozenState:
         return not (
             any(held.get(name) is not tensor for held, name, tensor in self._held)
             or any(len(held) != size for held, size in self._sizes)
-            or any(held.get("forward") is not forward for held, forward in self._forwards)
+            or any(users_forward(module) is not forward for module, forward in self._forwards)
             or any(held.get(name) is not child for held, name, child in self._children)
             or any(type(module) is not kind for module, kind in self._classes)
             or any(held.get(name, _MISSING) != value for held, name, value in self._attributes)
             or any(module.training for module in self._evaluating)
         )
 
-    def is_same(self) -> bool:
-        """Whether everything is the same, value by value, though perhaps in other tensors; remembers these."""
+    def is_same(self, all_bits: bool = True, share: float = 1.0) -> bool:
+        """Whether everything is the same, value by value, though perhaps in other tensors; remembers these.
+
+        Args:
+            all_bits: compare all bits, even where no version counter has risen.
+            share: of the bytes that are compared otherwise, if there are more modules to compare.
+        """
+        try:
+            quick = not all_bits and self._has_same_objects() and self._has_same_piece(share)
+            is_slow = self._contents_s > QUICK_S * share
+            if quick and (is_slow or not self._others or self._contents() == self._before):
+                return True
+        except Exception:  # as in `is_unchanged`
+            return False
         if self.is_unchanged():
+            self._versions = [version_of(tensor) for tensor in self._tensors]
             return True
         try:
             if self._digest_of(self._current()) != self._values:
@@ -173,10 +189,13 @@ class FrozenState:
 
     def _note(self) -> None:
         self._held = self._current()
+        started = time.perf_counter()
         self._before = self._contents()
+        self._contents_s = time.perf_counter() - started
         self._tensors = [tensor for _, _, tensor in self._held]
         self._elsewhere = Copies([tensor for tensor in self._tensors if tensor.device.type != "cpu"])
         self._objects: list[Any] = []  # so that values are compared first
+        self._plain: list[Any] | None = None
         here = [tensor for tensor in self._tensors if tensor.device.type == "cpu" and tensor.numel()]
         memory = [
             torch.as_strided(one.detach(), (one.numel(),), (1,)).view(torch.uint8).numpy().data
@@ -184,17 +203,49 @@ class FrozenState:
             if is_dense(one)
         ]
         self._shares = divided(memory, torch.get_num_threads())
+        size = max(PIECE_BYTES, sum(part.nbytes for part in memory) // MOST_PIECES)
+        pieces = [part[start : start + size] for part in memory for start in range(0, part.nbytes, size)]
+        self._pieces = [(piece, xxhash.xxh3_64_intdigest(piece)) for piece in pieces]
+        self._on_device = [
+            (flat, flat.clone())
+            for one in self._tensors
+            if one.device.type != "cpu" and one.numel() and is_dense(one)
+            for flat in [one.detach().as_strided((min(one.numel(), PIECE_VALUES),), (1,))]
+        ]
+        self._turn = 0
+        self._versions = [version_of(tensor) for tensor in self._tensors]
         self._scattered = [tensor for tensor in here if not is_dense(tensor)]
         self._marked = self._mark()
+
+    def _has_same_piece(self, share: float) -> bool:
+        """Whether no tensor has other memory, mode or version, and a piece of the values is the same."""
+        self._turn += 1
+        if [version_of(tensor) for tensor in self._tensors] != self._versions or self._scattered:
+            return False
+        if [tensor.data_ptr() for tensor in self._tensors] != self._marked[0]:
+            return False
+        room = PIECE_BYTES * share
+        for at in range(len(self._pieces)):
+            piece, checksum = self._pieces[(self._turn + at) % len(self._pieces)]
+            if xxhash.xxh3_64_intdigest(piece) != checksum:
+                return False
+            room -= piece.nbytes
+            if room <= 0:
+                self._turn += at
+                break
+        if self._on_device:
+            now, before = self._on_device[self._turn % len(self._on_device)]
+            return torch.equal(now, before)
+        return True
 
     def _note_objects(self) -> None:
         self._objects = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._plain = [get(held) for get, held in self._getters]
 
-    def _mark(self) -> tuple[list[tuple[int, bool]], list[int]]:
-        """Something that differs once a tensor has other memory or needs a gradient, or a value on the CPU changed."""
+    def _mark(self) -> tuple[list[int], list[int]]:
+        """Something that differs once a tensor has other memory, or a value on the CPU changed."""
         sums = [*checksums(self._shares), *(xxhash.xxh3_64_intdigest(bytes_of(one)) for one in self._scattered)]
-        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors], sums
+        return [tensor.data_ptr() for tensor in self._tensors], sums
 
     def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
         """Digest of these tensors, and of what attributes hold."""
@@ -229,6 +280,15 @@ _MISSING = object()
 _OF_TORCH = frozenset([*vars(nn.Module()), "forward"])
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace)
 _MOST = 2000  # objects within reach
+PIECE_BYTES = 2**18  # of weights that are compared in each step, at least
+MOST_PIECES = 256  # of all weights
+QUICK_S = 0.0005  # a look at containers and settings of the modules that takes less is taken each time
+PIECE_VALUES = 4096  # of a tensor on a GPU
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the counter that rises with each change in place; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _methods_of(kind: type) -> list[str]:

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _list(directory: CacheDirectory) -> int:
-    columns = ("store", "model, up to", "data", "entry", "entries", "on disk", "last used")
+    columns = ("store", "frozen modules", "data", "entry", "entries", "on disk", "last used")
     table = Table(*columns, title=escape(printable(directory.path)))
     summaries = directory.summaries()
     for summary in summaries:
@@ -55,10 +55,10 @@ def _list(directory: CacheDirectory) -> int:
         if summary.manifest is None:
             table.add_row(name, "damaged", "", "", "", size, used)
             continue
-        about = {key: escape(summary.manifest.about.get(key, "?")) for key in ("model", "boundary", "data", "row")}
+        about = {key: escape(summary.manifest.about.get(key, "?")) for key in ("model", "modules", "data", "row")}
         entries = f"{summary.present} of {summary.manifest.entries}"
-        boundary = f"{about['model']}, {about['boundary']}"
-        table.add_row(name, boundary, about["data"], about["row"], entries, size, used)
+        modules = f"{about['model']}, {about['modules']}"
+        table.add_row(name, modules, about["data"], about["row"], entries, size, used)
     _print(table)
     total = sum(summary.bytes_on_disk for summary in summaries)
     print(f"{len(summaries)} stores, {_bytes(total)}")

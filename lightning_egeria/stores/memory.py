@@ -33,7 +33,6 @@ class MemoryTier:
 
     def __init__(self, capacity_bytes: int, form: RowForm, entries: int, device: torch.device) -> None:
         self.capacity = min(capacity_bytes // max(1, form.row_bytes), entries)
-        self._ragged = form.ragged
         self._place = np.full(entries if self.capacity else 0, -1, np.int32)
         # Memory of the host is taken page by page as it is written.
         self._rows = torch.empty((self.capacity, *form.stored_shape), dtype=form.stored_dtype, device=device)
@@ -44,18 +43,15 @@ class MemoryTier:
         """Which entries are here."""
         return self._place[entries] >= 0 if self.capacity else np.zeros(len(entries), bool)
 
-    def take(self, entries: Rows, length: int) -> Tensor:
-        """Rows that are here, in memory order, and of a length if the form is ragged."""
-        places = self._place[entries].astype(np.int64)
-        return chosen(self._rows, places, length if self._ragged else None)
+    def take(self, entries: Rows) -> Tensor:
+        """Rows that are here, in memory order."""
+        return chosen(self._rows, self._place[entries].astype(np.int64))
 
     def put(self, entries: Rows, rows: Tensor) -> None:
-        """Keep as many rows as still fit; longer ones in the place of those that are here."""
-        if not self.capacity or (self._used == self.capacity and not self._ragged):
+        """Keep as many rows as still fit."""
+        if not self.capacity or self._used == self.capacity:
             return
         with self._putting:
-            if self._ragged:  # a reader finds the values of before in what it reads of a row
-                self._copy(self._place[entries[self.holds(entries)]], rows, np.flatnonzero(self.holds(entries)))
             new = np.flatnonzero(~self.holds(entries))[: self.capacity - self._used]
             places = np.arange(self._used, self._used + len(new))
             self._copy(places, rows, new)
@@ -68,37 +64,26 @@ class MemoryTier:
             return
         kept = rows if len(numbers) == len(rows) else chosen(rows, numbers)
         if self._rows.device.type != "cpu":
-            into = self._rows[:, : rows.shape[1]] if self._ragged else self._rows
-            into[torch.from_numpy(places.astype(np.int64)).to(into.device)] = kept.to(into.device)
+            self._rows[torch.from_numpy(places.astype(np.int64)).to(self._rows.device)] = kept.to(self._rows.device)
         else:
-            raw = as_bytes(kept)
-            as_bytes(self._rows)[places, : raw.shape[1]] = raw
+            as_bytes(self._rows)[places] = as_bytes(kept)
 
     def drop(self, number: int) -> None:
         """Keep an entry no longer; its memory is not used again."""
         if self.capacity:
             self._place[number] = -1
 
-    @property
-    def index_bytes(self) -> int:
-        """Memory for knowing where the rows are."""
-        return self._place.nbytes
 
-
-def chosen(rows: Tensor, places: Rows, length: int | None = None) -> Tensor:
-    """Some rows of a contiguous tensor, cut to a length; in the memory of the host, copied by the calling thread alone.
+def chosen(rows: Tensor, places: Rows) -> Tensor:
+    """Some rows of a contiguous tensor; in the memory of the host, copied by the calling thread alone.
 
     torch would start further threads for every thread that asks it, which take the cores from those of the training.
     """
     if rows.device.type != "cpu":
-        some = rows[torch.from_numpy(places).to(rows.device)]
-        return some if length is None else some[:, :length].contiguous()
-    shape = rows.shape[1:] if length is None else (length, *rows.shape[2:])
-    found = room_for((len(places), *shape), rows.dtype)
-    if found.numel():
-        into = as_bytes(found)
-        # With "raise", numpy would copy twice.
-        np.take(as_bytes(rows)[:, : into.shape[1]], places, axis=0, out=into, mode="clip")
+        return rows[torch.from_numpy(places).to(rows.device)]
+    found = room_for((len(places), *rows.shape[1:]), rows.dtype)
+    if found.numel():  # with mode "raise", numpy would copy twice
+        np.take(as_bytes(rows), places, axis=0, out=as_bytes(found), mode="clip")
     return found
 
 

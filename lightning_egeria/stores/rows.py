@@ -30,15 +30,13 @@ class RowForm:
         shape: of a row, which is the activation of one sample, in memory order.
         order: dimensions of the batch from the slowest to the fastest in memory.
         dtype: of the values.
-        ragged: whether rows may be shorter in their first dimension: texts that are padded to the longest of a batch.
-        precision: ``"bf16"``, or ``"int8"`` with a power of two as the scale of each channel of each sample (of each
-            position of a text); None stores the values as they are.
+        precision: ``"bf16"``, or ``"int8"`` with a power of two as the scale of each channel of each sample; None
+            stores the values as they are.
     """
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
-    ragged: bool = False
     precision: Precision | None = None
 
     @classmethod
@@ -52,31 +50,9 @@ class RowForm:
         order = (0, *sorted(range(1, batch.ndim), key=lambda dim: (-strides[dim], dim)))
         return cls(tuple(batch.shape[dim] for dim in order[1:]), order, batch.dtype, precision=precision)
 
-    def with_room(self, length: int) -> RowForm:
-        """Return the form of rows of at most ``length`` in their first dimension.
-
-        >>> RowForm.of(torch.rand(2, 3, 4)).with_room(5).shape
-        (5, 4)
-        """
-        return dataclasses.replace(self, shape=(length, *self.shape[1:]), ragged=True)
-
     def fits(self, batch: Tensor) -> bool:
         """Whether rows of a batch can be stored in this form."""
-        form = RowForm.of(batch, self.precision)
-        if self.ragged and len(form.shape) == len(self.shape) and form.shape[0] <= self.shape[0]:
-            form = form.with_room(self.shape[0])
-        return form == self and (self._kind != "int8" or bool(batch.isfinite().all()))
-
-    def takes(self, shape: tuple[int, ...]) -> bool:
-        """Whether rows of a shape, as the network gives them, have a place in this form."""
-        if self.ragged and len(shape) == len(self.shape):
-            return shape[0] <= self.shape[0] and shape[1:] == self.batch_shape[1:]
-        return shape == self.batch_shape
-
-    @property
-    def length(self) -> int:
-        """Length of the longest row; 1 if all rows have one shape."""
-        return self.shape[0] if self.ragged else 1
+        return RowForm.of(batch, self.precision) == self and (self._kind != "int8" or bool(batch.isfinite().all()))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -134,14 +110,9 @@ class RowForm:
         """
         return self.from_memory(self.to_memory(batch)) if self.rounds and self.fits(batch) else batch
 
-    def empty(self, samples: int, length: int, device: torch.device) -> Tensor:
-        """Return a batch of any values, and of rows of a length."""
-        shape = (length, *self.shape[1:]) if self.ragged else self.shape
-        return self._in_order(torch.empty((samples, *shape), dtype=self.dtype, device=device))
-
-    def of_length(self, length: int) -> tuple[int, ...]:
-        """Return the stored shape of a row of a length."""
-        return (length, *self.stored_shape[1:]) if self.ragged else self.stored_shape
+    def empty(self, samples: int, device: torch.device) -> Tensor:
+        """Return a batch of any values."""
+        return self._in_order(torch.empty((samples, *self.shape), dtype=self.dtype, device=device))
 
     @property
     def _kind(self) -> Precision | None:

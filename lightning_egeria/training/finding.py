@@ -136,6 +136,11 @@ class LayerFinding(ObserverCallback):
         return False
 
     @property
+    def is_searching(self) -> bool:
+        """Whether the next step is observed to find the layer chain."""
+        return self._stage is Stage.LOOKING
+
+    @property
     def is_active(self) -> bool:
         """Whether this `fit` uses the method."""
         return self._stage is not Stage.IDLE

@@ -214,6 +214,12 @@ class Freezer(Observer):
         """Tell compiled code and the strategy which parameters need gradients. Each rank must call it."""
         tell_what_trains(self._strategy, self.prefix.buffers(self.prefix.settled_depth))
 
+    @property
+    def looks_at_next_step(self) -> bool:
+        """Whether the next step is the first one with this frozen prefix, in which its modules have hooks."""
+        is_new = self._gated != self.prefix.version or not self._gate.is_checked
+        return self.depth > 0 and self.chain.learns and is_new
+
     def batch_start(self, batch: Any, step: int) -> None:
         """Keep frozen modules in evaluation mode."""
         self.step = step

@@ -109,21 +109,29 @@ def test_state_and_hyperparameters_are_the_users_own(tmp_path):
     assert other.scale == 3.0
 
 
-def test_without_a_callback_that_freezes_it_says_so(tmp_path):
+def plain_trainer(epochs):
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(max_epochs=epochs, accelerator="cpu", logger=False, **quiet)
+
+
+def test_where_nothing_is_frozen_it_does_nothing(tmp_path):
     cached = FrozenPrefixCache(loader(), cache_dir=tmp_path / "cache")
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    with pytest.warns(UserWarning, match="off: there is no KnowledgeGuidedFreezing among the callbacks"):
-        trainer.fit(Classifier(), datamodule=cached)
-    assert "no KnowledgeGuidedFreezing" in cached.stats.off
-    assert cached.validation_stats.off == cached.stats.off
-    assert not (tmp_path / "cache").exists()
+    plain_trainer(1).fit(Classifier(), datamodule=cached)
+    assert cached.stats.off == cached.validation_stats.off == "nothing is frozen"
+    assert (cached.stats.hits, cached.stats.misses) == (0, 0)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.filterwarnings("ignore:cache. .* does not pay")
+def test_it_needs_no_callback(tmp_path):
+    model, cached = Classifier(), FrozenPrefixCache(loader(), cache_dir=tmp_path / "cache")
+    model.net.a.requires_grad_(False).eval()
+    trainer = plain_trainer(2)
+    before = list(trainer.callbacks)
+    trainer.fit(model, datamodule=cached)
+    assert cached.stats.hits == 18  # the first batch is a probe
+    assert trainer.callbacks == before
 
 
 def test_validation_without_sample_ids_says_so(compare, caplog):
@@ -232,7 +240,7 @@ def test_seeds_give_other_views(tmp_path):
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bar_shows_the_share_that_is_recorded(run, monkeypatch, bar):
-    monkeypatch.setattr("lightning_egeria.caching.level_set.COUNT_EVERY_S", -1.0)
+    monkeypatch.setattr("lightning_egeria.caching.entries.COUNT_EVERY_S", -1.0)
     seen = {}
 
     def look(trainer, module, *_):
@@ -251,31 +259,23 @@ def _slowly(data, index):
     return data.x[index], data.y[index]
 
 
-def test_it_says_that_it_pays(run, monkeypatch, caplog):
-    monkeypatch.setattr(stats, "COMPARED_STEPS", 3)
+def test_it_says_what_it_saved(run, caplog):
     with caplog.at_level("INFO"):
         run.fit(Classifier(), loader(Samples(_slowly, samples=60)), max_epochs=8)
-    assert caplog.text.count("cache: the cache of training pays: a step takes") == 1
-    assert caplog.text.count("samples came from the cache since the first freeze") == 1
+    assert caplog.text.count("samples came from the cache, ") == 1
+    assert "s saved" in caplog.text
     assert stats_of(run).off is None
     assert stats_of(run).seconds_saved > 0
 
 
 def test_it_stops_where_it_does_not_pay(run, monkeypatch):
     monkeypatch.setattr(
-        stats.Accounts, "judgement", lambda self, device: (False, "2 ms from the cache and 1 ms without")
+        stats.Accounts, "judgement", lambda self, device, batches: (False, "2 ms from the cache and 1 ms without")
     )
     with pytest.warns(UserWarning, match="off: it does not pay: 2 ms from the cache and 1 ms without"):
         run.fit(Classifier(), loader(vectors(60)), max_epochs=3)
     assert stats_of(run).off.startswith("it does not pay")
     assert list(run.cache_dir.iterdir()) == []
-
-
-def test_validation_has_statistics(run):
-    run.fit(Validated(), val=loader(shuffle=False), max_epochs=5)
-    found = run.caches[-1].validation_stats
-    assert found.hits >= 48
-    assert (found.depth, found.off) == (2, None)
 
 
 def test_invalidated_samples_are_compared(compare):
@@ -306,21 +306,18 @@ def test_loss_of_a_cached_run_is_a_number(run):
     assert {type(loss) for loss in seen} == {torch.Tensor}
 
 
-class Disturbed(Validated):
-    """Calls the network with other inputs than the batch's, in training from the fourth epoch on."""
+class Disturbed(Classifier):
+    """Calls the network with other inputs than the batch's, in training in the fourth epoch."""
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        return super().training_step((x + (self.current_epoch > 2) * torch.rand_like(x), y), batch_idx)
+        return super().training_step((x + (self.current_epoch == 3) * torch.rand_like(x), y), batch_idx)
 
 
 def test_at_the_end_it_says_what_did_not_fit(run, caplog):
     with caplog.at_level("INFO"):
-        run.fit(Disturbed(), loader(), val=loader(shuffle=False), max_epochs=5)
-    found = run.caches[-1]
-    lines = [text for text in caplog.text.splitlines() if "samples came from the cache since the first freeze" in text]
-    assert [line.split("cache: ")[1].split(":")[0] for line in lines] == ["training", "validation"]
-    assert found.stats.unused > 0
-    assert f"entries of {found.stats.unused} others did not fit" in lines[0]
-    assert found.validation_stats.hits > 0
-    assert "did not fit" not in lines[1]
+        run.fit(Disturbed(), loader(), max_epochs=5)
+    found = stats_of(run)
+    (line,) = [text for text in caplog.text.splitlines() if "samples came from the cache, " in text]
+    assert found.unused > 0
+    assert f"{found.unused} entries were rejected because the frozen layers got other inputs" in line

@@ -99,9 +99,8 @@ def test_batch_sampler_of_the_user_may_repeat():
 class Stream:
     """Plans nothing, and notes what is asked for."""
 
-    front = None
-
     def __init__(self):
+        self.frozen = None
         self.planned, self.received, self.epochs, self.closed = [], [], [], []
         self.accounts = Accounts(CacheStats())
 
@@ -136,7 +135,7 @@ def line():
 
     def make(data):
         made.append(
-            Line(data, lambda dataset, elsewhere: Stream(), lambda once: (5, 7 if once else None), arrived.append)
+            Line(data, lambda dataset, elsewhere: Stream(), lambda once: (5, 7 if once else None), arrived.append, int)
         )
         made[-1].arrived = arrived
         return made[-1]
@@ -184,7 +183,7 @@ def test_loader_looks_like_the_users_own(line):
 @pytest.mark.parametrize(("sampler", "ahead"), [(SequentialSampler(DATA), LOOK_AHEAD_BATCHES), (Unmeasured(), 0)])
 def test_known_samplers_are_read_ahead(line, sampler, ahead):
     one = line(loader(DATA, sampler=sampler, batch_size=2) if ahead else loader(batch_sampler=_Batches()))
-    one.stream.front = "a front"
+    one.stream.frozen = "frozen modules"
     Fetcher().fetch(one.loader)
     assert max(planned - number - 1 for number, planned in one.stream.received) == ahead
 
@@ -197,7 +196,7 @@ class _Batches:
         return iter([[0, 1]] * 6)
 
 
-def test_without_a_front_nothing_is_read_ahead(line):
+def test_without_frozen_modules_nothing_is_read_ahead(line):
     one = line(loader())
     Fetcher().fetch(one.loader)
     assert [planned - number for number, planned in one.stream.received] == [1] * 4

@@ -59,7 +59,7 @@ COLLATES = {
 @pytest.mark.parametrize("collate", COLLATES.values(), ids=COLLATES)
 def test_followed_batch_has_the_values_of_a_plain_one(collate):
     dataset = planned(collate=collate)
-    batch, loaded, _, places = received(dataset, Plan(0, IDS, mode=Mode.TRIAL))
+    batch, loaded, _, places = received(dataset, Plan(0, IDS, mode=Mode.PROBE))
     wanted = collate([vectors()[index] for index in IDS])
     for one, other in zip(torch.utils._pytree.tree_leaves(batch), torch.utils._pytree.tree_leaves(wanted), strict=True):
         assert plain(one).equal(other) if isinstance(one, torch.Tensor) else one == other
@@ -99,7 +99,7 @@ def _counts(data, index):
 def test_draws_and_counters_are_seen(sample, drew):
     dataset = planned(sample)
     dataset.dataset.count = 0
-    assert dataset.__getitems__(Plan(0, IDS, mode=Mode.TRIAL)).drew == drew
+    assert dataset.__getitems__(Plan(0, IDS, mode=Mode.PROBE)).drew == drew
 
 
 def test_seeds_decide_all_randomness():
@@ -123,7 +123,7 @@ def test_tensors_are_loaded_without_a_draw():
 
 def test_samples_of_several_structures_are_loaded_plainly():
     dataset = planned(lambda data, index: data.x[index] if index == 9 else (data.x[index],), collate=as_it_is)
-    loaded = dataset.__getitems__(Plan(0, IDS, mode=Mode.TRIAL))
+    loaded = dataset.__getitems__(Plan(0, IDS, mode=Mode.PROBE))
     assert loaded.plan.mode is Mode.PLAIN
     assert not any(isinstance(leaf, LazyTensor | Sent) for leaf in torch.utils._pytree.tree_leaves(loaded.batch))
 

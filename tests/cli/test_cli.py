@@ -178,7 +178,7 @@ def said(capsys, monkeypatch, *arguments):
         (
             "--data",
             "FrozenPrefixCache",
-            ["Trains from the cached outputs of the frozen layers", "space to leave free on that disk."],
+            ["Trains from cached outputs of frozen modules", "space to leave free on that disk."],
         ),
     ],
 )

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing
-from lightning_egeria.caching import stats
+from lightning_egeria.caching import policy
 from lightning_egeria.training.freezer import Decision
 
 SAMPLES, BATCH, EPOCHS = 40, 8, 10
@@ -235,7 +235,7 @@ class Job:
             callbacks=callbacks,
         )
         ended = "well"
-        with warnings.catch_warnings(record=True) as told, mock.patch.object(stats, "COMPARED_STEPS", sys.maxsize):
+        with warnings.catch_warnings(record=True) as told, mock.patch.object(policy, "COMPARED_BATCHES", sys.maxsize):
             warnings.simplefilter("always")
             try:
                 trainer.fit(module, loader, ckpt_path=checkpoint if checkpoint.is_file() else None)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from lightning_egeria.caching.levels import Level
+from lightning_egeria.caching.entries import BatchSizes, CachedValue
 from lightning_egeria.errors import CheckpointError, RecordError, StoreError
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
@@ -238,8 +238,10 @@ def forged_format(folder: Path) -> Format:
         store.index[:] = 0
         store.refresh()
         tiers = (MemoryTier(0, form, ENTRY_COUNT, CPU), MemoryTier(0, form, ENTRY_COUNT, CPU))
-        known = np.zeros((ENTRY_COUNT, 2), np.uint64), np.zeros(ENTRY_COUNT, bool), np.zeros(ENTRY_COUNT, np.int32)
-        rows, sound, *_ = Level(1, 0, form, store, *tiers, *known).read(np.array([0]), pin=False)
+        known = np.zeros((ENTRY_COUNT, 2), np.uint64), np.zeros(ENTRY_COUNT, bool)
+        rows, sound, *_ = CachedValue(0, form.shape, frozenset(), form, store, *tiers, *known, BatchSizes(8)).read(
+            np.array([0]), pin=False
+        )
         found = store.read_fields(0)
         if found is not None and found != kept:
             raise WrongError("these are not the fields")

@@ -90,7 +90,7 @@ def test_between_batches_everything_is_as_the_user_set_it():
 
 
 def test_with_the_cache_suffixes_begin_at_the_frozen_depth(monkeypatch):
-    monkeypatch.setattr("lightning_egeria.caching.stats.COMPARED_STEPS", 10**6)  # time decides whether it pays
+    monkeypatch.setattr("lightning_egeria.caching.policy.COMPARED_BATCHES", 10**6)  # time decides whether it pays
     found, counts = [], []
     for cached in (False, True):
         torch.manual_seed(0)

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from lightning_egeria.snapshots.digests import Copies, bytes_of, contents, digest, same_bits, stems, with_gaps
+from lightning_egeria.snapshots.digests import Copies, bytes_of, digest, with_gaps
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4)
 
@@ -114,53 +112,6 @@ def test_copies_gather_in_groups(monkeypatch):
         assert copies.agree()
         tensor[-1] = -0.0
         assert not copies.agree()
-
-
-def content(row, padding=None):
-    """The same of one row, position by position."""
-    length = len(row)
-    while length > 1 and row.numel() and same_bits(row[length - 2], row[-1]):
-        length -= 1
-    if padding is None or not row.numel():
-        return bytes_of(row[:length])
-    return bytes_of(row[: length - 1] if same_bits(row[-1], padding) else row) + bytes_of(padding)
-
-
-@pytest.mark.parametrize(
-    ("row", "other", "same"),
-    [
-        ([5, 6, 0], [5, 6, 0, 0, 0], True),
-        ([5, 6], [5, 6, 0], False),  # nothing tells that 6 is not the padding
-        ([5, 0, 6, 0], [5, 6, 0, 0], False),
-        ([5, 6, 1], [5, 6, 0], False),
-        ([0], [0, 0], True),
-    ],
-)
-def test_content_is_the_same_however_long_a_row_is_padded(row, other, same):
-    assert (content(torch.tensor(row)) == content(torch.tensor(other))) is same
-
-
-def test_the_content_of_numbers_is_their_bits():
-    minus, nan = torch.tensor([1.0, 0.0, -0.0]), torch.tensor([1.0, torch.nan])
-    assert content(minus) != content(torch.tensor([1.0, 0.0, 0.0]))
-    assert content(nan) == content(torch.tensor([1.0, torch.nan, torch.nan]))
-    wide = torch.tensor([[1, 2], [0, 0], [0, 0]])
-    assert content(wide) == content(wide[:2]) != content(wide[:1])
-    assert content(torch.empty(3, 0)) == b""
-    assert content(torch.tensor([0, 0]), torch.tensor(0)) == content(torch.tensor([0]))
-    assert content(torch.tensor([5, 7, 7]), torch.tensor(0)) != content(torch.tensor([5, 7]), torch.tensor(0))
-
-
-@given(st.integers(1, 4), st.integers(0, 6), st.sampled_from([(), (2,), (0,)]), st.integers(0, 2**31))
-def test_contents_of_rows_are_those_of_each(count, length, shape, seed):
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(0, 2, (count, length, *shape), generator=generator)
-    for kind in (torch.int64, torch.float32, torch.bool):
-        for padding in (None, torch.zeros(shape, dtype=kind), torch.zeros(shape, dtype=torch.int8)):
-            made = rows.to(kind).transpose(0, 1).contiguous().transpose(0, 1)
-            assert contents(made, padding) == [content(row, padding) for row in made]
-        ends = [len(content(row)) // max(1, made[0, :1].nbytes) if made.numel() else length for row in made]
-        assert stems(made).tolist() == ends
 
 
 @pytest.mark.parametrize(

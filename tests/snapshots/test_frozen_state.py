@@ -86,7 +86,6 @@ CHANGES = {
     "new buffer": lambda net: net[0].register_buffer("scale", torch.ones(2)),
     "class": _class,
     "mode": lambda net: net[1].train(),
-    "gradient": lambda net: net[0].weight.requires_grad_(),
     "no bias": lambda net: setattr(net[0], "bias", None),
     "held tensor": lambda net: net[2].scale.add_(1),
     "held array": lambda net: net[2].array.__setitem__(1, 3),
@@ -270,3 +269,77 @@ def test_a_compiled_module_is_unchanged():
     state = state_of(torch.compile(new_net(), backend="eager"))
     assert state.is_unchanged()
     assert state.is_same()
+
+
+@pytest.mark.parametrize("name", NO_EQUAL_STATE)
+def test_a_quick_look_sees_what_changes_a_small_network(name, monkeypatch):
+    """Objects, plain attributes, modes, memory, version counters, all bits; quick looks at containers."""
+    monkeypatch.setattr("lightning_egeria.snapshots.frozen_state.QUICK_S", 60.0)
+    net = new_net()
+    state = state_of(net)
+    assert state.is_same(all_bits=False)
+    assert state.is_same(all_bits=False)
+    CHANGES[name](net)
+    assert not state.is_same(all_bits=False)
+
+
+def big_net(layers=8):
+    """Weights of eight times as many bytes as a quick look compares."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(layers))).requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("change", [lambda one: one.data.mul_(2), lambda one: np.multiply(one.numpy(), 2, one.numpy())])
+def test_a_quick_look_sees_a_change_of_all_weights_that_torch_does_not_count(change):
+    for looks in range(10):  # whatever piece comes next
+        net = big_net()
+        state = state_of(net)
+        assert all(state.is_same(all_bits=False) for _ in range(looks + 1))
+        for weight in net.parameters():
+            change(weight)
+        assert not state.is_same(all_bits=False), looks
+
+
+def test_one_value_is_seen_when_its_piece_comes_or_all_bits_are_compared():
+    net = big_net()
+    state = state_of(net)
+    assert state.is_same(all_bits=False)
+    net[5].weight.data[0, 0] += 1
+    looks = [state.is_same(all_bits=False) for _ in range(10)]
+    assert any(looks)
+    assert not all(looks)
+    assert not state.is_same()
+
+
+def test_a_quick_look_takes_equal_weights_in_other_memory():
+    net = new_net()
+    state = state_of(net)
+    assert state.is_same(all_bits=False)
+    net[0].weight.data = net[0].weight.clone()
+    assert state.is_same(all_bits=False)
+    assert state.is_same(all_bits=False)
+    net[0].weight.data.add_(1)
+    assert not state.is_same()
+
+
+def test_a_weight_that_came_back_is_compared_once(monkeypatch):
+    """Its counter is another one, and then known."""
+    net = big_net()
+    state, before = state_of(net), net[0].weight.clone()
+    net[0].weight.mul_(3)
+    net[0].weight.copy_(before)
+    assert state.is_same(all_bits=False)
+    compared = []
+    monkeypatch.setattr(state, "_mark", lambda: compared.append(1))
+    assert state.is_same(all_bits=False)
+    assert compared == []
+
+
+def test_containers_that_take_long_are_compared_with_all_bits(monkeypatch):
+    monkeypatch.setattr("lightning_egeria.snapshots.frozen_state.QUICK_S", -1.0)
+    net = new_net()
+    state = state_of(net)
+    assert state.is_same(all_bits=False)
+    net[2].settings.scale = 2.0
+    assert state.is_same(all_bits=False)
+    assert not state.is_same()

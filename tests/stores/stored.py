@@ -1,9 +1,9 @@
-"""Levels with stores, and leaves as texts."""
+"""Cached values with stores, and leaves as texts."""
 
 import numpy as np
 import torch
 
-from lightning_egeria.caching.levels import Level
+from lightning_egeria.caching.entries import BatchSizes, CachedValue
 from lightning_egeria.stores.manifest import Manifest
 from lightning_egeria.stores.memory import MemoryTier
 from lightning_egeria.stores.rows import RowForm
@@ -13,17 +13,17 @@ from lightning_egeria.stores.store import ActivationStore
 CPU = torch.device("cpu")
 
 
-def new_level(folder, form, entries=10, host_bytes=0, field_bytes=64, depth=1, key=0):
-    """A level whose store is in ``folder``, made if it is not there."""
+def new_level(folder, form, entries=10, host_bytes=0, field_bytes=64, key=0):
+    """A cached value whose store is in ``folder``, made if it is not there."""
     manifest = Manifest(folder.name, entries, form.row_bytes, field_bytes, str(form.dtype), form.order, {})
-    return level_of(ActivationStore.create(folder, manifest), form, host_bytes, depth, key)
+    return level_of(ActivationStore.create(folder, manifest), form, host_bytes, key)
 
 
-def level_of(store, form, host_bytes=0, depth=1, key=0):
+def level_of(store, form, host_bytes=0, key=0):
     entries = store.manifest.entries
     tiers = MemoryTier(host_bytes, form, entries, CPU), MemoryTier(0, form, entries, CPU)
-    known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool), np.zeros(entries, np.int32)
-    return Level(depth, key, form, store, *tiers, *known)
+    known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool)
+    return CachedValue(key, form.shape, frozenset({"backbone"}), form, store, *tiers, *known, BatchSizes(8))
 
 
 def whole_fields(fields, made=0):

@@ -41,7 +41,7 @@ def only(cache_dir):
 def test_ls_says_what_is_there(cache_dir, capsys):
     assert run("ls", cache_dir) == 0
     output = capsys.readouterr().out
-    assert "Classifier, net.b.2" in output
+    assert "Classifier, 'net.a', 'net.b'" in output
     assert "TensorDataset" in output
     assert "4x6x6 torch.float32" in output
     assert "40 of 40" in output

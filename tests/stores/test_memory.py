@@ -28,7 +28,7 @@ def test_memory_keeps_the_first_that_fit():
     tier.put(np.array([5, 6]), torch.tensor([[5.0] * 4, [6.0] * 4]))
     tier.put(np.array([6, 7, 8]), torch.tensor([[0.0] * 4, [7.0] * 4, [8.0] * 4]))
     assert tier.holds(np.array([5, 6, 7, 8])).tolist() == [True, True, True, False]
-    assert tier.take(np.array([7, 5, 6]), 1)[:, 0].tolist() == [7, 5, 6]
+    assert tier.take(np.array([7, 5, 6]))[:, 0].tolist() == [7, 5, 6]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8])
@@ -42,7 +42,7 @@ def test_rows_are_chosen_and_kept_without_torch(dtype, shape):
     with Operations() as seen:
         some = chosen(rows, kept)
         tier.put(np.array([9, 2, 4]), some)
-        taken = tier.take(np.array([4, 9]), 1)
+        taken = tier.take(np.array([4, 9]))
     assert seen.names.isdisjoint({"index", "index_put_", "index_select", "copy_", "clone", "cat", "stack"})
     assert torch.equal(some, wanted)
     assert torch.equal(taken, wanted[[2, 0]])

@@ -55,16 +55,6 @@ def test_each_channel_of_each_sample_has_its_scale():
         assert ((back - batch).abs() <= LARGEST_STEP * largest).all()
 
 
-def test_a_text_that_is_cut_keeps_its_values():
-    batch = torch.randn(3, 4, 8)
-    form = RowForm.of(batch, "int8").with_room(16)
-    assert (form.stored_shape, form.of_length(4)) == ((16, 9), (4, 9))
-    rows = form.to_memory(batch)
-    assert form.from_memory(rows[:, :2].contiguous()).equal(form.rounded(batch)[:, :2])
-    assert form.fits(batch)
-    assert not form.fits(torch.randn(3, 17, 8))
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_stored_in_eight_bits(value):
     batch = torch.tensor([[[1.0, value]]])

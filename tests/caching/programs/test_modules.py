@@ -84,8 +84,7 @@ def test_network_for_sequences(compare, net, dropout):
 
 
 def test_packed_sequences(compare):
-    run = compare(lambda run: run.fit(Classifier(Packed()), loader(_ids())), served=False)
-    assert "does not begin with the" in run.caches[-1].stats.off
+    compare(lambda run: run.fit(Classifier(Packed()), loader(_ids())), served=None)
 
 
 # Modules that hold more than one network, or train in other ways.

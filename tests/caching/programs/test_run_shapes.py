@@ -1,6 +1,5 @@
 """Shapes of a run: accumulation, several optimizers, interruptions, second fits, resumed runs, the Tuner."""
 
-import itertools
 from unittest import mock
 
 import lightning as L
@@ -24,7 +23,7 @@ from programs.parts import (
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_egeria.caching import stats
+from lightning_egeria.caching import policy, stats
 from lightning_egeria.profiling.race import TURN, TURNS
 
 # Options of the Trainer.
@@ -353,20 +352,19 @@ def test_turns_without_the_cache_change_nothing(compare, monkeypatch, workers):
     always = stats.Accounts.judgement
     text = []
 
-    def judgement(accounts, device):
-        found = always(accounts, device)
+    def judgement(accounts, device, batches):
+        found = always(accounts, device, None)
         text.append(found[1]) if found is not None else None
         return None if found is None else (True, found[1])
 
-    sinking = itertools.count(1000, -1)
-    monkeypatch.setattr(stats, "seconds_between", lambda began, ended: next(sinking))  # so what is cached seems faster
     monkeypatch.setattr(stats.Accounts, "judgement", judgement)
     monkeypatch.setattr("lightning_egeria.profiling.race.CLEAR", 2)  # so no turn is clear, and there are two
 
     def program(run):
         training, validation = loader(vectors(60), num_workers=workers), loader(vectors(12), shuffle=False)
         data = data_of(train_dataloader=lambda: training, val_dataloader=lambda: validation)
-        with mock.patch.object(stats, "COMPARED_STEPS", 3):  # not for longer: the harness sets it, too
+        # Not for longer: the harness sets it, too.
+        with mock.patch.multiple(policy, COMPARED_BATCHES=3, CLEAR=float("inf")):
             run.fit(Validated(), data, max_epochs=8)
 
     cached = compare(program).caches[0]

@@ -80,18 +80,17 @@ def _use(chain, x):
 
 
 @pytest.mark.parametrize(
-    ("several", "served"),
+    "several",
     [
-        pytest.param(lambda h: (h, h[:, 0:1]), False, id="and a view"),
-        pytest.param(lambda h: (h, h), False, id="twice"),
-        pytest.param(lambda h: (h, h.clone()), True, id="and a copy"),
-        pytest.param(lambda h: torch.cat([h, h], 1).chunk(2, 1), True, id="halves"),
+        pytest.param(lambda h: (h, h[:, 0:1]), id="and a view"),
+        pytest.param(lambda h: (h, h), id="twice"),
+        pytest.param(lambda h: (h, h.clone()), id="and a copy"),
+        pytest.param(lambda h: torch.cat([h, h], 1).chunk(2, 1), id="halves"),
     ],
 )
-def test_a_change_in_place_of_one_output_of_a_layer(compare, several, served):
+def test_a_change_in_place_of_one_output_of_a_layer(compare, several):
     def program(run):
         freezing = {"layer_modules": ["net.a", "net.b", "net.c"]}
         run.fit(Classifier(Chain(b=Several(several), call=_use)), freezing=freezing, max_epochs=5)
 
-    told = compare(program, served=served)
-    assert served or "returns tensors that share memory" in " ".join(told.messages)
+    compare(program)

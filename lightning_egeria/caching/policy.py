@@ -1,0 +1,126 @@
+"""What is kept, what is tried, and when the cache stops: numbers in, decisions out.
+
+Every threshold of the cache that is not about rounding stands here. The functions know neither torch nor the cache, so
+`tests/caching/test_policy.py` tests them with tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+CHEAP_SHARE = 0.1  # of the work behind a value: what takes less from a value that is kept is not kept itself
+READ_BYTES_PER_S = 2e9  # from memory; a disk is slower, and read ahead
+READ_ROW_S = 3e-6  # to look up, check and copy a row, however small
+MOST_VALUES = 32  # cached at a time
+ASKED_TO_KEEP = 2  # batches that ask for a value that the probe did not see, before it is kept
+CALLED_IN_VAIN = (
+    4  # batches that call a frozen module for values that are not kept, before it runs as without the cache
+)
+PROBES = 10  # batches that may show nothing, before the cache stops
+STABLE_BATCHES = 2  # in which a frozen module must stay as it is, before its calls wait for their use
+CHANGES_TO_LEAVE = 2  # of the weights of a frozen module, before it runs as without the cache
+DIFFERENCES_TO_STOP = 2  # between entries and what the frozen modules compute
+CHECK_SHARE = 1 / 40  # of the rows that came from entries, so many are computed again to compare them
+LEAST_CHECKED = 2  # samples that are loaded and compared at a time
+LEAST_RETURNED = 16  # samples that must be the same again before any is left out
+OTHER = 6  # batches in a row that ask for no cached value, or none of their samples, before the cache stops
+STRANGE = 20  # batches, before the cache stops because it serves too few samples
+LEAST_SERVED = 0.05  # share of the samples with entries
+COUNTED = 20  # lazy batches, before it is decided whether inputs are left out
+COMPARED_BATCHES = 6  # served and computed, before their times are compared
+CLEAR = 1.5  # times as long: then the times of batches decide, without a race of whole steps
+RACE_STEPS = 16  # that a race runs without the cache
+RACE_SHARE = 0.02  # of the rest of the run, at most
+SHORT_RUN = 50  # batches in which a probe of a slow front takes more than a fiftieth
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What it takes to have a value again for one batch.
+
+    Attributes:
+        rows: samples of the batch.
+        row_bytes: of the value of a sample.
+        seconds: to compute the batch from values that are kept, or from the samples.
+        all_seconds: to compute it from the samples.
+        from_kept: whether a kept value is behind it.
+    """
+
+    rows: int
+    row_bytes: int
+    seconds: float
+    all_seconds: float
+    from_kept: bool
+
+
+def why_not_keep(costs: Costs, values: int) -> str | None:
+    """Return why a value should not be kept; None if it should.
+
+    Args:
+        costs: of having the value again.
+        values: number of values that are kept.
+
+    >>> why_not_keep(Costs(rows=32, row_bytes=2048, seconds=0.1, all_seconds=0.1, from_kept=False), values=0)
+    >>> why_not_keep(Costs(rows=32, row_bytes=2048, seconds=0.002, all_seconds=0.1, from_kept=True), values=1)
+    'it is cheap to compute from what is kept'
+    >>> why_not_keep(Costs(rows=32, row_bytes=10**7, seconds=0.01, all_seconds=0.01, from_kept=False), values=0)
+    'reading it would take longer than computing it'
+    """
+    if values >= MOST_VALUES:
+        return f"{MOST_VALUES} values are kept already"
+    if costs.from_kept and costs.seconds < CHEAP_SHARE * costs.all_seconds:
+        return "it is cheap to compute from what is kept"
+    if read_seconds(costs.rows, costs.row_bytes) > costs.seconds:
+        return "reading it would take longer than computing it"
+    return None
+
+
+def read_seconds(rows: int, row_bytes: int) -> float:
+    """Return the seconds that reading rows takes, as far as it can be told before."""
+    return rows * (READ_ROW_S + row_bytes / READ_BYTES_PER_S)
+
+
+def may_probe(seconds: float, batches: int | None, shuffled: bool) -> bool:
+    """Return whether a batch is run twice to see if rows depend on one another.
+
+    In a short run with a slow front, entries are compared in the next epoch instead, in batches of other samples, which
+    shows the same and costs nothing.
+
+    Args:
+        seconds: that the frozen modules take for the batch.
+        batches: of the whole run; None if that is not known.
+        shuffled: whether the next epoch has other batches.
+    """
+    return not shuffled or batches is None or batches >= SHORT_RUN or seconds < 0.05
+
+
+def checks(served: int, checked: int, size: int) -> bool:
+    """Return whether a batch of a size is compared with what the frozen modules compute.
+
+    Args:
+        served: rows that came from entries so far.
+        checked: rows that were computed again so far.
+        size: rows that run, whatever the number of samples to compare.
+
+    >>> checks(served=64, checked=0, size=16), checks(served=640, checked=0, size=16)
+    (False, True)
+    """
+    return checked + size <= CHECK_SHARE * served
+
+
+def pays(served: float, computed: float, batches: int | None) -> bool | None:
+    """Return whether the cache pays by the times of batches; None if whole steps are to be compared.
+
+    Args:
+        served: seconds for a sample from entries, loading included.
+        computed: seconds for a sample without them.
+        batches: that are left of the run; None if that is not known.
+
+    >>> pays(0.001, 0.01, 100), pays(0.009, 0.01, 100), pays(0.009, 0.01, 5000), pays(0.02, 0.01, 100)
+    (True, True, None, False)
+    """
+    if computed >= CLEAR * served:
+        return True
+    if batches is None or RACE_SHARE * batches > RACE_STEPS:
+        return None
+    return served < computed

@@ -1,0 +1,223 @@
+"""What the cache serves, and how it counts: programs that once went wrong."""
+
+import lightning as L
+import pytest
+import torch
+from programs import harness
+from programs.parts import CLASSES, WIDTH, Chain, Validated, loader, vectors
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_egeria import FrozenPrefixCache
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
+    pytest.mark.filterwarnings("ignore:cache. .* does not pay"),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with the cache."""
+    torch.manual_seed(0)
+    return harness.Run(True, tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_counted():
+    Counted.rows = 0
+
+
+class Module(L.LightningModule):
+    """Trains what of it is not frozen, with ``loss(module, x, y)``."""
+
+    def __init__(self, loss, **parts):
+        super().__init__()
+        self.loss, self.parts = loss, nn.ModuleDict(parts)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.parts, *batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], 0.01)
+
+
+def stats_after(folder, module, data, *callbacks, epochs=1):
+    cached = FrozenPrefixCache(data, cache_dir=folder / "cache", min_free_bytes=0)
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", logger=False, callbacks=[*callbacks], **quiet)
+    trainer.fit(module, datamodule=cached)
+    return cached.stats
+
+
+class Counted(nn.Linear):
+    """Counts the rows that run through all of its kind, where that is no attribute of a frozen module."""
+
+    rows = 0
+
+    def forward(self, x):
+        Counted.rows += len(x)
+        return super().forward(x)
+
+
+def frozen(module):
+    return module.requires_grad_(False).eval()
+
+
+def layers(*modules):
+    return nn.Sequential(*modules)
+
+
+def test_a_small_validation_set_is_served(run):
+    """Lightning begins the loader before it puts the model into evaluation mode: what is planned ahead is lost."""
+    net = Chain()
+    net.a.eval()
+    net.b.eval()
+    run.fit(Validated(net), val=loader(shuffle=False), max_epochs=5)
+    assert run.caches[-1].validation_stats.hits >= 24
+
+
+def test_frozen_modules_may_train_and_validate_in_different_modes(run):
+    """Those that are frozen and not in evaluation mode: in each pass their entries are dropped."""
+    run.fit(Validated(), val=loader(batch_size=2, shuffle=False), max_epochs=5)
+    assert run.caches[-1].validation_stats.hits > 24
+
+
+def test_two_values_of_one_first_epoch_are_misses(tmp_path):
+    """All frozen layers ran for all samples; the closing line says that some came from the cache."""
+    first, second = (
+        frozen(Counted(WIDTH, WIDTH)),
+        frozen(layers(nn.Linear(WIDTH, 512), nn.Linear(512, 512), Counted(512, WIDTH))),
+    )
+
+    def loss(parts, x, y):
+        a = parts["first"](x)
+        return F.cross_entropy(parts["head"](a) + parts["other"](parts["second"](a)), y)
+
+    heads = {name: nn.Linear(WIDTH, CLASSES) for name in ("head", "other")}
+    found = stats_after(tmp_path, Module(loss, first=first, second=second, **heads), loader(), epochs=2)
+    assert found.advanced == 0
+
+
+class Deeper(L.Callback):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            module.parts["second"].requires_grad_(False)
+
+
+def test_entries_that_others_are_computed_from_are_not_rejected(tmp_path):
+    torch.manual_seed(0)
+    first = frozen(layers(nn.Linear(WIDTH, 512), nn.Linear(512, 512), nn.Linear(512, WIDTH)))
+    second = layers(nn.Linear(WIDTH, 512), nn.Linear(512, 512), nn.Linear(512, WIDTH)).eval()
+
+    def loss(parts, x, y):
+        return F.cross_entropy(parts["head"](parts["second"](parts["first"](x))), y)
+
+    module = Module(loss, first=first, second=second, head=nn.Linear(WIDTH, CLASSES))
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.01)
+    found = stats_after(tmp_path, module, loader(), Deeper(), epochs=3)
+    assert found.advanced > 0
+    assert found.unused == 0
+
+
+def test_rows_of_other_shapes_that_ran_are_no_hits(tmp_path):
+    """The first call with another shape runs at once, and is not counted."""
+    texts = [torch.randint(1, 9, (4 + number // 6,)) for number in range(24)]
+
+    class Texts(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            return texts[index], index % CLASSES
+
+    backbone = frozen(layers(nn.Embedding(10, 16), nn.Linear(16, 256), nn.Linear(256, 16), Counted(16, 16)))
+    module = Module(
+        lambda parts, x, y: F.cross_entropy(parts["head"](parts["backbone"](x).sum(1)), y),
+        backbone=backbone,
+        head=nn.Linear(16, CLASSES),
+    )
+    data = loader(Texts(), shuffle=False)
+    found = stats_after(tmp_path, module, data, epochs=2)
+    assert Counted.rows >= 24
+    assert found.hits <= 24  # of the second epoch
+
+
+def test_a_frozen_front_before_dropout_is_served(tmp_path):
+    """The value behind both is asked for, whose mask is another one each time; the front alone is the same."""
+    module = Module(
+        lambda parts, x, y: F.cross_entropy(parts["head"](parts["behind"](parts["drop"](parts["front"](x)))), y),
+        front=frozen(layers(Counted(WIDTH, 1024), nn.Linear(1024, 1024), nn.Linear(1024, WIDTH))),
+        drop=nn.Dropout(0.5),
+        behind=frozen(nn.Linear(WIDTH, WIDTH)),
+        head=nn.Linear(WIDTH, CLASSES),
+    )
+    stats_after(tmp_path, module, loader(vectors()), epochs=4)
+    assert Counted.rows <= 24 * 2 + 12  # the probe, and the steps until its modules are known to stay as they are
+
+
+def test_values_are_counted(tmp_path):
+    backbone = frozen(layers(nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH)))
+    module = Module(
+        lambda parts, x, y: F.cross_entropy(parts["head"](parts["backbone"](x)), y),
+        backbone=backbone,
+        head=nn.Linear(WIDTH, CLASSES),
+    )
+    seen = []
+
+    class Looks(L.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            seen.append(trainer.datamodule.stats.values)
+
+    stats_after(tmp_path, module, loader(), Looks(), epochs=2)
+    assert seen == [1, 1]
+
+
+BEHIND = {
+    "dropout in the head": lambda y: F.dropout(y, 0.5),
+    "noise": lambda y: y + torch.randn(len(y), WIDTH),
+    "mean over the batch": lambda y: y - y.mean(0),
+    "mixed in the step": lambda y: torch.lerp(y, y.flip(0), torch.rand(())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:cache. the cache of training is off")
+@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND)
+def test_a_backbone_is_served_whatever_the_step_does_with_its_output(tmp_path, behind):
+    """The operation behind it is recorded too, and the value behind that is no function of a sample: the output is."""
+    module = Module(
+        lambda parts, x, y: F.cross_entropy(parts["head"](behind(parts["backbone"](x))), y),
+        backbone=frozen(layers(Counted(WIDTH, 1024), nn.Linear(1024, 1024), nn.Linear(1024, WIDTH))),
+        head=nn.Linear(WIDTH, CLASSES),
+    )
+    stats_after(tmp_path, module, loader(vectors()), epochs=4)
+    assert Counted.rows <= 24 * 2 + 18  # the probe tries the value behind first
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_head_that_changes_its_input_in_place(tmp_path, reads):
+    """As in a plain run, everything that holds the features sees the change."""
+
+    def train(cached):
+        torch.manual_seed(0)
+        head = layers(nn.ReLU(inplace=True), nn.Linear(WIDTH, CLASSES))
+
+        def loss(parts, x, y):
+            features = parts["backbone"](x)
+            logits = parts["head"](features)
+            return F.cross_entropy(logits + features[:, :CLASSES] * 2 if reads else logits, y)
+
+        module = Module(loss, backbone=frozen(layers(nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH))), head=head)
+        losses = []
+        module.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"]))
+        L.seed_everything(1, verbose=False)
+        data = loader(shuffle=False)
+        if cached:
+            return stats_after(tmp_path, module, data, epochs=4).hits, losses
+        quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+        L.Trainer(max_epochs=4, accelerator="cpu", logger=False, **quiet).fit(module, data)
+        return 0, losses
+
+    hits, losses = train(True)
+    assert losses == train(False)[1]
+    assert hits >= 24
