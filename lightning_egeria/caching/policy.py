@@ -21,7 +21,6 @@ STABLE_BATCHES = 2  # in which a frozen module must stay as it is, before its ca
 CHANGES_TO_LEAVE = 2  # of the weights of a frozen module, before it runs as without the cache
 DIFFERENCES_TO_STOP = 2  # between entries and what the frozen modules compute
 CHECK_SHARE = 1 / 40  # of the rows that came from entries, so many are computed again to compare them
-LEAST_CHECKED = 2  # samples that are loaded and compared at a time
 LEAST_RETURNED = 16  # samples that must be the same again before any is left out
 OTHER = 6  # batches in a row that ask for no cached value, or none of their samples, before the cache stops
 STRANGE = 20  # batches, before the cache stops because it serves too few samples
