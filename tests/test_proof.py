@@ -31,7 +31,6 @@ from benchmarks.proof.depths import Branching, table
 from benchmarks.proof.run import run
 from benchmarks.proof.workloads import RESULTS
 from lightning_egeria import Freezer, LayerChain
-from lightning_egeria.caching import policy
 
 TINY = ["data.batch_size=16", "data.train_size=64", "data.val_size=40", "model.net.depth=8"]
 TINY += ["trainer.max_epochs=3", "trainer.check_val_every_n_epoch=1"]
@@ -232,8 +231,7 @@ def test_freezing_and_cache_differ_in_the_kinds_of_their_steps(data, results_fol
     assert set(kinds["cached-0"]) - {"1 off"} == {"0", "1 miss", "1 hit"}
 
 
-def test_steps_from_shallower_entries_are_a_kind_of_step(data, monkeypatch):
-    monkeypatch.setattr(policy, "COMPARED_BATCHES", sys.maxsize)  # whether so small a cache pays is chance
+def test_steps_from_shallower_entries_are_a_kind_of_step(data):
     scheduled = (
         "{_target_: lightning_egeria.ScriptedPolicy, schedule: {1: 1, 20: 3}}"  # with 4 views, 4 epochs of 4 steps
     )
@@ -339,9 +337,7 @@ def test_the_cost_of_scoring_is_what_it_adds_to_a_step(data, monkeypatch):
 
 
 @pytest.mark.slow
-def test_kinds_are_measured_by_short_fits(data, monkeypatch):
-    monkeypatch.setattr(policy, "COMPARED_BATCHES", sys.maxsize)  # whether so small a cache pays is chance
-
+def test_kinds_are_measured_by_short_fits(data):
     def kinds_of(*fit):
         found = costs.shares_of(WORKLOAD, "small", data, costs.Fit(*fit), *TINY, "data.batch_size=8")
         assert all(0 < share < 20 and seconds > 0 for share, seconds in found.values())

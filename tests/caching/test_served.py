@@ -10,10 +10,7 @@ from torch.nn import functional as F
 
 from lightning_egeria import FrozenPrefixCache
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
-    pytest.mark.filterwarnings("ignore:cache. .* does not pay"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 
 
 @pytest.fixture

@@ -335,7 +335,6 @@ def test_memory_that_ends_all_the_same_says_what_to_do():
     ]
 
 
-@pytest.mark.filterwarnings("ignore:cache. the cache of training is off. it does not pay")
 def test_freezing_restarts_the_noise_and_the_cache_goes_on(tmp_path):
     losses = []
     for cached in (False, True):

@@ -39,8 +39,7 @@ def test_training_is_that_without_them(optimizer, options, without_halves):
     assert equal(*runs)
 
 
-def test_so_it_is_beside_freezing_and_the_cache(without_halves, monkeypatch):
-    monkeypatch.setattr("lightning_egeria.caching.policy.COMPARED_BATCHES", 10**6)  # time decides whether it pays
+def test_so_it_is_beside_freezing_and_the_cache(without_halves):
     runs, hits = [], []
     for repeats, cached in ((True, True), (True, False), (False, False)):
         if not repeats:
