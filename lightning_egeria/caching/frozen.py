@@ -565,7 +565,7 @@ class FrozenModules:
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter trains."""
         prefix = self._prefix
-        return parameter.requires_grad and (prefix is None or id(parameter) not in prefix.shown_parameters)
+        return parameter.requires_grad and (prefix is None or parameter not in prefix.shown_parameters)
 
     def is_current(self, walk: bool = False) -> bool:
         """Whether the same parameters train, in the same modes, as when the modules were found.

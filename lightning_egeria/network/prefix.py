@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class FrozenPrefix:
         self.depth = 0
         self.settled_depth = 0
         self.version = 0
-        self._frozen_parameters: list[nn.Parameter] = []
+        self._frozen_parameters: dict[nn.Parameter, None] = {}  # an ordered set
         self._shown = False  # as they are without this class
         self._members: list[nn.Module] = []
         self._held: list[tuple[nn.Module, bool, bool]] = []  # members in evaluation mode; their and the root's before
@@ -95,9 +95,9 @@ class FrozenPrefix:
         return changed
 
     @property
-    def shown_parameters(self) -> frozenset[int]:
-        """Identities of the frozen parameters that look trainable now; see `show`."""
-        return frozenset(map(id, self._frozen_parameters)) if self._shown else frozenset()
+    def shown_parameters(self) -> Collection[nn.Parameter]:
+        """The frozen parameters that look trainable now; see `show`. Membership is by identity, and quick."""
+        return self._frozen_parameters.keys() if self._shown else ()
 
     def hide(self) -> None:
         """End `show`, before the next forward. Safe to call twice."""
@@ -127,7 +127,7 @@ class FrozenPrefix:
             parameter.grad = None  # with a gradient, momentum and weight decay would keep moving it
             if parameter.requires_grad:
                 parameter.requires_grad_(False)
-                self._frozen_parameters.append(parameter)
+                self._frozen_parameters[parameter] = None
         self.depth = depth
         self._members = self._modules_of(depth)
         self._settling = settling
@@ -227,12 +227,11 @@ class FrozenPrefix:
 
     def gradient_bytes(self, depth: int) -> int:
         """Return the bytes of all gradients when the first ``depth`` layer modules are frozen."""
-        frozen = set(self._frozen_parameters)
         prefix = set(self.chain.prefix_parameters(depth))
         return sum(
             parameter.numel() * parameter.element_size()
             for name, parameter in self.module.named_parameters()
-            if (parameter.requires_grad or parameter in frozen) and name not in prefix
+            if (parameter.requires_grad or parameter in self._frozen_parameters) and name not in prefix
         )
 
     def drop_gradients(self) -> None:
@@ -246,7 +245,7 @@ class FrozenPrefix:
         self._shown = False
         self.batch_end()
         self._release()
-        self._frozen_parameters, self._members, self._settling = [], [], {}
+        self._frozen_parameters, self._members, self._settling = {}, [], {}
 
     def _release(self) -> None:
         for module, training, root_training in self._held:
