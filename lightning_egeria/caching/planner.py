@@ -8,13 +8,14 @@ import hashlib
 import operator
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lightning_egeria.caching import policy
-from lightning_egeria.caching.entries import CachedValue, CachedValues
+from lightning_egeria.caching.entries import CachedValue, CachedValues, Found
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.serve import Read
@@ -262,7 +263,11 @@ class Planner:
     def _read(self, plan: Plan, value: CachedValue, places: Rows, entries: Rows) -> Read:
         """Begin to read the rows of some samples."""
         read = partial(value.read, entries[places], self.pins)
-        return Read(value, places, self._values.reader.submit(plan.number, read))
+        if not value.is_quick(entries[places], self.pins):
+            return Read(value, places, self._values.reader.submit(plan.number, read))
+        future: Future[Found] = Future()
+        future.set_result(read())
+        return Read(value, places, future)
 
     def _places_to_check(self, source: Rows) -> Rows:
         """Places of samples whose entries are compared with what is computed: few, in few batches."""
