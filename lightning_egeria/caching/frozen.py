@@ -589,7 +589,7 @@ class FrozenModules:
 
     def trains_as_before(self) -> bool:
         """Whether the same parameters train as when the modules were found."""
-        return [*map(self.trains, self._parameters)] == self._signature[0]
+        return self._training() == self._signature[0]
 
     def is_part_of(self, other: FrozenModules) -> bool:
         """Whether the modules on which kept values depend are frozen in another set, too."""
@@ -598,7 +598,13 @@ class FrozenModules:
         )
 
     def _modes(self) -> tuple[list[bool], list[bool]]:
-        return [*map(self.trains, self._parameters)], [part.training for part in self._parts]
+        return self._training(), [part.training for part in self._parts]
+
+    def _training(self) -> list[bool]:
+        """Which parameters train."""
+        if self._prefix is None or not self._prefix.shown_parameters:
+            return [one.requires_grad for one in self._parameters]
+        return [*map(self.trains, self._parameters)]
 
     def _is_frozen(self, module: nn.Module) -> bool:
         return not any(map(self.trains, module.parameters()))

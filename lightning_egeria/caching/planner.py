@@ -153,7 +153,8 @@ class Planner:
             level = self._values.in_folder(folder)
             doubtful = ~level.verified[entries] if level is not None else np.ones(len(entries), bool)
             stored[(stored == number) & doubtful] = -1
-        return dataclasses.replace(plan, stored=tuple(stored.tolist()))
+        kept = tuple(stored.tolist())
+        return plan if kept == plan.stored else dataclasses.replace(plan, stored=kept)
 
     def received(self, loaded: Loaded) -> list[Read]:
         """A planned batch is there; return the reads of its rows."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 
 CHEAP_SHARE = 0.1  # of the work behind a value: what takes less from a value that is kept is not kept itself
-READ_BYTES_PER_S = 2e9  # from memory; a disk is slower, and read ahead
+READ_BYTES_PER_S = 1e9  # with what is copied and checked; a disk may be slower, and is read ahead
 READ_ROW_S = 5e-6  # to look up, check and copy a row, however small
 SERVE_BATCH_S = 5e-4  # to plan a batch and to record what its step asks for
 RECORD_ROW_S = 5e-5  # to digest a sample, and to write its row, however small
-RECORD_BYTES_PER_S = 5e8  # of both
+RECORD_BYTES_PER_S = 4e8  # of both
 MOST_VALUES = 32  # cached at a time
 ASKED_TO_KEEP = 2  # batches that ask for a value that the probe did not see, before it is kept
 CALLED_IN_VAIN = 4  # batches that call a frozen module in vain, before it runs as without the cache

@@ -238,4 +238,6 @@ class Habits:
 def _with_entries(batch: CachedBatch) -> int:
     """Number of its samples whose entries are read."""
     places = [read.places for read in batch.reads]
+    if len(places) == 1:
+        return len(places[0])
     return len(np.unique(np.concatenate(places))) if places else 0
