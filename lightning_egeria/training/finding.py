@@ -131,11 +131,6 @@ class LayerFinding(ObserverCallback):
         return self._followed is not None
 
     @property
-    def takes_frozen_layers(self) -> bool:
-        """Whether a chain of layers that the user has frozen will do where too few others train; False here."""
-        return False
-
-    @property
     def is_searching(self) -> bool:
         """Whether the next step is observed to find the layer chain."""
         return self._stage is Stage.LOOKING
@@ -235,7 +230,7 @@ class LayerFinding(ObserverCallback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Find the layer chain after the first forward."""
         if self._search.is_looking:
-            chain = self._search.chain(pl_module, loss, trainer.optimizers, self.takes_frozen_layers)
+            chain = self._search.chain(pl_module, loss, trainer.optimizers)
             if chain is not None:
                 self._start(trainer, pl_module, chain, None)
             else:
@@ -273,15 +268,14 @@ class LayerFinding(ObserverCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return layer chain and state of the method, in plain types and tensors.
 
-        Before training starts, this is the loaded state; after `fit`, the state at its end. A chain that does not learn
-        is left out, and found anew.
+        Before training starts, this is the loaded state; after `fit`, the state at its end.
         """
         kept = self._restored or self._final
         if kept is not None:
             return kept
         return {
             "version": STATE_VERSION,
-            "chain": self.chain.to_state() if self.chain is not None and self.chain.learns else None,
+            "chain": self.chain.to_state() if self.chain is not None else None,
             "layer_modules": self._named_layer_modules,
             "trained": self.trained_names(),
             "waiting": self._stage is Stage.WAITING,
@@ -322,7 +316,7 @@ class LayerFinding(ObserverCallback):
     def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule, source: LayerFinding) -> None:
         """Start with the layer chain of another callback, or start over if that has found another one."""
         chain = source.chain if source._stage is Stage.READY else None
-        if chain is None or chain is self._followed or not chain.learns:
+        if chain is None or chain is self._followed:
             return
         self._followed = chain
         if self.chain is not None and self.chain.names == chain.names:
@@ -346,7 +340,7 @@ class LayerFinding(ObserverCallback):
         new = [name for name in self._search.trainable.new_in(pl_module) if name not in known]  # a frozen one is known
         if not new:
             return
-        if self.chain is not None and self.chain.learns:
+        if self.chain is not None:
             self.notices.warn(
                 f"parameters started training after the layer modules were found: {first_of(new)}. Everything trains "
                 "now, and the layer modules are found again"

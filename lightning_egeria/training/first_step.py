@@ -27,12 +27,10 @@ class FirstStep:
 
     Attributes:
         weights: the weights that FSDP2 gathered in this step; None without FSDP2, and on every rank but 0.
-        frozen: the chain of layers that the user has frozen, if too few others train; None if there are none.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.weights: GatheredWeights | None = None
-        self.frozen: LayerChain | None = None
         self._ranks = ranks
         self._trace: StepTrace | None = None
         self._context = contextlib.ExitStack()
@@ -57,7 +55,6 @@ class FirstStep:
         optimizers: Sequence[Optimizer],
         layer_modules: Sequence[str] | None = None,
         freeze_until: str | float | None = None,
-        or_frozen: bool = False,
     ) -> LayerChain:
         """Return the layer chain once the forward is over. Every rank must call it.
 
@@ -66,7 +63,6 @@ class FirstStep:
             optimizers: all optimizers of the run.
             layer_modules: paths of the layer modules; None finds them.
             freeze_until: limit of the prefix, as for `PrefixFreezing`.
-            or_frozen: with a limit of 0, return `LayerChain.of_frozen` if there is one.
 
         Raises:
             LayerChainError: if there is none; raised on all ranks.
@@ -78,16 +74,11 @@ class FirstStep:
         if self._trace is not None:
             try:
                 found = find_chain(self._trace, loss, optimizers, layer_modules, freeze_until)
-                if or_frozen and found.max_depth == 0 and freeze_until == 0:
-                    found = LayerChain.of_frozen(self._trace, loss) or found
-            except TooFewLayersError as failure:
-                error, found = failure, LayerChain.of_frozen(self._trace, loss)
             except LayerChainError as failure:
                 error = failure
         few = isinstance(error, TooFewLayersError)
         told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error), "few": few})
         chain = found if found is not None or told["chain"] is None else LayerChain.from_state(told["chain"])
-        self.frozen = chain if told["few"] else None
         if error is not None:
             raise error
         if told["error"] is not None:

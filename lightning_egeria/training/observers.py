@@ -16,12 +16,7 @@ class Observer:
     optimizer step. With manual optimization, a batch may have several backwards, each with its ``forward_end`` and
     ``backward_end``. A batch whose training step returns None has neither. A batch that training leaves early calls
     ``abort`` instead of ``batch_end``.
-
-    Attributes:
-        uses_outputs: whether it uses outputs of frozen layers, whoever has frozen them.
     """
-
-    uses_outputs = False
 
     def batch_start(self, batch: Any, step: int) -> None:
         """The training step is about to run.

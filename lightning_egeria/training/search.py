@@ -61,16 +61,13 @@ class LayerSearch:
             step.stop()
         return step is not None
 
-    def chain(
-        self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer], or_frozen: bool = False
-    ) -> LayerChain | None:
+    def chain(self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer]) -> LayerChain | None:
         """Return the layer chain once the forward is over. Every rank must call it.
 
         Args:
             module: the model.
             loss: loss of the step, before its backward.
             optimizers: all optimizers of the run.
-            or_frozen: whether `LayerChain.of_frozen` will do where too few layer modules train.
 
         Returns:
             The chain; None if fewer than two layer modules are trainable so far.
@@ -81,13 +78,8 @@ class LayerSearch:
         """
         assert self._step is not None  # `start` comes first
         try:
-            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until, or_frozen)
+            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until)
         except TooFewLayersError as error:
-            frozen = self._step.frozen
-            if or_frozen and frozen is not None and self._layer_modules is None:
-                text = f"{error}. Outputs of layers that you have frozen, up to {frozen.names[0]!r}, are cached"
-                self._notices.inform(text, once="few")
-                return frozen
             fixed = without_part_in(loss, module)
             if not fixed and self._layer_modules is not None:
                 raise

@@ -96,17 +96,6 @@ def test_an_error_is_one_on_all_ranks(told, arguments, error, text):
     assert type(caught.value) is error
 
 
-def test_frozen_layers_are_known_on_all_ranks_if_too_few_train(told):
-    net = deep_mlp()
-    net[:9].requires_grad_(False).eval()
-    for leads in (True, False):
-        first = FirstStep(net, Rank(leads, told))
-        loss = net(torch.rand(5, 4)).sum()
-        with pytest.raises(TooFewLayersError):
-            first.chain(loss, [torch.optim.SGD(net.parameters(), lr=0.1)])
-        assert first.frozen.names == ("8",)
-
-
 def test_nothing_is_gathered_without_shards(net, told):
     first = FirstStep(net, Rank(True, told))
     assert first.weights is None
