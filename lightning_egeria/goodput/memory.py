@@ -18,22 +18,10 @@ from lightning_egeria.batches.tree import change_leaves, tensor_leaves
 from lightning_egeria.distributed.reducer import wrapped_by_ddp
 from lightning_egeria.profiling.clock import mark
 from lightning_egeria.training.rehearsal import apart, rehearsal, with_callbacks
+from lightning_egeria.upstream.torch import is_out_of_memory
 
 Gradients = dict[nn.Parameter, Tensor]
 Mark = float | torch.cuda.Event
-
-_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ended, on any device.
-
-    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes"))
-    (True, False)
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES)
 
 
 def with_samples(batch: Any, samples: int, wanted: Sequence[int]) -> Any:

@@ -11,11 +11,11 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import ArgumentError, CheckpointError, first_of
+from lightning_egeria.errors import ArgumentError, first_of
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.limits import depth_limit
 from lightning_egeria.training.adapter import ObserverCallback
-from lightning_egeria.training.checkpoints import checkpoint_read
+from lightning_egeria.training.checkpoints import check_version, checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.freezer import tell_what_trains
 from lightning_egeria.training.notices import Notices
@@ -296,11 +296,7 @@ class LayerFinding(ObserverCallback):
         """
         if self._fitting is False:
             return
-        if state_dict.get("version") != STATE_VERSION:
-            raise CheckpointError(
-                f"the checkpoint holds {self._topic} state of version {state_dict.get('version')!r}, expected version "
-                f"{STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
-            )
+        check_version(state_dict, STATE_VERSION, self._topic)
         self._restored = state_dict
         with checkpoint_read(self._topic):
             self.read_own_state(state_dict)

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError, check_integers
-from lightning_egeria.training.checkpoints import checkpoint_read
+from lightning_egeria.training.checkpoints import check_version, checkpoint_read
 from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.loops import resumes_at_an_end
@@ -245,11 +245,7 @@ class BranchTuner(pl.Callback):
         """
         if self._fitting is False:
             return
-        if state_dict.get("version") != STATE_VERSION:
-            raise CheckpointError(
-                f"the checkpoint holds tuning state of version {state_dict.get('version')!r}, expected version "
-                f"{STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
-            )
+        check_version(state_dict, STATE_VERSION, "tuning")
         setting = state_dict.get("setting")
         if isinstance(setting, Mapping) and set(setting) != set(self.tunables.spaces):
             raise CheckpointError(

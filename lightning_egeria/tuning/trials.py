@@ -24,6 +24,7 @@ from lightning_egeria.tuning.rounds import Order, Result
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS
 from lightning_egeria.tuning.tunables import Tunables
+from lightning_egeria.upstream.torch import is_out_of_memory
 
 
 @dataclasses.dataclass
@@ -119,7 +120,7 @@ class Trials:
         except EgeriaError:
             raise
         except Exception as error:  # of the user's training step
-            memory, text = _is_out_of_memory(error), (str(error).splitlines() or [""])[0]
+            memory, text = is_out_of_memory(error), (str(error).splitlines() or [""])[0]
             own = branch.setting != self.present and self._is_set
             if self._ranks.several or not (memory or _is_anomaly(error) or own):
                 raise
@@ -298,11 +299,3 @@ def _is_anomaly(error: Exception) -> bool:
     """Whether this is what ``Trainer(detect_anomaly=True)`` says of numbers that are not finite."""
     text = str(error)
     return text.startswith("Function '") and "returned nan values" in text
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the host, has no memory left: torch raises a kind of its own on devices only."""
-    if isinstance(error, MemoryError):
-        return True
-    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
-    return isinstance(error, kind) or "can't allocate memory" in str(error) or "out of memory" in str(error)

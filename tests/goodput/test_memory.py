@@ -5,7 +5,7 @@ import copy
 import torch
 from models import After, Classifier, ConvNet, fit, images, loader
 
-from lightning_egeria.goodput.memory import enlarged, fits_in_memory, is_out_of_memory, run_in_halves, with_samples
+from lightning_egeria.goodput.memory import enlarged, fits_in_memory, run_in_halves, with_samples
 from lightning_egeria.snapshots.random_state import RandomState
 
 
@@ -46,12 +46,6 @@ def test_another_error_says_nothing_of_memory():
 
     fit(module, After(look, 1), epochs=1)
     assert found == [module.error]
-
-
-def test_what_counts_as_out_of_memory():
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_batches_of_any_structure_are_enlarged():
