@@ -33,7 +33,9 @@ def gain(squared_norm: ArrayLike, variance: ArrayLike, scale: ArrayLike) -> NDAr
     1.6666666666666667
     """
     noise = np.asarray(np.divide(variance, scale) + squared_norm, float)
-    return np.divide(np.add(variance, squared_norm), noise, out=np.ones_like(noise), where=noise > 0)
+    worth: NDArray[np.float64] = np.ones_like(noise)
+    np.divide(np.add(variance, squared_norm), noise, out=worth, where=noise > 0)
+    return worth
 
 
 @dataclasses.dataclass(frozen=True)

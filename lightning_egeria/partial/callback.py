@@ -8,15 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_egeria.distributed.contributors import ContributorMean
-from lightning_egeria.distributed.exchange import GradientExchange
-from lightning_egeria.distributed.groups import RankGroups
-from lightning_egeria.distributed.rescaled import RescaledMean
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.compilation import is_compiled
 from lightning_egeria.partial.arguments import PartialArguments
 from lightning_egeria.partial.display import panels_of_savings
+from lightning_egeria.partial.exchange import ContributorMean, GradientExchange, RankGroups, RescaledMean
 from lightning_egeria.partial.grading import GradedPlan, Grading
 from lightning_egeria.partial.measuring import SuffixMeasures
 from lightning_egeria.partial.plans import GivenPlan, SuffixPlan, TemporalPlan

@@ -9,10 +9,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_egeria.batches.per_sample_loss import with_per_sample_losses
 from lightning_egeria.selecting.loader import SelectedBatches
 from lightning_egeria.selecting.losses import LossTable
 from lightning_egeria.selecting.pace import Pace
+from lightning_egeria.selecting.per_sample_loss import with_per_sample_losses
 from lightning_egeria.selecting.queue import Emitted
 from lightning_egeria.selecting.stats import SelectionStats
 

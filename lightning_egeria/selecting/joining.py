@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from lightning_egeria.batches.reading import BatchSource, Lookahead
+from lightning_egeria.batches.reading import BatchSource
 from lightning_egeria.batches.rows import Layout, Rows, check_forms, layout_of_both, layout_of_default
 from lightning_egeria.selecting.collating import Collated, InOrder, WithSamples
 from lightning_egeria.selecting.queue import Piece, joined
 from lightning_egeria.selecting.side import Moved, TrainerSide
 from lightning_egeria.snapshots.random_state import RandomState
+
+if TYPE_CHECKING:
+    from lightning_egeria.caching.loader import CachedLookahead
 
 
 class Joining:
@@ -117,7 +120,7 @@ class Joining:
         return part
 
     @property
-    def _lookahead(self) -> Lookahead | None:
+    def _lookahead(self) -> CachedLookahead | None:
         """What joins samples so that a cache knows them. Behind hooks for batches, they are no longer what it knows."""
         return None if self._side.has_batch_hooks else self.source.lookahead
 

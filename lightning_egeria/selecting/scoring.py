@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_egeria.batches.per_sample_loss import per_sample_losses
 from lightning_egeria.batches.rows import Rows
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import PerSampleLossError
 from lightning_egeria.network.trainable import nothing_trains
+from lightning_egeria.selecting.per_sample_loss import per_sample_losses
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.notices import Notices

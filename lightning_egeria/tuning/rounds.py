@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.searchers import RefiningSearcher, Searcher
+from lightning_egeria.tuning.searchers import Searcher
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS, Label, Summary, summarize
 
@@ -207,7 +207,7 @@ class _Rounds:
         self.reason: str | None = None  # why there are no further settings
         self.spent_all = False
         self._searcher = searcher
-        self._refines = searcher if limits.halving and isinstance(searcher, RefiningSearcher) else None
+        self._refines = getattr(searcher, "longer", None) if limits.halving else None
         self._present = present
         self._limits = limits
         self._spent = 0
@@ -242,7 +242,7 @@ class _Rounds:
         racing: list[int] = []
         yield from self._try_others(racing, first, self._limits.affordable)
         for left, steps in zip(range(len(lengths), 0, -1), lengths, strict=True):
-            more = self._refines is not None and self._refines.longer()
+            more = self._refines is not None and self._refines()
             kept = self._faster_half(racing, len(racing), least=2 if more else 1)
             cost = sum(steps - self.branches[number].steps for number in kept)
             if (len(kept) == 1 and not more) or not self._has_left(cost):

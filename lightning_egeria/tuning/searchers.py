@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 from torch.quasirandom import SobolEngine
 
@@ -20,7 +20,11 @@ TRIES = 20  # of a random searcher, to draw a setting that was not tried yet
 
 
 class Searcher(Protocol):
-    """Chooses the settings of one search."""
+    """Chooses the settings of one search.
+
+    It may also have ``longer() -> bool``: speeds that are told from then on are of longer trials, and it returns
+    whether it may ask for more settings in them.
+    """
 
     def ask(self) -> Setting | None:
         """Return a setting to try next, or None if there is nothing left to try."""
@@ -30,14 +34,6 @@ class Searcher(Protocol):
 
         More is better, 0 is none, and below 0 the setting diverged or failed.
         """
-
-
-@runtime_checkable
-class RefiningSearcher(Searcher, Protocol):
-    """A searcher that is asked again in each round of longer trials, after it was told the speeds in these."""
-
-    def longer(self) -> bool:
-        """Speeds that are told from now on are of longer trials. Return whether it may ask for more."""
 
 
 SearcherFactory: TypeAlias = Callable[[Mapping[str, Space], int], Searcher]  # of spaces and a seed
