@@ -15,7 +15,7 @@ from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.goodput.decision import Division
 from lightning_egeria.goodput.memory import enlarged, fits_in_memory
 from lightning_egeria.training.adapted_loader import AdaptedLoader
-from lightning_egeria.training.epoch_length import set_epoch_length
+from lightning_egeria.training.loops import set_epoch_length
 from lightning_egeria.training.notices import Notices
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_egeria.batches.rows import Rows
 from lightning_egeria.distributed.reducer import wrapped_by_ddp
 from lightning_egeria.profiling.clock import mark
-from lightning_egeria.training.rehearsal import apart, rehearsal, with_callbacks
+from lightning_egeria.training.isolation import dry_run, outside_batch, with_callbacks
 from lightning_egeria.upstream.torch import is_out_of_memory
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -76,7 +76,7 @@ def repeating(trainer: pl.Trainer, batch_idx: int) -> Iterator[Callable[[Any], G
     if wrapped is not None:
         wrapped.require_forward_param_sync = False
     try:
-        with apart(), with_callbacks(trainer, *bars), rehearsal(module), unsynchronised:
+        with outside_batch(), with_callbacks(trainer, *bars), dry_run(module), unsynchronised:
             yield run
     finally:
         if wrapped is not None:

@@ -26,7 +26,6 @@ from lightning_egeria.pipelining.strategy_support import check_support
 from lightning_egeria.pipelining.training_log import log_everywhere
 from lightning_egeria.pipelining.training_step import TrainingStep
 from lightning_egeria.snapshots.random_state import RandomState
-from lightning_egeria.training.combinations import check_combination, methods_of
 
 
 class GraphPipelineStrategy(DDPStrategy):
@@ -97,7 +96,6 @@ class GraphPipelineStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        check_combination(methods_of(trainer))
         check_support(trainer, self.lightning_module)
         self.pipeline, self._failed = None, False
         # All processes get the same batches: those that the user's loader yields in one process.

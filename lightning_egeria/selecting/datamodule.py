@@ -22,16 +22,14 @@ from lightning_egeria.selecting.side import Moved, TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
 from lightning_egeria.selecting.window import Window
 from lightning_egeria.training.checkpoints import checkpoint_read
-from lightning_egeria.training.combinations import check_combination, methods_of
-from lightning_egeria.training.loops import fetches_batches, is_asked_by_loop
+from lightning_egeria.training.loops import is_asked_by_loop
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.panels import Panel
+from lightning_egeria.training.support import check_setup
 from lightning_egeria.training.wrapping import WrappingDataModule
 
 MODES = ("queue", "in_batch")
 SCHEDULES = ("seen", "used")
-_IN_PROCESS = ("SingleDeviceStrategy", "DDPStrategy")  # each rank scores on its own
-_STRATEGIES = {"queue": _IN_PROCESS, "in_batch": (*_IN_PROCESS, "ModelParallelStrategy")}
 
 
 class SelectiveBackprop(WrappingDataModule):
@@ -250,31 +248,20 @@ class SelectiveBackprop(WrappingDataModule):
 
     def _check_trainer(self) -> Any:
         trainer: Any = self.trainer
-        check_combination(methods_of(trainer))
         module, strategy = trainer.lightning_module, type(trainer.strategy).__name__
         if trainer.datamodule is not self:
             raise UnsupportedError(
                 "SelectiveBackprop is inside another wrapper. Turn them around: "
                 "SelectiveBackprop(FrozenPrefixCache(datamodule))"
             )
-        if strategy not in _STRATEGIES[self.mode]:
-            alternatives = " or ".join(_STRATEGIES[self.mode])
-            other = " or mode='in_batch'" if strategy in _STRATEGIES["in_batch"] else ""
+        check_setup(trainer, "selecting")
+        if strategy == "ModelParallelStrategy" and self.mode == "queue":
             raise UnsupportedError(
-                f"selective backprop with mode={self.mode!r} is not tested with {strategy}. Use {alternatives}{other}"
-            )
-        if strategy == "ModelParallelStrategy" and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:
-            raise UnsupportedError(
-                "with tensor parallelism several ranks train one batch, and each would select its own samples of it. "
-                "Use tensor_parallel_size=1"
+                "with FSDP2 all ranks score together, and with mode='queue' they do not. Use mode='in_batch', or DDP"
             )
         if strategy == "ModelParallelStrategy" and self.staleness:
             raise UnsupportedError(
                 "with FSDP2 all ranks score together, and with staleness they do not. Use staleness=0"
-            )
-        if fetches_batches(module.training_step):
-            raise UnsupportedError(
-                "the training step takes dataloader_iter and fetches its own batches. Take a batch instead"
             )
         if not module.automatic_optimization and self.per_sample_loss is None and self.make_rule().needs_losses:
             raise UnsupportedError(

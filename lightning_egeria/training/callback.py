@@ -19,7 +19,7 @@ from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
 from lightning_egeria.training.progress import BarEntry
 from lightning_egeria.training.saving import SavesUnder, check_has_frozen, state_of
-from lightning_egeria.training.support import check_optimizers, check_strategy
+from lightning_egeria.training.support import check_optimizers, check_setup
 
 
 class PrefixFreezing(LayerFinding):
@@ -113,8 +113,8 @@ class PrefixFreezing(LayerFinding):
         return self.events[-1].depth if self.events else 0
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse an unsupported strategy."""
-        check_strategy(trainer, self.allow_untested)
+        """Refuse what `METHODS` excludes."""
+        check_setup(trainer, "freezing", self.allow_untested)
 
     def forget_fit(self) -> None:
         """Drop what is left of an earlier `fit`."""

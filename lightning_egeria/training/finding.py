@@ -14,11 +14,11 @@ from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError, first_of
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.limits import depth_limit
-from lightning_egeria.training.adapter import ObserverCallback
 from lightning_egeria.training.checkpoints import check_version, checkpoint_read
-from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.freezer import tell_what_trains
+from lightning_egeria.training.methods import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.observers import ObserverCallback
 from lightning_egeria.training.search import LayerSearch
 from lightning_egeria.upstream.checks import check
 from lightning_egeria.upstream.lightning import only_recomputes_statistics
@@ -91,7 +91,8 @@ class LayerFinding(ObserverCallback):
         self._followed: LayerChain | None = None  # of `chain_source`, when it was last looked at
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse a Trainer that the method does not support. Does nothing by default."""
+        """Refuse a Trainer that the method does not support: by default, one with other methods that it excludes."""
+        check_combination(methods_of(trainer))
 
     def chain_found(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
@@ -163,7 +164,6 @@ class LayerFinding(ObserverCallback):
             # reads a checkpoint to resume from after this.
             self._close()
             self.forget_fit()
-        check_combination(methods_of(trainer))
         self.check_trainer(trainer)
         check(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)

@@ -2,17 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_egeria.distributed.gathering import GatheredWeights
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import CheckpointError, TooFewLayersError, first_of
+from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.compilation import eager
+from lightning_egeria.network.limits import find_chain
+from lightning_egeria.network.sharding import holds_shards
+from lightning_egeria.network.tracing import StepTrace
 from lightning_egeria.network.trainable import TrainableParameters, without_part_in
-from lightning_egeria.training.first_step import FirstStep
 from lightning_egeria.training.notices import Notices
+
+
+class FirstStep:
+    """Observes one training step on rank 0; the other ranks receive the layer chain.
+
+    Args:
+        module: the model.
+        ranks: the processes of the job.
+
+    Attributes:
+        weights: the weights that FSDP2 gathered in this step; None without FSDP2, and on every rank but 0.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self.weights: GatheredWeights | None = None
+        self._ranks = ranks
+        self._trace: StepTrace | None = None
+        self._context = contextlib.ExitStack()
+        if not ranks.leads:
+            return
+        self._context.enter_context(eager())
+        self._trace = StepTrace(module)
+        self._trace.start()
+        self._context.callback(self._trace.stop)
+        if holds_shards(module):
+            self.weights = GatheredWeights(module)
+            self.weights.start()
+            self._context.callback(self.weights.stop)
+
+    def stop(self) -> None:
+        """Stop observing. Safe to call twice."""
+        self._context.close()
+
+    def chain(
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Optimizer],
+        layer_modules: Sequence[str] | None = None,
+        freeze_until: str | float | None = None,
+    ) -> LayerChain:
+        """Return the layer chain once the forward is over. Every rank must call it.
+
+        Args:
+            loss: loss of the step, before its backward.
+            optimizers: all optimizers of the run.
+            layer_modules: paths of the layer modules; None finds them.
+            freeze_until: limit of the prefix, as for `PrefixFreezing`.
+
+        Raises:
+            LayerChainError: if there is none; raised on all ranks.
+            TooFewLayersError: if fewer than two layer modules are trainable so far; raised on all ranks.
+        """
+        self.stop()
+        found: LayerChain | None = None
+        error: LayerChainError | None = None
+        if self._trace is not None:
+            try:
+                found = find_chain(self._trace, loss, optimizers, layer_modules, freeze_until)
+            except LayerChainError as failure:
+                error = failure
+        few = isinstance(error, TooFewLayersError)
+        told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error), "few": few})
+        chain = found if found is not None or told["chain"] is None else LayerChain.from_state(told["chain"])
+        if error is not None:
+            raise error
+        if told["error"] is not None:
+            kind = TooFewLayersError if told["few"] else LayerChainError
+            raise kind(f"on rank 0: {told['error']}")
+        assert chain is not None  # rank 0 has found it
+        return chain
 
 
 class LayerSearch:

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError, check_integers
 from lightning_egeria.training.checkpoints import check_version, checkpoint_read
-from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.loops import resumes_at_an_end
 from lightning_egeria.training.notices import Notices
@@ -134,7 +133,6 @@ class BranchTuner(pl.Callback):
             return
         if again:
             self._forget()
-        check_combination(methods_of(trainer))
         check_trainer(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)
         if self.tunables.batch_size is not None:

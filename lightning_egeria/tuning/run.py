@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.training.isolation import saving_later
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.stopping import is_to_stop, stop
-from lightning_egeria.training.unseen import saving_later
 from lightning_egeria.tuning.record import SearchRecord, describe
 from lightning_egeria.tuning.rounds import FIFTHS, Limits, Order, Outcome, Result, search
 from lightning_egeria.tuning.searchers import Searcher

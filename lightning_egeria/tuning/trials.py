@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable
 
 import lightning.pytorch as pl
 import torch
@@ -14,17 +15,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.snapshots.tensor_store import TensorStore
+from lightning_egeria.training.branches import train_hidden
 from lightning_egeria.training.feed import BranchFeed, Feed, ReadAhead
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
 from lightning_egeria.training.stopping import is_to_stop
-from lightning_egeria.training.unseen import BranchRecorder, advance, unseen
 from lightning_egeria.tuning.record import describe
 from lightning_egeria.tuning.rounds import Order, Result
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS
 from lightning_egeria.tuning.tunables import Tunables
 from lightning_egeria.upstream.torch import is_out_of_memory
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 @dataclasses.dataclass
@@ -239,13 +244,8 @@ class Trials:
             return
         self._begin(still)
         feed = BranchFeed(self._batches(size).from_here(still.batches, alike=True), _nothing)
-        recorder = BranchRecorder(self._freezer)
-        with unseen(trainer, recorder):
-            for _ in range(batches - still.batches):
-                self._advance(feed)
-                self._parent.restore_parameters()
-        still.batches = batches
-        still.losses += self._ranks.mean([loss for loss in recorder.take() if loss is not None])
+        losses = self._losses_of(feed, batches - still.batches, self._parent.restore_parameters)
+        still.batches, still.losses = batches, still.losses + losses
         still.state = FitState(trainer, self._freezer, self._store)
 
     def _train(self, branch: _Branch, batches: int) -> None:
@@ -256,15 +256,11 @@ class Trials:
             self._batches(self._size).from_here(branch.batches), wait if self.tunables.changes_cost else _nothing
         )
         chunk = max(1, batches // WINDOWS)
-        recorder = BranchRecorder(self._freezer)
         started = time.perf_counter()
         while branch.batches < batches and all(map(math.isfinite, branch.losses[-chunk:])):
             count = min(chunk, batches - branch.batches)
-            with unseen(self._trainer, recorder):
-                for _ in range(count):
-                    self._advance(feed)
+            branch.losses += self._losses_of(feed, count)
             branch.batches += count
-            branch.losses += self._ranks.mean([loss for loss in recorder.take() if loss is not None])
             if self._ranks.largest(is_to_stop(self._trainer)):
                 raise SIGTERMException
         wait()
@@ -275,24 +271,22 @@ class Trials:
                 "training_step"
             )
 
-    def _advance(self, feed: BranchFeed) -> None:
+    def _losses_of(self, feed: BranchFeed, batches: int, after_batch: Callable[[], object] = _nothing) -> list[float]:
+        """Train on some batches and return their losses, the means of all ranks."""
         try:
-            advance(self._trainer, feed)
+            losses = train_hidden(self._trainer, self._freezer, feed, batches, after_batch)
         except StopIteration:
             raise UnsupportedError(
                 "on_train_batch_start returned -1 in a trial, which ends the epoch, and a trial ends before its epoch. "
                 "Use limit_train_batches or a shorter loader, or no BranchTuner"
             ) from None
+        return self._ranks.mean([loss for loss in losses if loss is not None])
 
     def _free(self) -> None:
         for optimizer in self._trainer.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self._trainer.strategy.root_device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _nothing() -> None:
-    """Do not wait."""
 
 
 def _is_anomaly(error: Exception) -> bool:

@@ -8,25 +8,25 @@ from models import Classifier, fit, loader
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, StructuredPartialBackprop
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.training.combinations import METHODS, check_combination, methods_of, reason_against
+from lightning_egeria.training.methods import METHODS, check_combination, methods_of, reason_against
 
-REFUSED = {("selecting", "goodput"), ("partial", "goodput"), ("tuning", "goodput"), ("selecting", "tuning")}
+REFUSED = {("goodput", "selecting"), ("goodput", "partial"), ("goodput", "tuning"), ("selecting", "tuning")}
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(METHODS[:-1], 2)))
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(list(METHODS)[:-1], 2)))
 def test_each_pair_is_allowed_or_refused(one, other):
     assert (reason_against(one, other) is not None) == ((one, other) in REFUSED)
     assert reason_against(one, other) == reason_against(other, one)
 
 
-@pytest.mark.parametrize("method", METHODS[:-1])
+@pytest.mark.parametrize("method", list(METHODS)[:-1])
 def test_a_pipeline_runs_alone(method):
     with pytest.raises(UnsupportedError, match=f"{method} and pipelining cannot train in one run: a graph pipeline"):
         check_combination(["pipelining", method])
 
 
 def test_the_first_refusal_is_the_message():
-    with pytest.raises(UnsupportedError, match=r"selecting and goodput cannot .* bias the .* Remove one of them"):
+    with pytest.raises(UnsupportedError, match=r"goodput and selecting cannot .* bias the .* Remove one of them"):
         check_combination(["goodput", "freezing", "selecting", "partial"])
 
 
@@ -57,5 +57,5 @@ class Goodput(KnowledgeGuidedFreezing):
 
 
 def test_a_refused_pair_does_not_start():
-    with pytest.raises(UnsupportedError, match="partial and goodput cannot train in one run"):
+    with pytest.raises(UnsupportedError, match="goodput and partial cannot train in one run"):
         fit(Classifier(), Goodput(), StructuredPartialBackprop())
