@@ -14,6 +14,8 @@ from lightning_egeria.network.tracing import ModuleCall, StepTrace
 class Members:
     """The modules that freeze with each layer module: those that its boundary follows from, with their parts.
 
+    Call `up_to` once for each layer module, in the order of the chain: each call returns what no earlier one has.
+
     Args:
         trace: trace of a training step.
         graph: autograd nodes that its loss follows from.
@@ -31,7 +33,7 @@ class Members:
         self._last_end = {path: max(ends[path] or [calls[-1].end]) for path, calls in self._calls.items()}
         self._waiting = sorted(self._last_end, key=self._last_end.__getitem__)
         self._assigned: set[str] = set()
-        self._passed: set[str] = set()  # paths whose boundary they are upstream of was found
+        self._passed: set[str] = set()  # paths of modules upstream of a boundary found so far
         self._before: set[ModuleCall] = set()  # calls whose output, without a gradient, went into those
 
     def up_to(self, boundary: Boundary, upstream: set[Node]) -> list[str]:
@@ -88,7 +90,7 @@ class Units:
     """The outermost calls that make up each layer module, the last of which ends at its boundary.
 
     So do calls without a gradient, of layers that the user has frozen, if all calls that get their output make up this
-    layer module or earlier ones.
+    layer module or earlier ones. Call `up_to` once for each layer module, in the order of the chain.
 
     Args:
         trace: trace of a training step.

@@ -80,7 +80,7 @@ class StructuredPartialBackprop(LayerFinding):
         return panels_of_savings(savings) if savings is not None else []
 
     @property
-    def depth(self) -> int:
+    def paused_modules(self) -> int:
         """Number of layer modules in front of the suffix of this rank, in the latest batch."""
         return self._steps.depth if self._steps is not None else 0
 

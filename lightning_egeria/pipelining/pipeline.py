@@ -22,7 +22,7 @@ from lightning_egeria.pipelining.planner import Limits, plan_graph
 from lightning_egeria.pipelining.preparation import prepared
 from lightning_egeria.pipelining.splitting import split
 from lightning_egeria.pipelining.stage_step import Loss, StepResult
-from lightning_egeria.pipelining.stages import Homes, works
+from lightning_egeria.pipelining.stages import Placement, rank_stages
 from lightning_egeria.pipelining.timeline import Span
 from lightning_egeria.pipelining.tracing import Forward
 from lightning_egeria.pipelining.units import check_stages
@@ -149,8 +149,8 @@ class GraphPipeline:
         stage_of = {unit: home[node] for node, group in enumerate(self._prepared.groups) for unit in group}
         traced = self._prepared.traced
         last = traced.reads(traced.output)[-1]
-        homes = Homes(traced, plan, stage_of, stage_of[traced.unit_of[last]])
-        ranks = works(homes, self._seed, self._recompute)
+        placement = Placement(traced, plan, stage_of, stage_of[traced.unit_of[last]])
+        ranks = rank_stages(placement, self._seed, self._recompute)
         # None where the plan needs fewer processes than there are: it exchanges what all exchange, and holds nothing.
         own = ranks[self._processes.rank] if self._processes.rank < plan.devices else None
         self._executor = StageExecutor(own) if own is not None else None

@@ -26,7 +26,7 @@ from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFacto
 from lightning_egeria.tuning.setups import TOO_SHORT, check_schedulers, check_trainer, most_steps
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.trials import Trials
-from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
+from lightning_egeria.tuning.tunables import CustomTunable, Tunables, freezer_of
 
 STATE_VERSION = 1
 
@@ -36,7 +36,8 @@ class BranchTuner(pl.Callback):
 
     Args:
         tunables: the values of each tunable, by name: ``"lr"``, ``"momentum"``, ``"dropout"``,
-            ``"gradient_clip_val"``, ``"frozen_depth"``, or any option of the optimizer. A `Custom` has its own setter.
+            ``"gradient_clip_val"``, ``"frozen_depth"``, or any option of the optimizer. A
+            `CustomTunable` has its own setter.
         searcher: ``"compass"`` (a few spread, then around the fastest), ``"random"``, ``"grid"``, with Optuna ``"tpe"``
             or ``"cmaes"``, or a function from spaces and a seed to a searcher.
         max_trials: most settings in a search.
@@ -62,7 +63,7 @@ class BranchTuner(pl.Callback):
 
     def __init__(
         self,
-        tunables: Mapping[str, Space | Custom],
+        tunables: Mapping[str, Space | CustomTunable],
         searcher: str | SearcherFactory = "compass",
         max_trials: int = 20,
         max_share: float = 1.0,
@@ -189,7 +190,7 @@ class BranchTuner(pl.Callback):
                 f"monitor={self.monitor!r} was not logged in validation; the metrics are "
                 f"{', '.join(sorted(trainer.callback_metrics)) or 'none'}"
             )
-        advice = self._plateau.told(float(self.ranks.share(float(value))))
+        advice = self._plateau.update(float(self.ranks.share(float(value))))
         if advice is Advice.TUNE:
             self._due = f"no better {self.monitor} for {self._plateau.waited} validations"
         elif advice is Advice.STOP:

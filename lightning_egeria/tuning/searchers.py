@@ -15,8 +15,8 @@ from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, U
 
 SPREAD = 3  # settings for each tunable that a compass search begins with
 DISTANCE = 1 / 6  # share of a space between neighbours in it
-NEAR = 1.3  # so many distances away is a neighbour, too
-TRIES = 20  # of a random searcher, to draw a setting that was not tried yet
+NEIGHBOUR_DISTANCES = 1.3  # so many distances away is a neighbour, too
+DRAWS = 20  # of a random searcher, to draw a setting that was not tried yet
 
 
 class Searcher(Protocol):
@@ -62,7 +62,7 @@ class RandomSearcher:
         sizes = [len(space.values) if isinstance(space, Choice) else math.inf for space in self._spaces.values()]
         if len(self._drawn) >= math.prod(sizes):
             return None
-        for _ in range(TRIES * (len(self._drawn) + 1)):
+        for _ in range(DRAWS * (len(self._drawn) + 1)):
             shares = self._points.draw()[0].tolist()
             setting = {
                 name: _at(space, share, self._generator)
@@ -114,7 +114,7 @@ class CompassSearcher:
         speed, fastest = max(self._told, key=lambda told: told[0], default=(-1.0, {}))
         if self._left < 0 and speed >= 0:
             return next(self._around(fastest), None) if speed > 0 else None
-        return next((setting for setting in itertools.islice(self._spread, TRIES) if setting not in self._tried), None)
+        return next((setting for setting in itertools.islice(self._spread, DRAWS) if setting not in self._tried), None)
 
     def tell(self, setting: Setting, speed: float) -> None:
         """Take the speed."""
@@ -147,7 +147,9 @@ class CompassSearcher:
                 here, *shares = (min(max(space.share(float(one)), 0.0), 1.0) for one in (setting[name], *tried))
                 for step in (DISTANCE, -DISTANCE):
                     there = min(max(here + step, 0.0), 1.0)
-                    if abs(there - here) > DISTANCE / 2 and not any(0 < (at - here) / step <= NEAR for at in shares):
+                    if abs(there - here) > DISTANCE / 2 and not any(
+                        0 < (at - here) / step <= NEIGHBOUR_DISTANCES for at in shares
+                    ):
                         yield {**setting, name: space.at(there)}
 
 
@@ -203,7 +205,7 @@ class OptunaSearcher:
 
     def ask(self) -> Setting | None:
         """Return a setting that was not asked before; a sampler that repeats itself is told the speed it has seen."""
-        for _ in range(TRIES):
+        for _ in range(DRAWS):
             if len(self._speeds) + len(self._asked) >= self._most:
                 return None
             trial = self._study.ask(self._distributions)
