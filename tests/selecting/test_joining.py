@@ -25,23 +25,23 @@ def joining_of(**options):
     )
 
 
-def selection(joining, samples, rows, collated=True):
+def piece(joining, samples, rows, collated=True):
     batch = lengths_of(samples)
     kept = Collated(batch, samples, True) if collated else None
     moved = batch, RandomState.current()
-    return joining.selection(0, batch, moved, None, len(samples), np.array(rows), RandomState.current(), kept)
+    return joining.piece(0, batch, moved, None, len(samples), np.array(rows), RandomState.current(), kept)
 
 
 def test_padded_samples_are_collated_anew():
     joining = joining_of()
-    batch = joining.batch_of([selection(joining, [3, 1, 5], [0, 1]), selection(joining, [2, 2], [0])]).batch
+    batch = joining.batch_of([piece(joining, [3, 1, 5], [0, 1]), piece(joining, [2, 2], [0])]).batch
     assert batch.equal(lengths_of([3, 1, 2]))
 
 
 def test_rows_of_one_shape_are_joined():
     joining = joining_of()
-    selections = [selection(joining, [3, 1], [0], collated=False), selection(joining, [2, 3], [1, 0], collated=False)]
-    assert joining.batch_of(selections).batch.tolist() == [[3, 3, 3], [3, 3, 3], [2, 2, 0]]
+    pieces = [piece(joining, [3, 1], [0], collated=False), piece(joining, [2, 3], [1, 0], collated=False)]
+    assert joining.batch_of(pieces).batch.tolist() == [[3, 3, 3], [3, 3, 3], [2, 2, 0]]
 
 
 def test_samples_are_kept_once_they_have_several_shapes():
