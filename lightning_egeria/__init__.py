@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_egeria.training.turns import DeviceTurns
     from lightning_egeria.tuning.callback import BranchTuner
     from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
-    from lightning_egeria.tuning.tunables import Custom
+    from lightning_egeria.tuning.tunables import CustomTunable
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,7 @@ __all__ = [
     "AdaptiveBatchSize",
     "BranchTuner",
     "Choice",
-    "Custom",
+    "CustomTunable",
     "Decision",
     "DeviceTurns",
     "Freezer",
@@ -82,7 +82,7 @@ _HOMES = {
     "Choice": "tuning.spaces",
     "LogUniform": "tuning.spaces",
     "Uniform": "tuning.spaces",
-    "Custom": "tuning.tunables",
+    "CustomTunable": "tuning.tunables",
     "similarity_preserving_loss": "freezing.similarity",
 }
 

@@ -61,7 +61,7 @@ class WorkerError(EgeriaError):
 
 
 class CacheError(EgeriaError):
-    """The network does not do what the cache of its frozen prefix rests on, or the cache directory cannot be used."""
+    """The network violates an assumption of the cache, or the cache directory cannot be used."""
 
 
 class StoreError(EgeriaError):

@@ -34,7 +34,7 @@ def test_public_names():
         "AdaptiveBatchSize",
         "BranchTuner",
         "Choice",
-        "Custom",
+        "CustomTunable",
         "Decision",
         "DeviceTurns",
         "Freezer",

@@ -66,7 +66,7 @@ class IterationCost:
 
     @classmethod
     def read(cls, path: Path, device_bytes: float) -> IterationCost:
-        """Read costs that `lightning_egeria.profiling.depths` has measured and written.
+        """Read costs that ``benchmarks/iteration_costs.py`` has measured.
 
         A depth that was measured to cost less than a smaller one counts as much.
 

@@ -24,9 +24,9 @@ from lightning_egeria.freezing.trial import Frontier
 from lightning_egeria.network.normalisation import normalisation_layers
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.callback import PrefixFreezing
-from lightning_egeria.training.combinations import methods_of
 from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
+from lightning_egeria.training.methods import methods_of
 from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
 from lightning_egeria.upstream.lightning import data_fetcher, loaders_keep_their_place

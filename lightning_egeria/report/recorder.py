@@ -28,7 +28,7 @@ from lightning_egeria.report.record import (
     StepTimes,
     finite,
 )
-from lightning_egeria.training.combinations import parts_of
+from lightning_egeria.training.methods import parts_of
 from lightning_egeria.training.panels import panels_of
 
 

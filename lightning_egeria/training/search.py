@@ -2,17 +2,92 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_egeria.distributed.gathering import GatheredWeights
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import CheckpointError, TooFewLayersError, first_of
+from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.compilation import eager
+from lightning_egeria.network.limits import find_chain
+from lightning_egeria.network.sharding import holds_shards
+from lightning_egeria.network.tracing import StepTrace
 from lightning_egeria.network.trainable import TrainableParameters, without_part_in
-from lightning_egeria.training.first_step import FirstStep
 from lightning_egeria.training.notices import Notices
+
+
+class FirstStep:
+    """Observes one training step on rank 0; the other ranks receive the layer chain.
+
+    Args:
+        module: the model.
+        ranks: the processes of the job.
+
+    Attributes:
+        weights: the weights that FSDP2 gathered in this step; None without FSDP2, and on every rank but 0.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self.weights: GatheredWeights | None = None
+        self._ranks = ranks
+        self._trace: StepTrace | None = None
+        self._context = contextlib.ExitStack()
+        if not ranks.leads:
+            return
+        self._context.enter_context(eager())
+        self._trace = StepTrace(module)
+        self._trace.start()
+        self._context.callback(self._trace.stop)
+        if holds_shards(module):
+            self.weights = GatheredWeights(module)
+            self.weights.start()
+            self._context.callback(self.weights.stop)
+
+    def stop(self) -> None:
+        """Stop observing. Safe to call twice."""
+        self._context.close()
+
+    def chain(
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Optimizer],
+        layer_modules: Sequence[str] | None = None,
+        freeze_until: str | float | None = None,
+    ) -> LayerChain:
+        """Return the layer chain once the forward is over. Every rank must call it.
+
+        Args:
+            loss: loss of the step, before its backward.
+            optimizers: all optimizers of the run.
+            layer_modules: paths of the layer modules; None finds them.
+            freeze_until: limit of the prefix, as for `PrefixFreezing`.
+
+        Raises:
+            LayerChainError: if there is none; raised on all ranks.
+            TooFewLayersError: if fewer than two layer modules are trainable so far; raised on all ranks.
+        """
+        self.stop()
+        found: LayerChain | None = None
+        error: LayerChainError | None = None
+        if self._trace is not None:
+            try:
+                found = find_chain(self._trace, loss, optimizers, layer_modules, freeze_until)
+            except LayerChainError as failure:
+                error = failure
+        few = isinstance(error, TooFewLayersError)
+        told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error), "few": few})
+        chain = found if found is not None or told["chain"] is None else LayerChain.from_state(told["chain"])
+        if error is not None:
+            raise error
+        if told["error"] is not None:
+            kind = TooFewLayersError if told["few"] else LayerChainError
+            raise kind(f"on rank 0: {told['error']}")
+        assert chain is not None  # rank 0 has found it
+        return chain
 
 
 class LayerSearch:
@@ -61,16 +136,13 @@ class LayerSearch:
             step.stop()
         return step is not None
 
-    def chain(
-        self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer], or_frozen: bool = False
-    ) -> LayerChain | None:
+    def chain(self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer]) -> LayerChain | None:
         """Return the layer chain once the forward is over. Every rank must call it.
 
         Args:
             module: the model.
             loss: loss of the step, before its backward.
             optimizers: all optimizers of the run.
-            or_frozen: whether `LayerChain.of_frozen` will do where too few layer modules train.
 
         Returns:
             The chain; None if fewer than two layer modules are trainable so far.
@@ -81,13 +153,8 @@ class LayerSearch:
         """
         assert self._step is not None  # `start` comes first
         try:
-            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until, or_frozen)
+            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until)
         except TooFewLayersError as error:
-            frozen = self._step.frozen
-            if or_frozen and frozen is not None and self._layer_modules is None:
-                text = f"{error}. Outputs of layers that you have frozen, up to {frozen.names[0]!r}, are cached"
-                self._notices.inform(text, once="few")
-                return frozen
             fixed = without_part_in(loss, module)
             if not fixed and self._layer_modules is not None:
                 raise

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_egeria.errors import ArgumentError, check_integers
 from lightning_egeria.snapshots.random_state import RandomState
@@ -100,7 +99,8 @@ class ResumableCheckpoints(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the epoch and the generators."""
         now = RandomState.current()
-        return {"batches": self._batches, "at_epoch_start": _plain(self._at_epoch_start or now), "now": _plain(now)}
+        started = self._at_epoch_start or now
+        return {"batches": self._batches, "at_epoch_start": started.to_plain(), "now": now.to_plain()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep it until training starts.
@@ -111,8 +111,8 @@ class ResumableCheckpoints(pl.Callback):
         with checkpoint_read("resuming"):
             self._restored = {
                 "batches": count_of(state_dict["batches"]),
-                "at_epoch_start": _state(state_dict["at_epoch_start"]),
-                "now": _state(state_dict["now"]),
+                "at_epoch_start": RandomState.from_plain(state_dict["at_epoch_start"]),
+                "now": RandomState.from_plain(state_dict["now"]),
             }
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -202,23 +202,3 @@ def _goes_on_by_itself(trainer: pl.Trainer) -> bool:
     """Whether the loader has state, and so begins behind the batches that the epoch has had."""
     combined = trainer.fit_loop._combined_loader
     return combined is not None and any(hasattr(loader, "load_state_dict") for loader in combined.flattened)
-
-
-def _plain(state: RandomState) -> dict[str, Any]:
-    """Return a state as what `torch.load` reads without unpickling classes."""
-    return {
-        "torch": torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8),
-        "cuda": [torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in state.torch_cuda],
-        "numpy": [*state.numpy],
-        "python": [state.python[0], [*state.python[1]], state.python[2]],
-    }
-
-
-def _state(plain: dict[str, Any]) -> RandomState:
-    version, numbers, gauss = plain["python"]
-    return RandomState(
-        plain["torch"].numpy().tobytes(),
-        tuple(one.numpy().tobytes() for one in plain["cuda"]),
-        tuple(plain["numpy"]),
-        (version, tuple(numbers), gauss),
-    )

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_egeria.errors import ArgumentError, CompilationError, DescriptionError, UnsupportedError
 from lightning_egeria.programs import files as disk
 from lightning_egeria.programs.descriptions import Description
-from lightning_egeria.training.combinations import check_combination
+from lightning_egeria.training.methods import check_combination
 from lightning_egeria.workflow import launch
 from lightning_egeria.workflow.environments import lock_of, requirements_in
 from lightning_egeria.workflow.optimisations import Choice, Facts, Measured, choose

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_egeria.training.combinations import reason_against
+from lightning_egeria.training.methods import reason_against
 from lightning_egeria.workflow.rules import IN_TABLE
 from lightning_egeria.workflow.schema import METHODS
 

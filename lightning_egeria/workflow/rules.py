@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_egeria.errors import UnsupportedError, near_match
 from lightning_egeria.programs.descriptions import Description, read
-from lightning_egeria.training.combinations import check_combination
+from lightning_egeria.training.methods import check_combination
 from lightning_egeria.workflow.schema import METHODS, VARIABLE, Job
 
 MOST_JOBS = 1000  # of one sweep

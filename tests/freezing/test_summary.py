@@ -70,7 +70,7 @@ def test_evaluations_are_counted():
 def test_gradients_are_exchanged_only_between_several_ranks(run):
     savings = summarize(run.guide, [freeze(3, 1)])
     assert (savings.gradient_bytes_before, savings.gradient_bytes_after) == (None, None)
-    run.freezer.ranks.several = True
+    run.freezer.ranks.size = 2
     savings = summarize(run.guide, [freeze(3, 1)])
     layer = (4 * 4 + 4) * 4  # bytes
     assert savings.gradient_bytes_before == 3 * layer + (4 * 2 + 2) * 4

@@ -31,10 +31,10 @@ def search(told, layer_modules=None, freeze_until=None):
     return LayerSearch(Ranks(), told, layer_modules, freeze_until)
 
 
-def found_in(searching, net, or_frozen=False):
+def found_in(searching, net):
     searching.start(net)
     loss = net(torch.rand(5, 4)).sum()
-    return searching.chain(net, loss, [torch.optim.SGD(net.parameters(), lr=0.1)], or_frozen)
+    return searching.chain(net, loss, [torch.optim.SGD(net.parameters(), lr=0.1)])
 
 
 def test_the_chain_is_that_of_the_step(told):
@@ -75,16 +75,6 @@ def test_too_few_of_which_all_learn_end_nothing(told):
     (text,) = told.warnings
     assert "expected at least 2" in text
     assert text.endswith("Training goes on as without the callback")
-
-
-def test_what_the_user_has_frozen_will_do_if_that_is_wanted(told):
-    net = deep_mlp()
-    net[:9].requires_grad_(False).eval()
-    assert found_in(search(told), net, or_frozen=True).names == ("8",)
-    (text,) = told.lines
-    assert "Outputs of layers that you have frozen, up to '8', are cached" in text
-    assert told.warnings == []
-    assert found_in(search(told, ["9"]), net, or_frozen=True) is None  # the user wants another one
 
 
 def test_too_few_that_the_user_named_are_an_error(told):

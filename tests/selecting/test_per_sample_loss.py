@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_egeria.batches.per_sample_loss import per_sample_losses
 from lightning_egeria.errors import PerSampleLossError
+from lightning_egeria.selecting.per_sample_loss import per_sample_losses
 
 SAMPLES = 6
 torch.manual_seed(0)

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_egeria.distributed import groups
-from lightning_egeria.distributed.groups import RankGroups
+from lightning_egeria.partial import exchange
+from lightning_egeria.partial.exchange import RankGroups
 
 ALL = (0, 1, 2, 3)  # for broadcasts, beside the job's own
 
@@ -28,7 +28,7 @@ def test_each_group_is_made_once_and_in_one_order(made):
 
 
 def test_too_many_groups_replace_the_old_ones(made, monkeypatch):
-    monkeypatch.setattr(groups, "MOST_GROUPS", 2)
+    monkeypatch.setattr(exchange, "MOST_GROUPS", 2)
     ranks = RankGroups()
     ranks.ensure([(0, 1), (0, 2)])
     ranks.ensure([(0, 3)])

@@ -6,7 +6,7 @@ from models import After, fit, images, loader
 from selected import Indexed, Noting, trained
 
 from lightning_egeria import SelectiveBackprop
-from lightning_egeria.selecting.follower import Follower
+from lightning_egeria.selecting.callback import SelectionCallback
 
 
 class Fails(Noting):
@@ -19,7 +19,7 @@ class Fails(Noting):
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_nothing_stays_on_the_trainer(staleness):
     module, trainer, _ = trained(staleness=staleness)
-    assert not any(isinstance(one, Follower) for one in trainer.callbacks)
+    assert not any(isinstance(one, SelectionCallback) for one in trainer.callbacks)
     assert "training_step" not in vars(module)
 
 
@@ -28,7 +28,7 @@ def test_nothing_stays_after_an_error():
     look = After(lambda trainer, _: seen.append(trainer))
     with pytest.raises(RuntimeError, match="injected"):
         trained(images(40), look, module=module, staleness=2)
-    assert not any(isinstance(one, Follower) for one in seen[0].callbacks)
+    assert not any(isinstance(one, SelectionCallback) for one in seen[0].callbacks)
     assert "training_step" not in vars(module)
 
 

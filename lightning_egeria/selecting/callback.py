@@ -9,15 +9,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_egeria.batches.per_sample_loss import with_per_sample_losses
 from lightning_egeria.selecting.loader import SelectedBatches
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.pace import Pace
-from lightning_egeria.selecting.queue import Emitted
+from lightning_egeria.selecting.per_sample_loss import with_per_sample_losses
+from lightning_egeria.selecting.queue import TrainingBatchInfo
+from lightning_egeria.selecting.schedules import ScheduleByScoredBatches
 from lightning_egeria.selecting.stats import SelectionStats
 
 
-class Follower(pl.Callback):
+class SelectionCallback(pl.Callback):
     """Tells Lightning of the last batch of an epoch, keeps the pace, and takes the losses of training forwards.
 
     It is among the callbacks of the Trainer during `fit` only.
@@ -37,8 +37,8 @@ class Follower(pl.Callback):
         by_seen: bool | None,
     ) -> None:
         self._loader, self._stats, self._table, self._by_seen = loader, stats, table, by_seen
-        self._pace: Pace | None = None
-        self._current: Emitted | None = None
+        self._pace: ScheduleByScoredBatches | None = None
+        self._current: TrainingBatchInfo | None = None
         self._wrapped: tuple[pl.LightningModule, Any] | None = None
         self._epoch = 0
         self._began = self._validation_began = 0.0
@@ -50,7 +50,7 @@ class Follower(pl.Callback):
             return
         _end_epoch_of_checkpoint(trainer)
         if self._by_seen is not None:
-            self._pace = Pace(trainer, self._by_seen)
+            self._pace = ScheduleByScoredBatches(trainer, self._by_seen)
         if self._table is not None:
             self._wrapped = pl_module, vars(pl_module).get("training_step")
             step = pl_module.training_step

@@ -1,14 +1,13 @@
+"""What an iteration costs by depth, as the benchmark of the cluster simulator measures it."""
+
 import json
 
-import pytest
 import torch
 from torch import nn
 
+from benchmarks.iteration_costs import SETTLING_ROUNDS, VERSION, measure_depths
 from lightning_egeria.cluster.iterations import IterationCost
-from lightning_egeria.errors import ArgumentError
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.profiling import depths
-from lightning_egeria.profiling.depths import measure_depths
 
 ROWS, WIDTH = 5, 4
 
@@ -30,7 +29,7 @@ def test_each_depth_goes_back_through_its_layer_modules():
     before = [parameter.clone() for parameter in net.parameters()]
     measure_depths(net, chain, loss, update, rounds=1)
     suffixes = [[False] * (8 - 2 * depth) + [True] * (2 * depth) for depth in (1, 2, 3, 4)]
-    assert learnt == suffixes * (1 + depths.SETTLING_ROUNDS)
+    assert learnt == suffixes * (1 + SETTLING_ROUNDS)
     assert all(map(torch.equal, before, net.parameters()))
     assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
 
@@ -53,10 +52,4 @@ def test_the_cluster_reads_what_is_written(tmp_path):
     assert read.depths == 4
     assert read.memory[-1] == 0.5
     assert read.full_s == costs.forward_s[-1] + costs.backward_s[-1]
-    assert json.loads((tmp_path / "costs.json").read_text())["version"] == depths.VERSION
-
-
-def test_no_rounds_are_refused():
-    net, chain, loss = network()
-    with pytest.raises(ArgumentError, match="rounds must be an integer of at least 1, got 0"):
-        measure_depths(net, chain, loss, rounds=0)
+    assert json.loads((tmp_path / "costs.json").read_text())["version"] == VERSION

@@ -1,40 +1,128 @@
-"""Gradient means over the ranks that computed them: summed among contributors, and sent to the rest."""
+"""Exchanging gradients that not all ranks computed: every rank gets the mean over those that did."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_egeria.distributed.buckets import BUCKET_BYTES, Bucket, buckets_of
-from lightning_egeria.distributed.exchange import GradientExchange
-from lightning_egeria.distributed.groups import Pending
+from lightning_egeria.distributed.reducer import rebuild_reducer
 from lightning_egeria.errors import ExchangeError, UnsupportedError
+from lightning_egeria.partial.buckets import BUCKET_BYTES, Bucket, buckets_of, contributors_of, received_bytes
+from lightning_egeria.upstream.ddp import settings_of, with_settings
 
+MOST_GROUPS = 256  # each has its own connections, and on GPUs its own communicator
 # Where a broadcast that was started early holds up nothing. On a GPU it would hold up the sums of the backward.
 EARLY_DEVICES = ("cpu",)
 
 
-class Transport(Protocol):
-    """What `ContributorMean` sends with; `RankGroups` is one."""
+class GradientExchange:
+    """Gives every rank the mean of each gradient over the ranks that computed it.
 
-    rank: int
-    size: int
+    Attributes:
+        replaces_ddp: whether DDP must exchange nothing in the backward of this exchange.
+    """
 
-    def ensure(self, sets: Iterable[Collection[int]]) -> None:
-        """Prepare collectives among these ranks. Every rank calls it."""
+    replaces_ddp: bool
 
-    def start_sum(self, tensor: Tensor, ranks: Collection[int]) -> Pending:
-        """Start to sum a tensor over some ranks, in place."""
+    def prepare(self) -> None:
+        """The next batch begins. Every rank must call it. Does nothing by default."""
 
-    def start_broadcast(self, tensor: Tensor, root: int, ranks: Collection[int]) -> Pending:
-        """Start to copy a tensor from the rank ``root`` to some ranks, in place; to all in any order among the sums."""
+    def begin(self, depths: Sequence[int]) -> None:
+        """Exchange the gradients of the backward that comes next. Every rank must call it with the same depths.
+
+        Args:
+            depths: number of layer modules in front of each rank's suffix.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Set all gradients to the means, once backward is over. Does nothing without `begin`."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Exchange nothing: the backward does not come, or failed."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Drop what `ensure` has made."""
+        """Restore everything. Safe to call twice."""
+        raise NotImplementedError
+
+    def received(self, depths: Sequence[int], rank: int) -> float:
+        """Return the bytes of gradients that a rank receives in a step.
+
+        Args:
+            depths: number of layer modules in front of each rank's suffix.
+            rank: the rank.
+        """
+        raise NotImplementedError
+
+
+class RankGroups:
+    """Runs collectives among some of the ranks. There are `MOST_GROUPS` groups at most: more replace them all.
+
+    Args:
+        timeout: of each collective; None takes that of the job.
+
+    Attributes:
+        rank: number of this process.
+        size: number of processes.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._timeout = timeout
+        self._groups: dict[tuple[int, ...], Any] = {}  # of ranks that this one is not among: a placeholder
+        self._everyone: Any = None  # all ranks, for broadcasts
+
+    def ensure(self, sets: Iterable[Collection[int]]) -> None:
+        """Make the process groups that are not there yet. Every rank must call it with the same sets.
+
+        Args:
+            sets: ranks of each group. One rank alone, and all of them, need no group.
+        """
+        wanted = {tuple(sorted(ranks)) for ranks in sets if 1 < len(ranks) < self.size}
+        if len(wanted | self._groups.keys()) > MOST_GROUPS:
+            self.close()
+        if self._everyone is None:
+            self._everyone = dist.new_group(list(range(self.size)), timeout=self._timeout)
+        for ranks in sorted(wanted - self._groups.keys()):
+            self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+
+    def start_sum(self, tensor: Tensor, ranks: Collection[int]) -> dist.Work:
+        """Start to sum a tensor over some ranks, in place. Each of them must call it.
+
+        Args:
+            tensor: contiguous, of one shape on all ranks.
+            ranks: at least two ranks, with this one.
+        """
+        return _started(dist.all_reduce(tensor, group=self._group(ranks), async_op=True))
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: Collection[int]) -> dist.Work:
+        """Start to copy a tensor from the rank ``root`` to some ranks, in place. Each of them must call it.
+
+        Broadcasts to all ranks have a group of their own, so their order among the sums is free.
+        """
+        group = self._group(ranks) if len(ranks) < self.size else self._everyone
+        return _started(dist.broadcast(tensor, root, group=group, async_op=True))
+
+    def close(self) -> None:
+        """Drop the groups. Safe to call twice."""
+        groups = [*self._groups.values(), self._everyone]
+        self._groups, self._everyone = {}, None
+        for group in groups:
+            if isinstance(group, dist.ProcessGroup) and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def _group(self, ranks: Collection[int]) -> Any:
+        return self._groups[tuple(sorted(ranks))] if len(ranks) < self.size else None
 
 
 class ContributorMean(GradientExchange):
@@ -56,7 +144,7 @@ class ContributorMean(GradientExchange):
 
     def __init__(
         self,
-        transport: Transport,
+        transport: RankGroups,
         layers: Sequence[Sequence[nn.Parameter]],
         name_of: Callable[[nn.Parameter], str],
         bucket_bytes: int = BUCKET_BYTES,
@@ -69,8 +157,8 @@ class ContributorMean(GradientExchange):
         self._own: list[Bucket] = []  # of this step, that this rank contributes to
         self._place: dict[nn.Parameter, int] = {}  # in them
         self._filled: list[set[nn.Parameter]] = []
-        self._sums: list[tuple[Tensor, Pending]] = []  # of those that are started
-        self._received: list[tuple[Tensor, Pending]] = []  # from the rank that contributes alone
+        self._sums: list[tuple[Tensor, dist.Work]] = []  # of those that are started
+        self._received: list[tuple[Tensor, dist.Work]] = []  # from the rank that contributes alone
         self._buckets: tuple[Bucket, ...] | None = None  # between `begin` and `finish`
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
 
@@ -165,15 +253,15 @@ class ContributorMean(GradientExchange):
                 return
             self._sums.append(self._started(bucket))
 
-    def _receive(self, buckets: tuple[Bucket, ...]) -> list[tuple[Tensor, Pending]]:
+    def _receive(self, buckets: tuple[Bucket, ...]) -> list[tuple[Tensor, dist.Work]]:
         """Start to receive what another rank contributes alone."""
         wanted = [one for one in buckets if one.is_of_one and self._transport.rank not in one.contributors]
         return [(flat, self._broadcast(bucket, flat)) for bucket in wanted for flat in [bucket.empty()]]
 
-    def _broadcast(self, bucket: Bucket, flat: Tensor) -> Pending:
+    def _broadcast(self, bucket: Bucket, flat: Tensor) -> dist.Work:
         return self._transport.start_broadcast(flat, bucket.contributors[0], bucket.receivers)
 
-    def _started(self, bucket: Bucket) -> tuple[Tensor, Pending]:
+    def _started(self, bucket: Bucket) -> tuple[Tensor, dist.Work]:
         gradients = [parameter.grad for parameter in bucket.parameters]
         flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients if gradient is not None])
         if bucket.is_of_one:
@@ -184,7 +272,7 @@ class ContributorMean(GradientExchange):
     @torch.no_grad()
     def _finish(self, buckets: tuple[Bucket, ...]) -> None:
         sums, received = iter(self._sums), iter(self._received or self._receive(buckets))
-        filled: list[tuple[Bucket, Tensor, Pending | None]] = []
+        filled: list[tuple[Bucket, Tensor, dist.Work | None]] = []
         for bucket in buckets:
             contributes = self._transport.rank in bucket.contributors
             if bucket.is_of_one:
@@ -205,6 +293,11 @@ class ContributorMean(GradientExchange):
         self._sums, self._received = [], []
 
 
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # this rank is one of the group
+    return work
+
+
 def _set_gradients(bucket: Bucket, flat: Tensor) -> None:
     pieces = flat.split([parameter.numel() for parameter in bucket.parameters])
     for parameter, piece in zip(bucket.parameters, pieces, strict=True):
@@ -216,3 +309,63 @@ def _set_gradients(bucket: Bucket, flat: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
         parameter.grad.copy_(mean)
+
+
+class RescaledMean(GradientExchange):
+    """Turns DDP's mean over all ranks into the mean over contributors.
+
+    DDP takes a rank without a gradient for one whose gradient is zero, and divides by the number of ranks: a gradient
+    of one contributor among four is diluted to a quarter. This multiplies it by ranks over contributors. DDP sends all
+    gradients, so it saves no bytes. Communication hooks go on working.
+
+    Args:
+        strategy: strategy of the Trainer, with a DDP wrapper. Until `close`, wrappers expect unused parameters.
+        layers: parameters of each layer module, front to back, and last of all that is in none.
+    """
+
+    replaces_ddp = False
+
+    def __init__(self, strategy: Any, layers: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._strategy = strategy
+        self._layers = layers
+        self._context = contextlib.ExitStack()
+        self._depths: tuple[int, ...] | None = None  # between `begin` and `finish`
+        self._rebuilt = False
+
+    def prepare(self) -> None:
+        """Make DDP expect parameters without a gradient, before the first forward. Every rank must call it."""
+        if not self._rebuilt:
+            self._rebuilt = True
+            if not settings_of(self._strategy).get("find_unused_parameters"):
+                self._context.enter_context(with_settings(self._strategy, find_unused_parameters=True))
+                rebuild_reducer(self._strategy, ())
+
+    def begin(self, depths: Sequence[int]) -> None:
+        """Rescale the gradients of the backward that comes next."""
+        self._depths = tuple(depths)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Rescale the gradients, once DDP has exchanged them."""
+        depths, self._depths = self._depths, None
+        if depths is None:
+            return
+        for index, layer in enumerate(self._layers):
+            contributors = len(contributors_of(depths, index))
+            if 0 < contributors < len(depths):
+                for parameter in layer:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(len(depths) / contributors)
+
+    def abort(self) -> None:
+        """Rescale nothing: the backward does not come, or failed."""
+        self._depths = None
+
+    def close(self) -> None:
+        """Let wrappers made from now on expect no unused parameters. Safe to call twice."""
+        self._context.close()
+
+    def received(self, depths: Sequence[int], rank: int) -> float:
+        """Return the bytes that a rank receives in a step: the gradients of all that trains, whatever the depths."""
+        total = sum(p.numel() * p.element_size() for layer in self._layers for p in layer if p.requires_grad)
+        return received_bytes(total, len(depths), contributes=True)

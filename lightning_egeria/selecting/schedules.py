@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 _NEVER = 10**12  # batches
 
 
-class Pace:
+class ScheduleByScoredBatches:
     """Steps learning rate schedulers, and begins validation, after as many forward batches as in a plain run.
 
     Lightning counts training batches. A schedule that is made for the whole run would end at half of its length, and

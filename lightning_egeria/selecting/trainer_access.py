@@ -16,14 +16,14 @@ from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.wrapping import BATCH_HOOKS, nested
 
 
-class Moved:
+class Transferred:
     """A batch that went through the hooks for batches already."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
 
 
-class TrainerSide:
+class TrainerAccess:
     """Answers for a Trainer in `fit`.
 
     Args:

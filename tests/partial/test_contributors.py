@@ -9,10 +9,10 @@ from models import mlp
 from threads import ThreadRanks
 from torch import nn
 
-from lightning_egeria.distributed import contributors
-from lightning_egeria.distributed.buckets import contributors_of
-from lightning_egeria.distributed.contributors import ContributorMean
 from lightning_egeria.errors import ExchangeError, UnsupportedError
+from lightning_egeria.partial import exchange
+from lightning_egeria.partial.buckets import contributors_of
+from lightning_egeria.partial.exchange import ContributorMean
 
 BLOCKS = 3
 
@@ -75,7 +75,7 @@ def exchanged(depths, bucket_bytes):
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_each_gradient_is_the_mean_over_contributors(ranks, bucket_bytes, early, monkeypatch):
-    monkeypatch.setattr(contributors, "EARLY_DEVICES", early)
+    monkeypatch.setattr(exchange, "EARLY_DEVICES", early)
     for depths in itertools.islice(itertools.product(range(BLOCKS), repeat=ranks), 0, None, ranks):
         expected = one_at_a_time(depths)
         shared, results = exchanged(depths, bucket_bytes)

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 from methods import scripted
 
-from lightning_egeria.selecting.side import TrainerSide
+from lightning_egeria.selecting.trainer_access import TrainerAccess
 
 
 def side_of(**arguments):
     known = {"current_epoch": 2, "num_training_batches": 10, "max_epochs": 4, "max_steps": -1, "global_step": 15}
-    return TrainerSide(SimpleNamespace(**{**known, "callbacks": [], **arguments}), None)
+    return TrainerAccess(SimpleNamespace(**{**known, "callbacks": [], **arguments}), None)
 
 
 @pytest.mark.parametrize(
