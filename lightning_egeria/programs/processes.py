@@ -16,6 +16,8 @@ from lightning_egeria.errors import JobError
 from lightning_egeria.programs import files
 
 MARK = "EGERIA_JOB_FOLDER"
+PREEMPTED = 75  # exit status of a program that has saved and wants to go on later: EX_TEMPFAIL of sysexits.h
+CHECKPOINT = "last.ckpt"  # of an experiment, in the job's folder of checkpoints
 _POLL_S = 0.05
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
