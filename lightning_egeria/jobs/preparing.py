@@ -106,7 +106,7 @@ def command_for(job: Mapping[str, Any], folder: JobFolder, python: str, devices:
     arguments.append(f"run_dir={quoted(folder.results)}")
     if job["resources"]["most_devices"] is not None:
         arguments.append(f"trainer.devices={devices}")
-    if "goodput" in job["methods"]:
+    if "goodput" in job.get("methods", ()):
         arguments.append(f"goodput.hints={quoted(folder.hints)}")
     if (folder.checkpoints / CHECKPOINT).exists():
         arguments.append(f"ckpt_path={quoted(folder.checkpoints / CHECKPOINT)}")

@@ -139,6 +139,8 @@ def _checked(place: Path, content: Any) -> dict[str, Any]:
     )
     command = entry["command"]
     as_list = isinstance(command, list) and bool(command) and all(isinstance(part, str) for part in command)
+    if not isinstance(content.get("methods", {}), dict):
+        fits = False
     if not fits or not (isinstance(command, str) or as_list or (command is None and entry["experiment"])):
         raise ExecutionError(f"{place}: {JOB} describes no job. Compile the job again")
     return job

@@ -16,7 +16,6 @@ from formats import EXACT, OTHER, Format, WrongError
 from lightning_egeria.cluster.freezing_runs import FreezingRun
 from lightning_egeria.cluster.goodput import BatchLimits
 from lightning_egeria.cluster.hints import Hints
-from lightning_egeria.cluster.iterations import IterationCost
 from lightning_egeria.cluster.records import Interval, JobState, Record
 from lightning_egeria.cluster.tables import read_table
 from lightning_egeria.cluster.throughput import ThroughputModel
@@ -320,19 +319,15 @@ def trace_format(path: Path) -> Format:
 
 
 def costs_format(folder: Path) -> Format:
-    """Measured costs by depth, or the result of a run that froze."""
+    """The result of a run that froze."""
     folder.mkdir()
-    costs = json.dumps({"version": 1, "forward_s": [1, 1], "backward_s": [1, 2], "bytes": [10, 20]}).encode()
     run = json.dumps({"steps": 100, "events": [{"step": 10, "depth": 1}, {"step": 50, "depth": 2}]}).encode()
     (folder / "shares.json").write_text(json.dumps({"shares": {"1": 0.9, "2": 0.7}}))
 
     def use(path: Path) -> None:
-        if b"events" in path.read_bytes():
-            FreezingRun.read(path, folder / "shares.json").share_at(0.5)
-        else:
-            IterationCost.read(path, 1000).cheapest(1)
+        FreezingRun.read(path, folder / "shares.json").share_at(0.5)
 
-    return file_format("measured costs", 0.05, folder / "costs.json", use, costs, run, json_from=0)
+    return file_format("run that froze", 0.05, folder / "run.json", use, run, json_from=0)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

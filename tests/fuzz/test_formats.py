@@ -32,9 +32,9 @@ from lightning_egeria.stores.store import ActivationStore
 FUZZ = settings(deadline=None)
 ERRORS = {"ValueError", "no state"} | {name for name, kind in vars(errors).items() if isinstance(kind, type)}
 JOBS = [
-    *("description of a job", "settings of a job", "jobs of a cluster", "requirements", "run directory", "forged job"),
+    *("description of a job", "settings of a job", "requirements", "run directory", "forged job"),
     *("status of a job", "submission of a job", "results of a job", "hints of a job", "graph", "plan"),
-    *("log of a simulation", "workload", "trace", "measured costs", "repository"),
+    *("log of a simulation", "workload", "trace", "run that froze", "repository"),
 ]
 NAMES = [
     *JOBS,
@@ -134,7 +134,7 @@ def test_damaged_bytes(known, name, data):
 
 
 TEXTS = ["forged job", "status of a job", "submission of a job", "results of a job", "hints of a job", "graph", "plan"]
-TEXTS += ["measured costs", "manifest.json", "fields of a sample", "record of a run", "state of a policy"]
+TEXTS += ["run that froze", "manifest.json", "fields of a sample", "record of a run", "state of a policy"]
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -2,9 +2,13 @@
 
 import contextlib
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import adaptive_job as adaptive
 import counting_job as counting
@@ -22,6 +26,7 @@ pytest.importorskip("ray", reason="ray is an extra: make test-slow installs it")
 from lightning_egeria.jobs.ray_cluster import RayCluster
 
 PORT = 8299
+GCS_PORT = 6399
 ADDRESS = f"http://127.0.0.1:{PORT}"
 VARIABLES = "{OMP_NUM_THREADS: 1, CUDA_VISIBLE_DEVICES: ''}"
 
@@ -37,21 +42,56 @@ class Quiet(Queued):
     def start(self, jobs):
         return {}
 
+    def cancel(self, row):
+        pass
+
+
+class Nodes:
+    """A Ray cluster whose nodes are processes of this machine, with two CPUs each."""
+
+    def __init__(self, folder):
+        self._folder, self._started = folder, []
+        common = ["--dashboard-host=127.0.0.1", f"--dashboard-port={PORT}", f"--port={GCS_PORT}"]
+        self._start("--head", *common, f"--temp-dir={folder}")
+        until(lambda: len(nodes_of(ADDRESS)) == 1)
+        self.add()
+
+    def add(self):
+        before = len(nodes_of(ADDRESS))
+        self._start(f"--address=127.0.0.1:{GCS_PORT}")
+        until(lambda: len(nodes_of(ADDRESS)) == before + 1)
+
+    def kill(self, place):
+        """Kill a node as its machine would, with all that runs there."""
+        import psutil  # Ray brings it
+
+        parent = self._started[place]
+        for child in [*psutil.Process(parent.pid).children(recursive=True), psutil.Process(parent.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        parent.wait(30)
+
+    def stop(self):
+        for process in reversed(self._started):
+            process.terminate()
+        for process in self._started:
+            process.wait(60)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, *options):
+        ray = Path(sys.executable).parent / "ray"
+        command = [ray, "start", "--num-cpus=2", "--disable-usage-stats", "--block", *options]
+        self._started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
 
 @pytest.fixture
-def cluster(monkeypatch, tmp_path):
-    """Two nodes with two CPUs each, on this machine."""
-    from ray.cluster_utils import Cluster
-
+def running(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    head = {"num_cpus": 2, "dashboard_host": "127.0.0.1", "dashboard_port": PORT, "include_dashboard": True}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = Nodes(f"/tmp/ray-{os.getpid()}")  # the names of sockets have little room
     try:
-        cluster.add_node(num_cpus=2)
-        until(lambda: len(nodes_of(ADDRESS)) == 2, 60)
-        yield cluster
+        yield nodes
     finally:
-        cluster.shutdown()
+        nodes.stop()
 
 
 @pytest.fixture
@@ -102,7 +142,7 @@ def assert_each_sample_once_an_epoch(home, id, epochs, samples):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of Ray
 class TestTwoNodes:
-    def test_jobs_run_wait_fail_and_are_cancelled(self, cluster, home, history):
+    def test_jobs_run_wait_fail_and_are_cancelled(self, running, home, history):
         good = add(home, history, "echo hello on $EGERIA_JOB_DEVICES", devices=2)
         bad, endless = add(home, history, "exit 3"), add(home, history, "exec sleep 1000")
         waits = add(home, history, "touch never", devices=2)
@@ -114,7 +154,7 @@ class TestTwoNodes:
         until(lambda: states(history, endless, waits) == ["cancelled", "done"], step=queue.step)
 
     @pytest.mark.parametrize("policy", ["fair", "tiresias", "pollux"])
-    def test_three_jobs_end_with_each_sample_once_an_epoch(self, policy, cluster, home, history):
+    def test_three_jobs_end_with_each_sample_once_an_epoch(self, policy, running, home, history):
         home.follow(policy)
         epochs = (60, 20, 20)
         jobs = [
@@ -131,27 +171,25 @@ class TestTwoNodes:
         if policy == "fair":
             assert 2 in ranks(home, jobs[0])
 
-    def test_a_lost_node_a_lost_queue_and_a_lost_head(self, cluster, home, history):
-        script = (
-            'echo start $EGERIA_ATTEMPT; touch "$EGERIA_CHECKPOINTS/$EGERIA_ATTEMPT"; until test -e ../../go; do '
-            "sleep 0.1; done"
-        )
+    def test_a_lost_node_a_lost_queue_and_a_lost_head(self, running, home, history):
+        script = 'touch "$EGERIA_CHECKPOINTS/$EGERIA_ATTEMPT"; until test -e ../../go; do sleep 0.1; done'
         ids = [add(home, history, script, devices=2) for _ in range(2)]
+
+        def attempts():
+            return sum(history.get(id).status.attempt for id in ids)
+
         queue = Queue(home, history)
-        until(lambda: all(home.folder(id).is_watched for id in ids), step=queue.step)
-        other = cluster.add_node(num_cpus=2)
-        until(lambda: len(nodes_of(ADDRESS)) == 3, 60)
-        lost = cluster.list_all_nodes()[1]
-        cluster.remove_node(lost, allow_graceful=False)
-        until(lambda: sum(history.get(id).status.attempt for id in ids) == 3, 200, queue.step)
-        assert other in cluster.list_all_nodes()
+        until(lambda: attempts() == 2 and all(home.folder(id).is_watched for id in ids), step=queue.step)
+        running.add()
+        running.kill(1)
+        until(lambda: attempts() == 3 and all(home.folder(id).is_watched for id in ids), 200, queue.step)
         queue = Queue(home, history)  # the last one was killed, say
-        queue.step()
-        until(lambda: all(home.folder(id).is_watched for id in ids), step=queue.step)
-        assert sum(history.get(id).status.attempt for id in ids) == 3
-        cluster.shutdown()
-        until(lambda: not any(home.folder(id).is_watched for id in ids), 60)
-        (home.jobs / "go").touch()
+        for _ in range(20):
+            queue.step()
+            time.sleep(0.1)
+        assert attempts() == 3
+        running.kill(0)
+        until(lambda: not any(home.folder(id).is_watched for id in ids), step=queue.step)
         for id in ids:
             cancel(home, history, Quiet(home, "ray", ADDRESS), id)
         until(lambda: states(history, *ids) == ["cancelled"] * 2, 60, queue.step)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.cluster.iterations import IterationCost
+from benchmarks.scheduling.iterations import IterationCost
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.profiling import depths

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from lightning_egeria.cluster.iterations import IterationJob, IterationRun, check_gangs
+from benchmarks.scheduling.iterations import IterationJob, IterationRun, check_gangs
 
 ROUND_ITERATIONS = 16  # of the slowest job with full backprop
 MOST_REPEATS = 100  # of a round before the next is planned
