@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import lightning_egeria
-from lightning_egeria.errors import EgeriaError, WorkflowError
+from lightning_egeria.errors import EgeriaError, JobError
 from lightning_egeria.programs.terminal import printable
 
 # Module, what it does, and an example. A module is imported when its command is called: some take seconds.
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(given[1:])
         status: int = options.run(options)
     except EgeriaError as error:
-        layer = f"{error.layer}: " if isinstance(error, WorkflowError) else ""
+        layer = f"{error.layer}: " if isinstance(error, JobError) else ""
         return _mistake(prog, f"{layer}{error}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

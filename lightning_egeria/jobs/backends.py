@@ -23,12 +23,13 @@ class Queued:
         home: of the jobs.
         name: ``"local"`` or ``"ray"``.
         address: of the Ray cluster; empty for this machine.
+        policy: that the queue shall follow from the next job on; None keeps the one it follows.
     """
 
     queued = True
 
-    def __init__(self, home: Home, name: str = "local", address: str = "") -> None:
-        self.home, self.name, self.address = home, name, address
+    def __init__(self, home: Home, name: str = "local", address: str = "", policy: str | None = None) -> None:
+        self.home, self.name, self.address, self.policy = home, name, address, policy
         self._nodes: Mapping[str, int] | None = None
 
     def check(self, compiled: Compiled) -> None:
@@ -43,13 +44,15 @@ class Queued:
         if not self._nodes:
             raise QueueError(f"{compiled.name}: the cluster at {self.address} has no devices")
         entry = QueueEntry(0, 0.0, resources["devices"], resources["most_devices"])
-        against = Scheduler(policy_named(self.home.policy)).refuses(entry, self._nodes)
+        against = Scheduler(policy_named(self.policy or self.home.policy)).refuses(entry, self._nodes)
         if against is not None:
             more = ". Use -b slurm, or set EGERIA_DEVICES" if "largest machine" in against else ""
             raise QueueError(f"{compiled.name}: {against}{more}")
 
     def start(self, jobs: Sequence[tuple[Row, JobFolder]]) -> Mapping[int, str]:
         """See that the queue runs; it finds the jobs itself."""
+        if self.policy is not None:
+            self.home.follow(self.policy)
         ensure_queue(self.home)
         return {}
 
@@ -62,26 +65,29 @@ class Queued:
         return set()
 
 
-def backend(name: str, home: Home, address: str = "") -> Backend:
+def backend(name: str, home: Home, address: str = "", policy: str | None = None) -> Backend:
     """Return a back end.
 
     Args:
         name: one of `NAMES`.
         home: of the jobs.
         address: of the Ray cluster; empty for the one that the environment names.
+        policy: of the queue, from now on; None keeps the one it follows.
 
     Raises:
-        QueueError: its extra is not installed.
+        QueueError: the back end has no policies, or its extra is not installed.
     """
     try:
         if name == "slurm":
+            if policy is not None:
+                raise QueueError(f"--policy {policy}: Slurm decides itself which jobs run. Leave the policy out")
             from lightning_egeria.jobs.slurm import Slurm
 
             return Slurm()
         if name == "ray":
             from lightning_egeria.jobs.ray_cluster import default_address
 
-            return Queued(home, name, address or default_address())
+            return Queued(home, name, address or default_address(), policy)
     except ModuleNotFoundError as error:
         raise QueueError(f"{name} needs {error.name}. Run: pip install 'lightning-egeria[{name}]'") from error
-    return Queued(home)
+    return Queued(home, policy=policy)

@@ -95,9 +95,7 @@ def _with_home(run: Callable[..., int], options: argparse.Namespace) -> int:
 
 
 def _submit(options: argparse.Namespace, home: Home, history: History) -> int:
-    if options.policy and not options.dry_run:
-        home.follow(options.policy)
-    chosen = backend(options.backend, home, options.address)
+    chosen = backend(options.backend, home, options.address, options.policy)
     compiler = home.compiler(history)
     descriptions = [read_description(path, options.set) for path in options.descriptions]
     for description in descriptions:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_egeria.errors import JobError, WorkflowError
+from lightning_egeria.errors import JobError, ProgramError
 from lightning_egeria.jobs import preparing
 from lightning_egeria.jobs.jobfolders import JobFolder, State, Status
 from lightning_egeria.jobs.redaction import Redactor, looks_secret
@@ -90,9 +90,9 @@ class Execution:
             status.devices = status.devices or job["resources"]["devices"]
             self.folder.redact = Redactor(secrets_of(job, os.environ)).text
             status.state, status.message = self._run(job, run, origin)
-        except WorkflowError as error:
-            status.state, status.message = State.FAILED, f"{error.layer}: {error}"
         except JobError as error:
+            status.state, status.message = State.FAILED, f"{error.layer}: {error}"
+        except ProgramError as error:
             status.state, status.message = State.FAILED, f"execute: {error}"
         except OSError as error:
             status.state, status.message = State.FAILED, f"execute: {error.filename or ''} {error.strerror or error}"
@@ -274,7 +274,7 @@ def main() -> int:
         execution = Execution(Path(path))
         with stopping_on_signals(execution):
             return execution.run(*token)
-    except WorkflowError as error:
+    except JobError as error:
         print(f"{error.layer}: {error}", file=sys.stderr)
         return 1
 

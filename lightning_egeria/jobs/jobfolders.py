@@ -265,7 +265,7 @@ def _status(content: dict[str, Any]) -> Status:
             type(moment) not in (int, float) or not math.isfinite(moment) or abs(moment) > _MOST
         ):
             raise ValueError(f"expected a time, got {moment!r:.40}")
-    if status.service is None or status.service < 0:
+    if content.get("service", 0.0) is None or status.service < 0:
         raise ValueError(f"expected device-seconds, got {status.service!r:.40}")
     for text in (status.message, status.host):
         if type(text) is not str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_egeria.errors import WorkflowError
+from lightning_egeria.errors import JobError
 from lightning_egeria.jobs.history import Row
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import State
@@ -31,14 +31,14 @@ def table(rows: Sequence[Row], home: Home) -> str:
 def details(row: Row, home: Home) -> dict[str, Any]:
     """Return what is known of a job, as plain values by name."""
     folder, content = home.folder(row.id), row.content()
-    found = {name: value for name, value in content.items() if value not in ("", None, ()) and name != "cost_key"}
+    found = {name: value for name, value in content.items() if value not in ("", None, (), 0) and name != "cost_key"}
     for name in ("submitted", "started", "ended", "closed"):
         if isinstance(moment := found.pop(name, None), int | float) and name != "closed":
             found[name] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
     found |= {"log": str(folder.log), "checkpoints": str(folder.checkpoints), "results": str(folder.results)}
     with contextlib.suppress(OSError, ValueError):  # the run directory was evicted
         found["methods"] = explanation_in(Path(row.run)).splitlines()
-    with contextlib.suppress(WorkflowError):
+    with contextlib.suppress(JobError):
         entry = read_run_directory(Path(row.run))["entry"]
         found["entry"] = entry["command"] or f"{entry['experiment']}: {' '.join(entry['overrides'])}"
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lightning_egeria.errors import ExecutionError, QueueError, WorkflowError
+from lightning_egeria.errors import ExecutionError, JobError, QueueError
 from lightning_egeria.jobs.endings import note_end
 from lightning_egeria.jobs.history import History, Row
 from lightning_egeria.jobs.home import Home
@@ -321,7 +321,7 @@ def main(path: str) -> int:
         home = Home(Path(path))
         with home.history() as history:
             Queue(home, history).run()
-    except (WorkflowError, ExecutionError) as error:
+    except (JobError, ExecutionError) as error:
         print(f"{error.layer}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,13 @@ def policy_named(name: str) -> Policy:
         from lightning_egeria.cluster.pollux import Pollux
 
         return Pollux()
-    return {"backfill": BackFill, "fair": FairShare, "fcfs": FirstComeFirstServed, "tiresias": Tiresias}[name]()
+    policies: dict[str, Callable[[], Policy]] = {
+        "backfill": BackFill,
+        "fair": FairShare,
+        "fcfs": FirstComeFirstServed,
+        "tiresias": Tiresias,
+    }
+    return policies[name]()
 
 
 @dataclasses.dataclass(frozen=True)

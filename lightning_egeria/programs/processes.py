@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lightning_egeria.errors import JobError
+from lightning_egeria.errors import ProgramError
 from lightning_egeria.programs import files
 
 MARK = "EGERIA_JOB_FOLDER"
@@ -39,7 +39,7 @@ class ProgramProcess:
         returncode: exit status, minus the number of the signal that ended it; None while it runs.
 
     Raises:
-        JobError: the program cannot be started.
+        ProgramError: the program cannot be started.
         OSError: the log cannot be written, or is a link.
     """
 
@@ -70,7 +70,7 @@ class ProgramProcess:
                 )
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-                raise JobError(f"the command {arguments[0]!r} cannot be started: {reason}") from error
+                raise ProgramError(f"the command {arguments[0]!r} cannot be started: {reason}") from error
         if self._process.stdout is not None:
             os.set_blocking(self._process.stdout.fileno(), False)
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,7 +16,7 @@ from rich.table import Table
 from lightning_egeria.errors import StoreError
 from lightning_egeria.programs.arguments import period
 from lightning_egeria.programs.terminal import printable
-from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.stores.directory import CacheDirectory, StoreSummary, default_cache_dir
 
 DAY_S = 86400
 
@@ -45,11 +46,7 @@ def _directory(options: argparse.Namespace) -> CacheDirectory:
 def _list(options: argparse.Namespace, directory: CacheDirectory) -> int:
     if options.json:
         for summary in directory.summaries():
-            about = dict(summary.manifest.about) if summary.manifest is not None else None
-            found = {"store": summary.folder.name, "about": about, "bytes": summary.bytes_on_disk}
-            entries = summary.manifest.entries if summary.manifest is not None else None
-            used = {"in_use": summary.in_use, "used_seconds_ago": summary.used_seconds_ago}
-            print(json.dumps({**found, "entries": entries, "present": summary.present, **used}))
+            print(json.dumps(_facts(summary)))
         return 0
     columns = ("store", "frozen modules", "data", "entry", "entries", "on disk", "last used")
     table = Table(*columns, title=escape(printable(directory.path)))
@@ -68,6 +65,19 @@ def _list(options: argparse.Namespace, directory: CacheDirectory) -> int:
     total = sum(summary.bytes_on_disk for summary in summaries)
     print(f"{len(summaries)} stores, {_bytes(total)}")
     return 0
+
+
+def _facts(summary: StoreSummary) -> dict[str, Any]:
+    manifest = summary.manifest  # None if it is damaged
+    return {
+        "store": summary.folder.name,
+        "about": dict(manifest.about) if manifest is not None else None,
+        "entries": manifest.entries if manifest is not None else None,
+        "present": summary.present,
+        "bytes": summary.bytes_on_disk,
+        "in_use": summary.in_use,
+        "used_seconds_ago": summary.used_seconds_ago,
+    }
 
 
 def _verify(options: argparse.Namespace, directory: CacheDirectory) -> int:

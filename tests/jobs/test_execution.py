@@ -7,7 +7,7 @@ import sys
 import pytest
 from described import PYTHON, alive, described, folder_of, until
 
-from lightning_egeria.errors import WorkflowError
+from lightning_egeria.errors import JobError
 from lightning_egeria.jobs import execution
 from lightning_egeria.jobs.execution import ALREADY, Execution, main
 from lightning_egeria.jobs.jobfolders import State
@@ -203,6 +203,6 @@ def test_main_names_the_layer(tmp_path, monkeypatch, capsys):
     assert main() == 1
     assert "execute: " in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
-    with pytest.raises(WorkflowError, match="no folder of a job"):
+    with pytest.raises(JobError, match="no folder of a job"):
         Execution(tmp_path).run()
     assert os.listdir(tmp_path) == []  # noqa: PTH208
