@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[..., int], text: str, example: str, ids: str = "") -> Any:
-        about = {
+        about: dict[str, Any] = {
             "description": f"{text[:1].upper()}{text[1:]}.",
             "epilog": f"example: egeria jobs {name} {example}".rstrip(),
         }

@@ -129,7 +129,7 @@ class Execution:
             sent, whole = self._watch(process, job, Redactor(secrets_of(job, variables)))
         finally:
             status = process.stop(0)
-        state, message = _outcome(status, sent)
+        state, message = _outcome(status, sent, trains=job["entry"]["experiment"] is not None)
         return state, message if whole else "; ".join(
             [*filter(None, [message]), "execute: the log has no end: no room"]
         )
@@ -236,9 +236,16 @@ def secrets_of(job: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str
     return {name: variables[name] for name in (*declared, *guessed) if name in variables}
 
 
-def _outcome(code: int, sent: State | None) -> tuple[State, str]:
-    """Return the state after an exit status, and what to say of it."""
-    if code == 0:
+def _outcome(code: int, sent: State | None, trains: bool) -> tuple[State, str]:
+    """Return the state after an exit status, and what to say of it.
+
+    Args:
+        code: exit status, minus the number of the signal that ended the program.
+        sent: why it was asked to end; None if it was not.
+        trains: whether it is an experiment. One that was asked to end and has saved ends with `PREEMPTED`. Other programs
+            may end with 0 then: Lightning does after SIGTERM, in the middle of training.
+    """
+    if code == 0 and (sent is None or trains):
         return State.DONE, ""
     if sent is not None:
         return sent, ""

@@ -49,7 +49,8 @@ class RayCluster:
         """
         self._client()  # says best why none answers
         try:
-            alive = list_nodes(self.address, filters=[("state", "=", "ALIVE")], limit=_MOST_NODES)
+            # Filtered here: Ray takes those that its own filter leaves out for missing ones, and refuses to answer.
+            alive = [node for node in list_nodes(self.address, limit=_MOST_NODES) if node.state == "ALIVE"]
         except (RayStateApiException, OSError, RayError) as error:
             self._known = None
             raise self._silent() from error

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -215,3 +216,83 @@ def test_devices_here(monkeypatch):
         monkeypatch.setenv("EGERIA_DEVICES", wrong)
         with pytest.raises(QueueError, match=f"a number of devices, got '{wrong}'"):
             devices_here()
+
+
+def test_a_job_goes_on_with_another_number_of_devices(home, history):
+    home.follow("fair")
+    saves = (
+        "trap 'exit 75' TERM; touch \"$EGERIA_CHECKPOINTS/$EGERIA_ATTEMPT\"; echo on $EGERIA_JOB_DEVICES; touch up\n"
+        "until test -e ../../end; do sleep 0.05; done"
+    )
+    first = add(home, history, saves, **{"resources.most_devices": 3})
+    running = here(home, history, 3)
+    running.step()
+    up = home.folder(first).work / "up"
+    until(up.exists)
+    up.unlink()
+    second = add(home, history, "until test -e ../../go; do sleep 0.05; done")
+
+    def both_run():
+        running.step()
+        return up.exists() and states(history, first, second) == ["running", "running"]
+
+    until(both_run)
+    up.unlink()
+    assert (history.get(first).given, history.get(second).given) == (2, 1)
+    (home.jobs / "go").touch()
+
+    def first_grows():
+        running.step()
+        return up.exists() and history.get(first).given == 3
+
+    until(first_grows)
+    (home.jobs / "end").touch()
+    running.run()
+    assert states(history, first, second) == ["done", "done"]
+    log = home.folder(first).log.read_text()
+    assert re.findall(r"^on (\d)$", log, re.MULTILINE) == ["3", "2", "3"]
+    status = history.get(first).status
+    assert (status.attempt, status.failures, status.stalls) == (3, 0, 0)
+    assert status.service > 0
+
+
+def test_a_policy_that_changes_refuses_what_it_cannot_serve(home, history):
+    fits, fixed = add(home, history, "true"), add(home, history, "true", **{"resources.devices": 2})
+    home.follow("pollux")
+    here(home, history, 3).run()
+    assert states(history, fits, fixed) == ["done", "failed"]
+    assert "under pollux the number of devices of a job changes" in history.get(fixed).status.message
+
+
+class Silent(ThisMachine):
+    """A cluster that does not answer at first, nor when the test says so."""
+
+    silent = True
+
+    def nodes(self):
+        if self.silent:
+            raise QueueError("no cluster answers at x")
+        return super().nodes()
+
+    def start(self, *of):
+        if self.silent:
+            raise QueueError("no cluster answers at x")
+        super().start(*of)
+
+
+def test_jobs_wait_for_a_cluster_that_does_not_answer(home, history, monkeypatch, capsys):
+    monkeypatch.setattr(queue, "_NODES_S", 0.0)
+    id, machines = add(home, history, "true"), Silent(1)
+    running = Queue(home, history, lambda backend, address: machines)
+    for _ in range(3):
+        running.step()
+    assert states(history, id) == ["queued"]
+    assert capsys.readouterr().err == "schedule: no cluster answers at x. Its jobs wait\n"
+    machines.silent = False
+    start = machines.start
+    monkeypatch.setattr(machines, "start", lambda *of: Silent.start(Silent(1), *of))  # it goes as the job starts
+    running.step()
+    assert (states(history, id), history.get(id).node) == (["queued"], "")
+    monkeypatch.setattr(machines, "start", start)
+    running.run()
+    assert states(history, id) == ["done"]
