@@ -44,8 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "description": f"{text[:1].upper()}{text[1:]}.",
             "epilog": f"example: egeria jobs {name} {example}".rstrip(),
         }
-        # Those without an example are for programs and editors: the list leaves them out.
-        added = commands.add_parser(name, **about, **({"help": text} if example or ids else {}))
+        if example:  # the others are for programs and editors: the list leaves them out
+            about["help"] = text
+        added = commands.add_parser(name, **about)
         added.set_defaults(run=lambda options: _with_home(run, options))
         if ids:
             added.add_argument("id" if ids == "1" else "ids", type=int, nargs=None if ids == "1" else "+", metavar="ID")

@@ -242,8 +242,8 @@ def _outcome(code: int, sent: State | None, trains: bool) -> tuple[State, str]:
     Args:
         code: exit status, minus the number of the signal that ended the program.
         sent: why it was asked to end; None if it was not.
-        trains: whether it is an experiment. One that was asked to end and has saved ends with `PREEMPTED`. Other programs
-            may end with 0 then: Lightning does after SIGTERM, in the middle of training.
+        trains: whether it is an experiment. One that was asked to end and has saved ends with `PREEMPTED`. Other
+            programs may end with 0 then: Lightning does after SIGTERM, in the middle of training.
     """
     if code == 0 and (sent is None or trains):
         return State.DONE, ""

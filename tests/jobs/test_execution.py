@@ -197,6 +197,18 @@ def test_kills_and_signals(tmp_path):
     assert folder.status().state is State.CANCELLED
 
 
+@pytest.mark.parametrize(("way", "state"), [(State.PREEMPTED, State.PREEMPTED), (State.CANCELLED, State.CANCELLED)])
+def test_status_0_after_a_signal_is_no_end(way, state, tmp_path):
+    """Lightning ends with it after SIGTERM, in the middle of training."""
+    script = "trap 'exit 0' TERM; touch up; while :; do sleep 0.05; done"
+    folder = folder_of(tmp_path, described(tmp_path, **{"entry.command": json.dumps(script)}))
+    with started(folder) as watching:
+        until((folder.work / "up").exists)
+        folder.ask(way)
+        watching.wait()
+    assert folder.status().state is state
+
+
 def test_main_names_the_layer(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["execution", str(tmp_path)])
     before = signal.getsignal(signal.SIGTERM)

@@ -15,6 +15,7 @@ import torch
 from described import described, until
 
 from lightning_egeria.errors import QueueError
+from lightning_egeria.jobs.backends import backend
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import State
 from lightning_egeria.jobs.submission import cancel, refresh, submit
@@ -78,12 +79,14 @@ def wait(home, history, *ids, seconds=90):
     return [history.get(id).state.value for id in ids]
 
 
-def test_without_a_limit_or_without_slurm(home, history, monkeypatch):
-    with pytest.raises(QueueError, match=r"Slurm needs a limit: set resources\.time"):
-        add(home, history, "true", **{"resources.time": "~"})
+def test_without_slurm_or_with_a_number_of_devices_that_changes(home, history, monkeypatch):
+    with pytest.raises(QueueError, match=r"Slurm changes no number of devices. Leave resources\.most_devices out"):
+        add(home, history, "true", **{"resources.most_devices": 2})
+    with pytest.raises(QueueError, match="Slurm decides itself which jobs run"):
+        backend("slurm", home, policy="fair")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(QueueError, match="there is no sinfo here"):
-        slurm.Slurm().start([(None, None)])
+        add(home, history, "true")
 
 
 @pytest.mark.usefixtures("home")
@@ -96,7 +99,26 @@ class TestReal:
         bad = add(home, history, "exit 3")
         assert wait(home, history, *ids, last, bad) == ["done"] * 4 + ["failed"]
         assert "\n3\n" in home.folder(last).log.read_text()
-        assert history.get(bad).message == "execute: ended with status 3; its log says why"
+        assert history.get(bad).status.message == "execute: ended with status 3; its log says why"
+
+    def test_options_reach_slurm(self, home, history):
+        options = {"partition": "all", "extra": {"comment": "mine", "exclusive": "true", "nice": "3"}}
+        keys = {"slurm": json.dumps(options), "resources.time": "~", "resources.memory": "100MB"}
+        id = add(home, history, "sleep 2", **keys)
+        shown = listed("scontrol", "show", "job", history.get(id).handle)
+        for wanted in (
+            "Partition=all",
+            "Comment=mine",
+            "Nice=3",
+            "TimeLimit=UNLIMITED",
+            "CPUs/Task=1",
+            "OverSubscribe=NO",
+        ):
+            assert wanted in shown, shown
+        assert wait(home, history, id) == ["done"]
+        refused = {"slurm": json.dumps({"partition": "no-such"})}
+        with pytest.raises(QueueError, match=r"sinfo failed|sbatch refuses"):
+            add(home, history, "true", **refused)
 
     def test_cancel(self, home, history):
         running = add(home, history, "touch up; exec sleep 100")
@@ -123,7 +145,7 @@ class TestReal:
         assert home.folder(id).status().attempt == 2
         os.kill(int((home.folder(id).work / "watcher").read_text()), signal.SIGKILL)
         assert wait(home, history, id, seconds=200) == ["done"]
-        assert history.get(id).attempt == 3
+        assert history.get(id).status.attempt == 3
         assert "saved" in home.folder(id).log.read_text()
         assert history.get(id).state is State.DONE
 
@@ -147,7 +169,7 @@ class TestReal:
             assert history.get(id).state.value in ("queued", "running")
             subprocess.run(command, check=True)  # it goes into the background
         assert wait(home, history, id, seconds=400) == ["done"], folder.log.read_text()
-        assert history.get(id).attempt == (1 if way == "kill of slurmd" else 2)
+        assert history.get(id).status.attempt == (1 if way == "kill of slurmd" else 2)
         whole = stopped.fit(tmp_path / "whole", every_n_steps=1)
         found = torch.load(folder.results / "weights.pt", weights_only=True)
         assert found.keys() == whole.keys()
