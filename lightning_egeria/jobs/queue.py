@@ -210,16 +210,18 @@ class Queue:
 
     def _is_running(self, row: Row) -> bool:
         folder, machines = self.home.folder(row.id), self._pool(row.backend, row.address).machines
+        if folder.is_watched:
+            return True
         try:
             if machines.runs(folder, row.handle):
-                if folder.asked is State.CANCELLED and not folder.is_watched:
+                if folder.asked is State.CANCELLED:
                     machines.stop(row.handle)
                 return True
         except QueueError:  # the cluster does not answer
             silent = folder.since_beat()
             if folder.asked is not State.CANCELLED and (silent is None or silent < _SILENT_S):
                 return True
-        return folder.is_watched
+        return folder.is_watched  # it may have started meanwhile
 
     def _note_end(self, row: Row) -> None:
         folder = self.home.folder(row.id)
