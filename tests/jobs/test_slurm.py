@@ -103,7 +103,7 @@ class TestReal:
 
     def test_options_reach_slurm(self, home, history):
         options = {"partition": "all", "extra": {"comment": "mine", "exclusive": "true", "nice": "3"}}
-        keys = {"slurm": json.dumps(options), "resources.time": "~", "resources.memory": "100MB"}
+        keys = {"slurm": json.dumps(options), "resources.time": "~"}
         id = add(home, history, "sleep 2", **keys)
         shown = listed("scontrol", "show", "job", history.get(id).handle)
         for wanted in (
