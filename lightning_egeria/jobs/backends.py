@@ -46,7 +46,7 @@ class Queued:
         entry = QueueEntry(0, 0.0, resources["devices"], resources["most_devices"])
         against = Scheduler(policy_named(self.policy or self.home.policy)).refuses(entry, self._nodes)
         if against is not None:
-            more = ". Use -b slurm, or set EGERIA_DEVICES" if "largest machine" in against else ""
+            more = ". Use -b slurm, or set EGERIA_DEVICES" if "machine" in against and self.name == "local" else ""
             raise QueueError(f"{compiled.name}: {against}{more}")
 
     def start(self, jobs: Sequence[tuple[Row, JobFolder]]) -> Mapping[int, str]:
