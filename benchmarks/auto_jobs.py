@@ -87,7 +87,9 @@ def run(home: Home, folder: Path, job: dict, optimisations: str) -> Outcome:
         while not history.get(id).state.final:
             time.sleep(0.2)
         if history.get(id).state is not State.DONE:
-            raise SystemExit(f"{job['name']}: {history.get(id).status.message}\n{home.folder(id).log.read_text()[-3000:]}")
+            raise SystemExit(
+                f"{job['name']}: {history.get(id).status.message}\n{home.folder(id).log.read_text()[-3000:]}"
+            )
     results = home.folder(id).results
     saved = json.loads((results / "savings.json").read_text())
     if job["name"] == "steps" and optimisations == "none" and not (folder / PRETRAINED).exists():

@@ -16,11 +16,11 @@ METHODS = ("freezing", "cache", "selective", "partial", "tuning", "goodput")
 
 
 _COMMAND = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
-OPTIONS = {"anyOf": [{"type": "boolean"}, {"type": "object"}]}
+_METHOD_OPTIONS = {"anyOf": [{"type": "boolean"}, {"type": "object"}]}
 _METHODS = {
     "anyOf": [
         {"enum": ["auto", "none"]},
-        {"type": "object", "properties": dict.fromkeys(METHODS, OPTIONS), "additionalProperties": False},
+        {"type": "object", "properties": dict.fromkeys(METHODS, _METHOD_OPTIONS), "additionalProperties": False},
     ]
 }
 

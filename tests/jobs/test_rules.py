@@ -50,6 +50,17 @@ def test_a_good_job_breaks_none():
         ({"entry": EXPERIMENT, "sweep": {"+run_dir": ["x"]}}, "sweep.+run_dir: run_dir is set by the job engine"),
         ({"entry": EXPERIMENT, "sweep": {"hydra.run.dir": ["x"]}}, "hydra.run.dir is set by the job engine"),
         ({"data": {"a": {"path": "x", "stage": True}}}, "a copy is checked by its digest"),
+        (
+            {"resources": {"devices": 3, "most_devices": 2}},
+            "most_devices: expected at least devices=3, got 2",
+        ),
+        (
+            {"resources": {"nodes": 2, "most_devices": 2}},
+            "most_devices: the number of devices changes on one",
+        ),
+        ({"slurm": {"extra": {"partition": "x"}}}, "slurm.extra.partition: use slurm.partition instead"),
+        ({"slurm": {"extra": {"gres": "gpu:1"}}}, "slurm.extra.gres: use resources.devices instead"),
+        ({"slurm": {"extra": {"wrap": "x"}}}, "slurm.extra.wrap: is set by the job engine. Leave it out"),
     ],
 )
 def test_each_rule(keys, expected):

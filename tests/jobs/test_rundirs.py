@@ -1,4 +1,5 @@
 import hashlib
+import json
 import os
 
 import pytest
@@ -94,6 +95,24 @@ def test_the_digest_of_what_is_no_file(target, tmp_path):
         os.mkfifo(target)
     with pytest.raises(OSError, match="no ordinary file"):
         digest_of(rundirs.Path(target))
+
+
+@pytest.mark.parametrize(
+    "slurm",
+    [
+        {"partition": "x\nrm -rf ~"},
+        {"account": "$(id)"},
+        {"extra": {"comment": "a\nsh"}},
+        {"extra": {"nice\nsh": "1"}},
+        {"extra": {"nice": 1}},
+    ],
+)
+def test_no_option_of_sbatch_is_more_than_a_word(slurm, tmp_path):
+    """sbatch reads them from a script: a second line of an option would be a command."""
+    job = json.dumps({"name": "a", "entry": {"command": "x"}, "slurm": slurm}).encode()
+    place = write_run_directory(tmp_path, {**CONTENTS, "job.json": job})
+    with pytest.raises(ExecutionError, match="describes no job"):
+        read_run_directory(place)
 
 
 def test_a_folder_of_others_is_refused(tmp_path, monkeypatch):
