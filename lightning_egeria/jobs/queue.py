@@ -52,6 +52,28 @@ class Machines(Protocol):
         """End what was not started yet."""
 
 
+class _Absent:
+    """Machines that this process cannot use."""
+
+    def __init__(self, error: QueueError) -> None:
+        self._error = error
+
+    def nodes(self) -> dict[str, int]:
+        raise self._error
+
+    def claim(self, folder: JobFolder, devices: int, taken: Sequence[str]) -> str:
+        raise self._error
+
+    def start(self, folder: JobFolder, node: str, devices: int, handle: str, token: str) -> None:
+        raise self._error
+
+    def runs(self, folder: JobFolder, handle: str) -> bool:
+        raise self._error
+
+    def stop(self, handle: str) -> None:
+        raise self._error
+
+
 class _Pool:
     """Machines, the scheduler of their jobs, and what was said of them."""
 
@@ -154,9 +176,9 @@ class Queue:
                 self._note_end(row)
             elif row.state.final and not row.node:  # a command was killed before it could note that
                 note_end(self.history, row.id)
-        served = {(row.backend, row.address) for row in self._rows()}
-        for key in sorted(served):
-            self._serve(self._pool(*key), [row for row in self._rows() if (row.backend, row.address) == key])
+        rows = self._rows()
+        for key in sorted({(row.backend, row.address) for row in rows}):
+            self._serve(self._pool(*key), [row for row in rows if (row.backend, row.address) == key])
 
     def _rows(self) -> list[Row]:
         return [row for row in self.history.unfinished() if row.backend in SERVED]
@@ -164,7 +186,11 @@ class Queue:
     def _pool(self, backend: str, address: str) -> _Pool:
         if (backend, address) not in self._pools:
             scheduler = Scheduler(policy_named(self._policy), self._interval_s)
-            self._pools[backend, address] = _Pool(self._machines(backend, address), scheduler)
+            try:
+                machines = self._machines(backend, address)
+            except QueueError as error:  # the jobs of other back ends run
+                machines = _Absent(error)
+            self._pools[backend, address] = _Pool(machines, scheduler)
         return self._pools[backend, address]
 
     def _serve(self, pool: _Pool, rows: Sequence[Row]) -> None:

@@ -296,3 +296,23 @@ def test_jobs_wait_for_a_cluster_that_does_not_answer(home, history, monkeypatch
     monkeypatch.setattr(machines, "start", start)
     running.run()
     assert states(history, id) == ["done"]
+
+
+def test_a_back_end_that_the_queue_cannot_use_holds_up_no_other(home, history, capsys):
+    far, near = add(home, history, "true"), add(home, history, "true")
+    history.update(far, backend="ray", address="http://x")
+
+    def machines_of(backend, address):
+        if backend == "ray":
+            raise QueueError("ray needs ray")
+        return ThisMachine(1)
+
+    running = Queue(home, history, machines_of)
+
+    def near_has_ended():
+        running.step()
+        return history.get(near).closed is not None
+
+    until(near_has_ended)
+    assert states(history, far, near) == ["queued", "done"]
+    assert capsys.readouterr().err == "schedule: ray needs ray. Its jobs wait\n"
