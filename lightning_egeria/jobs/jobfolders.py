@@ -156,7 +156,8 @@ class JobFolder:
         """Decide whether an attempt that has ended is the last one, and write the status.
 
         A failure is retried as often as the description says. What was stopped or killed goes on, unless this happens
-        `MOST_STALLS` times in a row without a new checkpoint.
+        `MOST_STALLS` times in a row without a new checkpoint. Stops that the queue has asked for do not count: new jobs
+        may arrive faster than this one saves.
 
         Args:
             status: its state says how the attempt ended; changed to where the job is now.
@@ -171,7 +172,8 @@ class JobFolder:
             if status.failures <= retries and not stopping:
                 status.state = State.QUEUED
         elif status.state in (State.PREEMPTED, State.LOST):
-            status.stalls = 0 if self.progress() != status.progress else status.stalls + 1
+            counts = status.state is State.LOST or self.asked is not State.PREEMPTED
+            status.stalls = 0 if self.progress() != status.progress else status.stalls + counts
             if status.stalls >= MOST_STALLS:
                 status.state = State.FAILED
                 status.message = f"execute: stopped {status.stalls} times in a row without a new checkpoint"

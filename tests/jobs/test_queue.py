@@ -316,3 +316,24 @@ def test_a_back_end_that_the_queue_cannot_use_holds_up_no_other(home, history, c
     until(near_has_ended)
     assert states(history, far, near) == ["queued", "done"]
     assert capsys.readouterr().err == "schedule: ray needs ray. Its jobs wait\n"
+
+
+def test_jobs_that_arrive_faster_than_another_saves_do_not_fail_it(home, history):
+    home.follow("fair")
+    waits = "touch up; until test -e ../../go; do sleep 0.05; done"  # it keeps no checkpoint
+    first = add(home, history, waits, **{"resources.most_devices": 5})
+    running = here(home, history, 5)
+
+    def runs_on(devices):
+        running.step()
+        return (history.get(first).given, (home.folder(first).work / "up").exists()) == (devices, True)
+
+    for devices in (5, 4, 3, 2, 1):
+        until(lambda devices=devices: runs_on(devices))
+        (home.folder(first).work / "up").unlink()
+        if devices > 1:
+            add(home, history, "until test -e ../../go; do sleep 0.05; done")
+    assert history.get(first).status.stalls == 0
+    (home.jobs / "go").touch()
+    running.run()
+    assert {row.state for row in history.finished(9)} == {State.DONE}
