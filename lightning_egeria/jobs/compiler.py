@@ -129,7 +129,7 @@ class Compiler:
                 against = experiments.why_not_here(choice.method) if choice.on else None
                 if against is not None:
                     raise ArgumentError(f"optimisations.{choice.method}: {against}")
-            ranks = job.resources.nodes * job.resources.devices
+            ranks = job.resources.nodes * (job.resources.most_devices or job.resources.devices)
             if facts.ranks > ranks:
                 raise ArgumentError(f"it trains {facts.ranks} ranks, but resources has {ranks} devices")
             methods = experiments.overrides_for(choices, facts.pretrained)

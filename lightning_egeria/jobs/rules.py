@@ -72,6 +72,10 @@ def broken_rules(job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     most, devices = resources.get("most_devices"), resources.get("devices", 1)
     if most is not None and most < devices:
         yield "resources.most_devices", f"expected at least devices={devices}, got {most}"
+    wanted = job.get("optimisations", "auto")
+    if most is not None and entry.get("experiment") and not (isinstance(wanted, Mapping) and wanted.get("goodput")):
+        against = "an experiment runs on a changed number of devices with adaptive batch sizes only"
+        yield "resources.most_devices", f"{against}. Write optimisations: {{goodput: true}}"
     if most is not None and resources.get("nodes", 1) > 1:
         yield "resources.most_devices", "the number of devices changes on one node only. Use nodes=1"
     for name in (job.get("slurm") or {}).get("extra", {}):

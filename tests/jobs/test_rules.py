@@ -58,6 +58,10 @@ def test_a_good_job_breaks_none():
             {"resources": {"nodes": 2, "most_devices": 2}},
             "most_devices: the number of devices changes on one",
         ),
+        (
+            {"entry": EXPERIMENT, "resources": {"most_devices": 2}},
+            "most_devices: an experiment runs on a changed number",
+        ),
         ({"slurm": {"extra": {"partition": "x"}}}, "slurm.extra.partition: use slurm.partition instead"),
         ({"slurm": {"extra": {"gres": "gpu:1"}}}, "slurm.extra.gres: use resources.devices instead"),
         ({"slurm": {"extra": {"wrap": "x"}}}, "slurm.extra.wrap: is set by the job engine. Leave it out"),
