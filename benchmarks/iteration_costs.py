@@ -56,7 +56,7 @@ class DepthCosts:
     bytes: tuple[int, ...]
 
     def write(self, path: Path) -> None:
-        """Write them as JSON, as `egeria-cluster` reads them."""
+        """Write them as JSON, as `benchmarks/jigsaw.py` reads them."""
         write_whole(path, json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n")
 
 

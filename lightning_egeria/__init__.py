@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_egeria.training.callback import PrefixFreezing
     from lightning_egeria.training.freezer import Decision, Freezer
     from lightning_egeria.training.observers import Observer
+    from lightning_egeria.training.resumable import ResumableCheckpoints
     from lightning_egeria.training.turns import DeviceTurns
     from lightning_egeria.tuning.callback import BranchTuner
     from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
@@ -47,6 +48,7 @@ __all__ = [
     "LogUniform",
     "Observer",
     "PrefixFreezing",
+    "ResumableCheckpoints",
     "RunRecorder",
     "ScriptedPolicy",
     "SelectiveBackprop",
@@ -71,6 +73,7 @@ _HOMES = {
     "GraphPipelineStrategy": "pipelining.strategy",
     "KnowledgeGuidedFreezing": "freezing.callback",
     "LayerChain": "network.chain",
+    "ResumableCheckpoints": "training.resumable",
     "RunRecorder": "report.recorder",
     "ScriptedPolicy": "freezing.scripted",
     "SelectiveBackprop": "selecting.datamodule",

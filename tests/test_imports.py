@@ -47,6 +47,7 @@ def test_public_names():
         "LogUniform",
         "Observer",
         "PrefixFreezing",
+        "ResumableCheckpoints",
         "RunRecorder",
         "ScriptedPolicy",
         "SelectiveBackprop",

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from benchmarks.iteration_costs import SETTLING_ROUNDS, VERSION, measure_depths
-from lightning_egeria.cluster.iterations import IterationCost
+from benchmarks.scheduling.iterations import IterationCost
 from lightning_egeria.network.chain import LayerChain
 
 ROWS, WIDTH = 5, 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -145,6 +146,21 @@ def summary(records: Sequence[RunRecord], metric: str | None = None) -> list[lis
         reached = "not reached" if one.seconds is None else f"{one.seconds:.1f} s{ratio}"
         row += [f"{last_value(record, metric):.4f}", reached]
     return rows
+
+
+def summary_of(record: RunRecord) -> dict[str, Any]:
+    """Return the facts of one run as plain values, for JSON."""
+    metrics: dict[str, float] = {}
+    for point in record.metrics:
+        metrics |= point.values
+    return {
+        "run": record.name,
+        "frozen": record.events[-1]["depth"] if record.events else 0,
+        "layer_modules": len(record.layer_modules),
+        "seconds": record.metrics[-1].seconds if record.metrics else None,
+        "seconds_saved": record.savings.seconds_saved if record.savings is not None else None,
+        "metrics": metrics,
+    }
 
 
 def summary_table(records: Sequence[RunRecord], metric: str | None = None) -> Table:

@@ -33,7 +33,7 @@ from lightning_egeria.training.panels import panels_of
 
 
 class RunRecorder(pl.Callback):
-    """Records step times, freezes, plasticity and logged metrics for ``egeria-report`` and `figures`.
+    """Records step times, freezes, plasticity and logged metrics for ``egeria report`` and `figures`.
 
     Training is unchanged. It also works without freezing: add it to the plain run you compare with.
 

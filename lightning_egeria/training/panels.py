@@ -1,4 +1,4 @@
-"""What a method shows of itself in a report: plain numbers, which `RunRecorder` keeps and ``egeria-report`` draws."""
+"""What a method shows of itself in a report: plain numbers, which `RunRecorder` keeps and ``egeria report`` draws."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import lightning as L
 import pytest
 import torch
 from agreement import checked
-from jobs import Deciding, Module, Net, Watch, active_bytes, data, digest, fit, scripted
 from models import slow
+from rank_jobs import Deciding, Module, Net, Watch, active_bytes, data, digest, fit, scripted
 from ranks import all_well, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from agreement import checked
 from collectives import Collectives
-from jobs import Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
 from lightning.pytorch.strategies import ModelParallelStrategy
 from models import slow
+from rank_jobs import Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
 from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
