@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_egeria.distributed.gathering import fill
 from lightning_egeria.errors import CheckpointError
-from lightning_egeria.freezing.reference import Comparison, Evaluation, ReferenceModel
+from lightning_egeria.freezing.reference import EvaluationRequest, EvaluationResult, ReferenceModel
 from lightning_egeria.snapshots.module_attributes import CodeValues
 from lightning_egeria.snapshots.packing import PackedObject, copied, pack, unpack
 from lightning_egeria.snapshots.random_state import preserved_random_state
@@ -48,12 +48,12 @@ class _Place:
     def __init__(self, make: Callable[[], ReferenceModel], background: bool) -> None:
         self._make = make
         self._snapshot = -1  # number of the snapshot that the reference has
-        self._answer: Future[Comparison] | None = None  # of the last evaluation
+        self._answer: Future[EvaluationResult] | None = None  # of the last evaluation
         self._inline = None if background else make()
         self.worker = Worker(make) if background else None
         self.busy_since = 0.0
 
-    def evaluate(self, evaluation: PackedObject, snapshot: PackedObject, number: int) -> Future[Comparison]:
+    def evaluate(self, evaluation: PackedObject, snapshot: PackedObject, number: int) -> Future[EvaluationResult]:
         if self._answer is not None and self._answer.exception() is not None:
             self._snapshot = -1  # the snapshot with that evaluation may not have arrived
         newer = snapshot if number != self._snapshot else pack(None, for_process=self.worker is not None)
@@ -176,6 +176,21 @@ class ReferenceRunner:
                 )
         self._keep(packed.to_host())
 
+    def move_to_thread(self, module: nn.Module) -> None:
+        """End the process, and run the reference in the calling thread from now on, with the same weights.
+
+        Args:
+            module: the model, with the structure of the snapshot.
+
+        Raises:
+            Exception: if a part of the network cannot be copied.
+        """
+        tensors = self.snapshot_tensors()
+        self.drop_snapshot()
+        self._background = False
+        if tensors is not None:
+            self.restore_snapshot(module, tensors)
+
     def drop_snapshot(self) -> None:
         """Drop the snapshot and end the process. Safe to call twice."""
         if self.worker is not None:
@@ -186,7 +201,9 @@ class ReferenceRunner:
         """Whether the reference is free. Ends a process that hangs, and replaces one that has ended."""
         return self._free_place() is not None
 
-    def submit(self, evaluation: Evaluation, weights: Mapping[str, Tensor] | None = None) -> Future[Comparison] | None:
+    def submit(
+        self, evaluation: EvaluationRequest, weights: Mapping[str, Tensor] | None = None
+    ) -> Future[EvaluationResult] | None:
         """Start an evaluation. The calling thread copies its tensors.
 
         Args:
@@ -210,7 +227,7 @@ class ReferenceRunner:
         self.evaluation_bytes = packed.size_bytes
         return place.evaluate(packed, self.snapshot, self._number)
 
-    def _expected(self, evaluation: Evaluation) -> list[Tensor] | None:
+    def _expected(self, evaluation: EvaluationRequest) -> list[Tensor] | None:
         """Return what the network returns in this process, for the reference process to compare once."""
         try:
             here = copied(evaluation, to_host=False)
