@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_egeria.errors import LayerChainError, TooFewLayersError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.tracing import StepTrace
+from lightning_egeria.network.trainable import without_part_in
 
 
 def find_chain(
@@ -124,6 +125,30 @@ def one_optimizer(
                 depth = min(chain.max_depth, index)
                 return dataclasses.replace(chain, max_depth=depth, notes=(*chain.notes, note))
     return chain
+
+
+def other_network(
+    module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer], trainable: Collection[str]
+) -> str | None:
+    """Return the first layer of a network that has an optimizer of its own and no part in a loss; None without one.
+
+    So it is with the generator of a GAN, if the discriminator trains first. One layer is no network that could freeze.
+
+    Args:
+        module: the model.
+        loss: loss of the forward, before the backward.
+        optimizers: all optimizers of the run.
+        trainable: names of the parameters that train, also of those that the program toggles off meanwhile.
+    """
+    parameters = dict(module.named_parameters())
+    absent = set(without_part_in(loss, module)) if len(optimizers) > 1 else set()
+    for optimizer in optimizers:
+        own = {one for group in optimizer.param_groups for one in group["params"]}
+        names = [name for name, one in parameters.items() if one in own]
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in names if parameters[name].ndim > 1)
+        if len(layers) > 1 and absent.issuperset(names) and not set(names).isdisjoint(trainable):
+            return next(iter(layers))
+    return None
 
 
 def _place(chain: LayerChain, path: str) -> int:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import CheckpointError, TooFewLayersError, first_of
 from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.limits import other_network
 from lightning_egeria.network.trainable import TrainableParameters, without_part_in
 from lightning_egeria.training.first_step import FirstStep
 from lightning_egeria.training.notices import Notices
@@ -73,7 +74,8 @@ class LayerSearch:
             or_frozen: whether `LayerChain.of_frozen` will do where too few layer modules train.
 
         Returns:
-            The chain; None if fewer than two layer modules are trainable so far.
+            The chain; None if fewer than two layer modules are trainable so far, or if it is one of several networks
+            with an optimizer each, and the user has not named the layer modules of one.
 
         Raises:
             LayerChainError: if the model has no layer chain, or too few of the named layer modules train and none may
@@ -84,10 +86,17 @@ class LayerSearch:
             chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until, or_frozen)
         except TooFewLayersError as error:
             frozen = self._step.frozen
-            if or_frozen and frozen is not None and self._layer_modules is None:
-                text = f"{error}. Outputs of layers that you have frozen, up to {frozen.names[0]!r}, are cached"
-                self._notices.inform(text, once="few")
-                return frozen
+            what = str(error)
+            if frozen is not None and self._layer_modules is None:
+                what = (
+                    f"you have frozen the layers up to {frozen.names[0]!r}, and fewer than 2 layer modules train behind"
+                    " them, so nothing more can freeze"
+                )
+                if or_frozen:
+                    text = f"{what}. FrozenPrefixCache serves their outputs; it does so without this callback, too"
+                    self._notices.inform(text, once="few")
+                    return frozen
+                what += ". FrozenPrefixCache alone serves their outputs, without this callback"
             fixed = without_part_in(loss, module)
             if not fixed and self._layer_modules is not None:
                 raise
@@ -97,15 +106,30 @@ class LayerSearch:
                     f"Parameters that are not training yet: {first_of(fixed)}. The callback looks for layer modules "
                     "again at the start of each epoch"
                 )
-            self._notices.warn(f"{error}. {then}", once="few")
+            self._notices.warn(f"{what}. {then}", once="few")
             return None
         finally:
             weights = self._step.weights
             self.gathered = weights.weights if weights is not None else None
             self._step = None
+        if (other := self._other_network(module, loss, optimizers)) is not None:
+            self._notices.warn(
+                f"{type(module).__name__} trains several networks, with an optimizer each. The first backward pass "
+                f"reaches {chain.names[0]!r}, but not {other!r}. Name the layer modules of one network with "
+                "layer_modules=[...]. Training goes on as without the callback",
+                once="several networks",
+            )
+            return None
         for note in chain.notes:
             self._notices.warn(note)
         return chain
+
+    def _other_network(self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer]) -> str | None:
+        """Return the first layer of a network that could be meant as well; None if the user has chosen one."""
+        if len(optimizers) < 2 or self._layer_modules is not None or isinstance(self._freeze_until, str):
+            return None
+        found: str | None = self._ranks.share(other_network(module, loss, optimizers, self.trainable.noted()))
+        return found
 
     def check_restored(self, chain: LayerChain, layer_modules: Sequence[str] | None) -> None:
         """Check that the chain of a checkpoint has the layer modules of this search.

@@ -100,21 +100,68 @@ class Toggling(Adversaries):
 
 
 def test_toggled_optimizers():
-    plain, watched, callback = new(Toggling), new(Toggling), freezing(Watching())
+    names = ["generator.0", "generator.1"]
+    plain, watched, callback = new(Toggling), new(Toggling), freezing(Watching(), layer_modules=names)
     fit(plain)
     fit(watched, callback)
     assert callback.savings().evaluations_done > 2
-    assert callback.layer_modules == ["generator.0", "generator.1"]
+    assert callback.layer_modules == names
     assert equal(plain, watched)
     states, frozen = [], new(Toggling)
     fit(
         frozen,
-        freezing(ScriptedPolicy({4: 1})),
+        freezing(ScriptedPolicy({4: 1}), layer_modules=names),
         After(lambda _, m: states.append(copy.deepcopy(m.state_dict())), 4, 30),
     )
     still = {name for name, value in states[0].items() if torch.equal(value, states[-1][name])}
     assert still == {"generator.0.weight", "generator.0.bias"}
     assert left_behind(frozen) == []
+
+
+class DiscriminatorFirst(Adversaries):
+    """The first backward pass does not reach the generator."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        made = self.generator(batch[0].flatten(1)[:, :6])
+        second.zero_grad()
+        self.manual_backward(self.discriminator(made.detach()).mean())
+        second.step()
+        first.zero_grad()
+        self.manual_backward(-self.discriminator(made).mean())
+        first.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reached", "other"),
+    [
+        (Toggling, "generator.0", "discriminator.0"),
+        (DiscriminatorFirst, "discriminator.0", "generator.0"),
+    ],
+)
+def test_one_of_several_networks_is_not_chosen_silently(kind, reached, other):
+    plain, watched, callback = new(kind), new(kind), freezing(ScriptedPolicy({2: 1}))
+    fit(plain)
+    with pytest.warns(UserWarning, match="trains several networks") as told:
+        fit(watched, callback)
+    (text,) = [str(one.message) for one in told if "several networks" in str(one.message)]
+    assert text == (
+        f"freezing: {kind.__name__} trains several networks, with an optimizer each. The first backward pass reaches "
+        f"{reached!r}, but not {other!r}. Name the layer modules of one network with layer_modules=[...]. Training "
+        "goes on as without the callback"
+    )
+    assert callback.events == []
+    assert equal(plain, watched)
+
+
+@pytest.mark.parametrize("names", [["generator.0", "generator.1"], ["discriminator.0", "discriminator.1"]])
+def test_each_of_several_networks_can_be_named(names):
+    module, callback = new(Toggling), freezing(ScriptedPolicy({4: 1}), layer_modules=names)
+    if names[0].startswith("discriminator"):
+        module = new(DiscriminatorFirst)
+    fit(module, callback)
+    assert callback.layer_modules == names
+    assert callback.frozen_depth == 1
 
 
 OPTIMIZERS = {

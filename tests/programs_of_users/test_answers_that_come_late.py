@@ -85,8 +85,8 @@ def test_fine_tuning_by_plasticity_freezes_all_the_same(lines):
 
 def test_a_run_that_resumes_starts_no_process_again(tmp_path, lines):
     module = Decays()
-    starved(module, SavesAt(tmp_path, 120))
-    freezing, starving, _ = starved(Decays(), ckpt_path=tmp_path / "120.ckpt")
+    starved(module, SavesAt(tmp_path, 176), epochs=40)
+    freezing, starving, _ = starved(Decays(), epochs=40, ckpt_path=tmp_path / "176.ckpt")
     assert starving.stopped == set()
     assert freezing.frozen_depth > 0
     assert len(lines(MOVED)) == 1
