@@ -86,17 +86,10 @@ class LayerSearch:
             chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until, or_frozen)
         except TooFewLayersError as error:
             frozen = self._step.frozen
-            what = str(error)
-            if frozen is not None and self._layer_modules is None:
-                what = (
-                    f"you have frozen the layers up to {frozen.names[0]!r}, and fewer than 2 layer modules train behind"
-                    " them, so nothing more can freeze"
-                )
-                if or_frozen:
-                    text = f"{what}. FrozenPrefixCache serves their outputs; it does so without this callback, too"
-                    self._notices.inform(text, once="few")
-                    return frozen
-                what += ". FrozenPrefixCache alone serves their outputs, without this callback"
+            if or_frozen and frozen is not None and self._layer_modules is None:
+                text = f"{error}. Outputs of layers that you have frozen, up to {frozen.names[0]!r}, are cached"
+                self._notices.inform(text, once="few")
+                return frozen
             fixed = without_part_in(loss, module)
             if not fixed and self._layer_modules is not None:
                 raise
@@ -106,7 +99,7 @@ class LayerSearch:
                     f"Parameters that are not training yet: {first_of(fixed)}. The callback looks for layer modules "
                     "again at the start of each epoch"
                 )
-            self._notices.warn(f"{what}. {then}", once="few")
+            self._notices.warn(f"{self._why_few(module, str(error))}. {then}", once="few")
             return None
         finally:
             weights = self._step.weights
@@ -123,6 +116,16 @@ class LayerSearch:
         for note in chain.notes:
             self._notices.warn(note)
         return chain
+
+    def _why_few(self, module: nn.Module, reason: str) -> str:
+        """Return why too few layer modules train: what the user has frozen comes first, with what serves it."""
+        held = [name for name, one in module.named_parameters() if not one.requires_grad]
+        if not held or self._layer_modules is not None or not self.trainable.noted().isdisjoint(held):
+            return reason
+        return (
+            f"you have frozen {first_of(held)}. FrozenPrefixCache alone serves frozen layers, without this callback, "
+            f"which has nothing more to freeze: {reason.partition('. ')[0]}"
+        )
 
     def _other_network(self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer]) -> str | None:
         """Return the first layer of a network that could be meant as well; None if the user has chosen one."""
