@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_egeria.errors import LayerChainError, TooFewLayersError
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.tracing import StepTrace
+from lightning_egeria.network.tracing import StepTrace, walk
 from lightning_egeria.network.trainable import without_part_in
 
 
@@ -128,25 +128,28 @@ def one_optimizer(
 
 
 def other_network(
-    module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer], trainable: Collection[str]
+    trace: StepTrace, loss: Tensor, optimizers: Sequence[Optimizer], trainable: Collection[nn.Parameter]
 ) -> str | None:
-    """Return the first layer of a network that has an optimizer of its own and no part in a loss; None without one.
+    """Return the first layer of a network with an optimizer of its own that a loss does not reach; None without one.
 
-    So it is with the generator of a GAN, if the discriminator trains first. One layer is no network that could freeze.
+    In a GAN whose discriminator trains first, that is the generator. One layer alone is no network that could freeze.
 
     Args:
-        module: the model.
+        trace: trace of the forward, stopped.
         loss: loss of the forward, before the backward.
         optimizers: all optimizers of the run.
-        trainable: names of the parameters that train, also of those that the program toggles off meanwhile.
+        trainable: parameters that trained when the batch began; a program may toggle some off in the step.
     """
-    parameters = dict(module.named_parameters())
-    absent = set(without_part_in(loss, module)) if len(optimizers) > 1 else set()
+    if len(optimizers) < 2 or loss.grad_fn is None:
+        return None
+    graph = set(walk([loss.grad_fn], set()))
+    reached = {call.path for call in trace.calls if call.nodes_in(graph)}
+    absent = set(without_part_in(loss, trace.module))
     for optimizer in optimizers:
         own = {one for group in optimizer.param_groups for one in group["params"]}
-        names = [name for name, one in parameters.items() if one in own]
-        layers = dict.fromkeys(name.rpartition(".")[0] for name in names if parameters[name].ndim > 1)
-        if len(layers) > 1 and absent.issuperset(names) and not set(names).isdisjoint(trainable):
+        names = [name for name, one in trace.parameters.items() if one in own]
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in names if trace.parameters[name].ndim > 1)
+        if len(layers) > 1 and absent.issuperset(names) and reached.isdisjoint(layers) and own & set(trainable):
             return next(iter(layers))
     return None
 

@@ -37,10 +37,6 @@ class TrainableParameters:
         """Return the names of the parameters that are trainable now, of those that were there at `note`."""
         return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
 
-    def noted(self) -> set[str]:
-        """Return the names of the parameters that were trainable at `note`."""
-        return set(self._trainable)
-
     def has_new(self) -> bool:
         """Whether a parameter is trainable now that was there at `note` and was not; fast enough for each step."""
         return any(parameter.requires_grad for parameter in self._held.values())

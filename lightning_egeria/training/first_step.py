@@ -13,7 +13,7 @@ from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import LayerChainError, TooFewLayersError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.compilation import eager
-from lightning_egeria.network.limits import find_chain
+from lightning_egeria.network.limits import find_chain, other_network
 from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.network.tracing import StepTrace
 
@@ -27,10 +27,13 @@ class FirstStep:
 
     Attributes:
         weights: the weights that FSDP2 gathered in this step; None without FSDP2, and on every rank but 0.
+        other: output of `other_network` once there is a chain.
         frozen: the chain of layers that the user has frozen, if too few others train; None if there are none.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self.other: str | None = None
+        self._trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
         self.weights: GatheredWeights | None = None
         self.frozen: LayerChain | None = None
         self._ranks = ranks
@@ -78,6 +81,7 @@ class FirstStep:
         if self._trace is not None:
             try:
                 found = find_chain(self._trace, loss, optimizers, layer_modules, freeze_until)
+                self.other = other_network(self._trace, loss, optimizers, self._trainable)
                 if or_frozen and found.max_depth == 0 and freeze_until == 0:
                     found = LayerChain.of_frozen(self._trace, loss) or found
             except TooFewLayersError as failure:
@@ -85,8 +89,11 @@ class FirstStep:
             except LayerChainError as failure:
                 error = failure
         few = isinstance(error, TooFewLayersError)
-        told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error), "few": few})
+        told = self._ranks.share(
+            {"chain": found and found.to_state(), "error": error and str(error), "few": few, "other": self.other}
+        )
         chain = found if found is not None or told["chain"] is None else LayerChain.from_state(told["chain"])
+        self.other = told["other"]
         self.frozen = chain if told["few"] else None
         if error is not None:
             raise error

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import CheckpointError, TooFewLayersError, first_of
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.limits import other_network
 from lightning_egeria.network.trainable import TrainableParameters, without_part_in
 from lightning_egeria.training.first_step import FirstStep
 from lightning_egeria.training.notices import Notices
@@ -104,8 +103,9 @@ class LayerSearch:
         finally:
             weights = self._step.weights
             self.gathered = weights.weights if weights is not None else None
+            other = self._step.other
             self._step = None
-        if (other := self._other_network(module, loss, optimizers)) is not None:
+        if other is not None and self._layer_modules is None and not isinstance(self._freeze_until, str):
             self._notices.warn(
                 f"{type(module).__name__} trains several networks, with an optimizer each. The first backward pass "
                 f"reaches {chain.names[0]!r}, but not {other!r}. Name the layer modules of one network with "
@@ -120,19 +120,12 @@ class LayerSearch:
     def _why_few(self, module: nn.Module, reason: str) -> str:
         """Return why too few layer modules train: what the user has frozen comes first, with what serves it."""
         held = [name for name, one in module.named_parameters() if not one.requires_grad]
-        if not held or self._layer_modules is not None or not self.trainable.noted().isdisjoint(held):
+        if not held or self._layer_modules is not None:
             return reason
         return (
             f"you have frozen {first_of(held)}. FrozenPrefixCache alone serves frozen layers, without this callback, "
             f"which has nothing more to freeze: {reason.partition('. ')[0]}"
         )
-
-    def _other_network(self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer]) -> str | None:
-        """Return the first layer of a network that could be meant as well; None if the user has chosen one."""
-        if len(optimizers) < 2 or self._layer_modules is not None or isinstance(self._freeze_until, str):
-            return None
-        found: str | None = self._ranks.share(other_network(module, loss, optimizers, self.trainable.noted()))
-        return found
 
     def check_restored(self, chain: LayerChain, layer_modules: Sequence[str] | None) -> None:
         """Check that the chain of a checkpoint has the layer modules of this search.

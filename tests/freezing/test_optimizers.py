@@ -100,17 +100,16 @@ class Toggling(Adversaries):
 
 
 def test_toggled_optimizers():
-    names = ["generator.0", "generator.1"]
-    plain, watched, callback = new(Toggling), new(Toggling), freezing(Watching(), layer_modules=names)
+    plain, watched, callback = new(Toggling), new(Toggling), freezing(Watching())
     fit(plain)
     fit(watched, callback)
     assert callback.savings().evaluations_done > 2
-    assert callback.layer_modules == names
+    assert callback.layer_modules == ["generator.0", "generator.1"]
     assert equal(plain, watched)
     states, frozen = [], new(Toggling)
     fit(
         frozen,
-        freezing(ScriptedPolicy({4: 1}), layer_modules=names),
+        freezing(ScriptedPolicy({4: 1})),
         After(lambda _, m: states.append(copy.deepcopy(m.state_dict())), 4, 30),
     )
     still = {name for name, value in states[0].items() if torch.equal(value, states[-1][name])}
@@ -132,14 +131,24 @@ class DiscriminatorFirst(Adversaries):
         first.step()
 
 
-@pytest.mark.parametrize(
-    ("kind", "reached", "other"),
-    [
-        (Toggling, "generator.0", "discriminator.0"),
-        (DiscriminatorFirst, "discriminator.0", "generator.0"),
-    ],
-)
-def test_one_of_several_networks_is_not_chosen_silently(kind, reached, other):
+class DiscriminatorToggledFirst(Adversaries):
+    """As before, and the parameters of the generator have no gradients meanwhile."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        with second.toggle_model():
+            made = self.generator(batch[0].flatten(1)[:, :6])
+            second.zero_grad()
+            self.manual_backward(self.discriminator(made).mean())
+            second.step()
+        with first.toggle_model():
+            first.zero_grad()
+            self.manual_backward(-self.discriminator(self.generator(batch[0].flatten(1)[:, :6])).mean())
+            first.step()
+
+
+@pytest.mark.parametrize("kind", [DiscriminatorFirst, DiscriminatorToggledFirst])
+def test_one_of_several_networks_is_not_chosen_silently(kind):
     plain, watched, callback = new(kind), new(kind), freezing(ScriptedPolicy({2: 1}))
     fit(plain)
     with pytest.warns(UserWarning, match="trains several networks") as told:
@@ -147,20 +156,20 @@ def test_one_of_several_networks_is_not_chosen_silently(kind, reached, other):
     (text,) = [str(one.message) for one in told if "several networks" in str(one.message)]
     assert text == (
         f"freezing: {kind.__name__} trains several networks, with an optimizer each. The first backward pass reaches "
-        f"{reached!r}, but not {other!r}. Name the layer modules of one network with layer_modules=[...]. Training "
-        "goes on as without the callback"
+        "'discriminator.0', but not 'generator.0'. Name the layer modules of one network with layer_modules=[...]. "
+        "Training goes on as without the callback"
     )
     assert callback.events == []
     assert equal(plain, watched)
 
 
-@pytest.mark.parametrize("names", [["generator.0", "generator.1"], ["discriminator.0", "discriminator.1"]])
-def test_each_of_several_networks_can_be_named(names):
-    module, callback = new(Toggling), freezing(ScriptedPolicy({4: 1}), layer_modules=names)
-    if names[0].startswith("discriminator"):
-        module = new(DiscriminatorFirst)
+@pytest.mark.parametrize(
+    "arguments", [{"layer_modules": ["discriminator.0", "discriminator.1"]}, {"freeze_until": "discriminator.0"}]
+)
+def test_one_of_several_networks_can_be_named(arguments):
+    module, callback = new(DiscriminatorFirst), freezing(ScriptedPolicy({4: 1}), **arguments)
     fit(module, callback)
-    assert callback.layer_modules == names
+    assert callback.layer_modules == ["discriminator.0", "discriminator.1"]
     assert callback.frozen_depth == 1
 
 
