@@ -61,14 +61,14 @@ def check_arguments(
 
 
 def policy_for(given: Policy | None, written_with: str | None) -> Policy:
-    """Return the policy of a `fit`: a copy of the one that was given.
+    """Return the policy of a `fit`, a copy of the given one.
 
     Args:
-        given: the policy; None is ``FreezingPolicy()``.
-        written_with: class of the policy that wrote the checkpoint; None without a checkpoint.
+        given: the policy of the callback; None is ``FreezingPolicy()``.
+        written_with: class name of the policy that wrote the checkpoint; None without a checkpoint.
 
     Raises:
-        CheckpointError: another policy wrote the checkpoint.
+        CheckpointError: if a policy of another class wrote the checkpoint.
     """
     policy = copy.deepcopy(given) if given is not None else FreezingPolicy()
     if written_with is not None and written_with != type(policy).__name__:

@@ -50,11 +50,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             limit. The last layer module never freezes.
         evaluate_every_n_steps: optimizer steps between two evaluations; None is a fiftieth of the run, at least 8.
             Plasticity is the change over this interval, so a shorter one needs a lower tolerance.
-        evaluation_samples: samples of a batch to compare, at most; at least 2.
-        reference_precision: ``"float32"``, ``"bf16"``, ``"int8"``, or ``"auto"`` for the fastest whose rounding does
-            not show in plasticity. A deterministic run takes float32.
+        evaluation_samples: largest number of samples of a batch to compare; at least 2.
+        reference_precision: ``"float32"``, ``"bf16"``, ``"int8"``, or ``"auto"``, which takes the fastest that changes
+            plasticity by a tenth at most. In a deterministic run, ``"auto"`` is float32.
         background: where the reference model runs. True: in a process beside training. False: in the training thread,
-            with the same result. None: in a process if a core is idle.
+            with the same result. None: in a process if a core is idle, until its answers come late.
         timeout_s: seconds after which a reference process that has not answered is replaced.
         deterministic: wait for each result, so that two runs with one seed freeze at the same steps, and store the
             reference's weights in checkpoints. None follows ``torch.are_deterministic_algorithms_enabled()``.
@@ -120,11 +120,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
 
     @property
     def frontier(self) -> Frontier | None:
-        """The losses that the trial of pre-trained weights saw at each depth; None before, and without a trial."""
+        """The losses at each depth in the trial of pre-trained weights; None before it ends, and without a trial."""
         return self._decider.frontier if self._decider is not None else None
 
     def savings(self) -> Savings:
-        """Return what freezing did in the last `fit`, so far.
+        """Return the savings of the last `fit`, so far.
 
         Raises:
             NothingTrainedError: before the first training step.
@@ -151,11 +151,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self._norms = None
 
     def own_state(self) -> dict[str, Any]:
-        """Return also how training found the normalisation layers, from the first step on."""
+        """Return also which normalisation layers had left their initial values before the first step."""
         return {**super().own_state(), "norms": self._norms}
 
     def read_own_state(self, state: dict[str, Any]) -> None:
-        """Take also what the start showed; a checkpoint before version 0.2 does not tell."""
+        """Take also the normalisation layers at the start; a checkpoint before version 0.2 lacks them."""
         super().read_own_state(state)
         self._norms = {str(path): bool(left) for path, left in (state.get("norms") or {}).items()}
 
@@ -172,14 +172,14 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Warn of batches that depths were tried on, where the loader keeps its own position."""
+        """Warn if the loader stores a position behind batches that training has not taken yet, after a trial."""
         feed = data_fetcher(trainer)
         ahead = len(feed.ahead.kept) if isinstance(feed, Feed) else 0
         if ahead and ("selecting" in methods_of(trainer) or loaders_keep_their_place(trainer)):
             self.notices.warn(
-                f"the training loader keeps its own position, and it is {ahead} batches ahead in the checkpoint of "
-                f"step {trainer.global_step}, because depths were tried on them. A run that resumes there misses these "
-                "batches; the next checkpoint after them has all"
+                f"the training loader stores its own position, which is {ahead} batches ahead of training in the "
+                f"checkpoint of step {trainer.global_step}, because depths were tried on these batches. A run that "
+                f"resumes from it skips them. Resume from a checkpoint at least {ahead} batches later"
             )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -188,7 +188,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         Feed.remove(trainer, self)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave nothing on the Trainer."""
+        """Remove everything from the Trainer."""
         super().teardown(trainer, pl_module, stage)
         Feed.remove(trainer, self)
 
@@ -220,7 +220,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     def start_method(
         self, trainer: pl.Trainer, freezer: Freezer, gathered: Mapping[str, Tensor] | None, state: Any
     ) -> Sequence[Observer]:
-        """Take the first reference, or restore the one from the checkpoint."""
+        """Take the first snapshot, or restore the one from the checkpoint."""
         policy = policy_for(self.policy, None if state is None else state["policy"]["class"])
         norms = evidence(self._norms or {}, freezer.prefix.module, freezer.chain)
         if state is None:
@@ -257,7 +257,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             self._decider.comparison.close()
 
     def method_state(self) -> dict[str, Any]:
-        """Return the state of policy and comparison, and in a deterministic run the reference's weights."""
+        """Return the state of policy and comparison; in a deterministic run, also the reference's weights."""
         assert self._decider is not None  # `start_method` has made it
         return self._decider.state_dict()
 

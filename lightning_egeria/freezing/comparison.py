@@ -22,9 +22,9 @@ from lightning_egeria.training.freezer import Freezer
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.observers import Observer
 
-EVALUATIONS_PER_RUN = 50  # bounds the evaluations' cost by that many forwards, however long the run
+EVALUATIONS_PER_RUN = 50  # bounds their cost, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
-LEAST_STEPS_BETWEEN_EVALUATIONS = 8  # in fewer, whatever learns hardly moves either
+LEAST_STEPS_BETWEEN_EVALUATIONS = 8  # in fewer steps, layers that still learn hardly move either
 UNANSWERED_TO_CHANGE = 3  # evaluations in a row; one answer is late whenever a new snapshot has to be prepared first
 
 
@@ -42,7 +42,7 @@ class ReferenceComparison(Observer):
         policy: decides whether to keep a reference, and how long.
         runner: runs the reference model.
         evaluate_every_n_steps: optimizer steps between two evaluations.
-        samples: samples of a batch to compare, at most.
+        samples: largest number of samples of a batch to compare.
         wait_s: seconds to wait for an answer that is due, so that decisions do not depend on timing; 0 does not wait.
         adapt: whether the interval may be doubled where answers come late.
         may_move: whether the reference may move to the training thread where answers come late.
@@ -304,7 +304,7 @@ class ReferenceComparison(Observer):
         """Evaluate half as often, or in the training thread: what costs less and brings answers in time.
 
         Half as often costs the training thread nothing, and suffices if a late answer took at most two intervals. In
-        the training thread, an evaluation takes about as long as a step, and is never late. What the user has set
+        the training thread, an evaluation takes about as long as one or two steps, and is never late. What the user has set
         stays: a given interval is not doubled, and with ``background=True`` the reference does not move.
         """
         every, queue = self.evaluate_every_n_steps, self.evaluations
@@ -322,7 +322,7 @@ class ReferenceComparison(Observer):
                 queue.move_to_thread()
             self.notices.inform(
                 f"{late}. From step {step} on, the reference runs in the training thread, where an evaluation takes "
-                "about as long as a step. To keep it in a process, leave a core idle: use fewer threads or data-loader "
+                "about as long as one or two steps. To keep it in a process, leave a core idle: use fewer threads or data-loader "
                 "workers, and pass background=True"
             )
         else:

@@ -1,4 +1,4 @@
-"""Turning plasticity into a decision that all ranks share."""
+"""Deciding the frozen depth from plasticity, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Decider:
         freezer: freezer of the model in training.
         policy: the policy, after `Policy.start`.
         comparison: comparison with the reference.
-        max_depth: how deep the policy may freeze; None is ``chain.max_depth``.
+        max_depth: largest depth that the policy may freeze; None is ``chain.max_depth``.
 
     Attributes:
-        plasticity: plasticity that the policy saw after the last step; None if there was none.
+        plasticity: plasticity that the policy saw after the last step; None without a result.
         last_evaluation: latest evaluation that the policy saw.
         trial: trial of depths that comes before the policy decides; None without one.
         declined: why the trial chose to freeze nothing; None if it did not.
@@ -69,15 +69,15 @@ class Decider:
 
     @property
     def frontier(self) -> Frontier | None:
-        """What the trial saw; None before its end, and without one."""
+        """The losses of the trial; None before its end, and without a trial."""
         return self.trial.frontier if self.trial is not None else None
 
     def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool]) -> None:
-        """Have a trial of depths if the policy wants one and it is possible.
+        """Start a trial of depths if the policy wants one and the Trainer can run it.
 
         Args:
             trainer: the Trainer.
-            norms: output of `evidence`: in front of an untrained part a trial would show little.
+            norms: output of `evidence`; in front of an untrained part, a trial would show little.
         """
         if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
             return
@@ -90,7 +90,7 @@ class Decider:
         self.trial = DepthTrial(trainer, self.freezer, self.policy, notices, self.max_depth, untrained)
 
     def try_depths(self, feed: Feed) -> Decision | None:
-        """Hold the trial of depths before a batch, if it begins there, and return its decision.
+        """Run the trial of depths before a batch, if it is due, and return its decision.
 
         Args:
             feed: batches of the Trainer.
@@ -135,9 +135,9 @@ class Decider:
         return Decision(agreed.depth, agreed.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of policy and comparison, in plain types and tensors.
+        """Return the state of policy and comparison, and in a deterministic run the reference's weights.
 
-        In a deterministic run it has the reference's weights.
+        It has plain types and tensors.
         """
         return {
             "policy": {"class": type(self.policy).__name__, "state": self.policy.state_dict()},
@@ -147,7 +147,7 @@ class Decider:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`; the policy starts again if it may freeze less, or has no reference.
+        """Restore the state of `state_dict`. The policy starts again if it may freeze less now, or lacks a reference.
 
         Raises:
             CheckpointError: if the state is damaged or does not fit.

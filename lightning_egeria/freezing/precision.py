@@ -1,4 +1,4 @@
-"""A network in a lower precision, without gradients and in evaluation mode, for measuring."""
+"""The network of a snapshot in evaluation mode and a chosen precision, and the Gram matrices at its boundaries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GramRecorder(BoundaryObserver):
     Args:
         modules: modules of the network, by path.
         chain: layer chain of the network.
-        samples: samples in a Gram matrix, at most.
+        samples: largest number of samples in a Gram matrix.
         first: index of the first layer module to record.
 
     Attributes:
@@ -57,7 +57,7 @@ class SnapshotNetwork:
     Args:
         entries: modules that the training step calls, by path; changed in place.
         chain: layer chain of the network.
-        samples: samples in a Gram matrix, at most.
+        samples: largest number of samples in a Gram matrix.
         precision: precision to run in.
 
     Attributes:

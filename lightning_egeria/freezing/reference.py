@@ -34,14 +34,14 @@ _CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRequest:
-    """A network to compare with the reference, and the inputs to compare on.
+    """The request for an evaluation: a network to compare with the reference, and its inputs.
 
     Attributes:
         calls: calls that a training step made to the network.
         network: the called modules by path, with the weights after the step.
         first: index of the first layer module that still trains.
-        expected: what these calls return in the process that trains, in evaluation mode and float32; None if the
-            reference need not compare that with what they return where it runs.
+        expected: outputs of these calls in the training process, in evaluation mode and float32, to compare with those
+            where the reference runs; None compares nothing.
     """
 
     calls: list[NetworkCall]
@@ -84,16 +84,16 @@ class ReferenceModel:
     the statistics of the compared samples in both. Running statistics would come from different batches, and their
     difference would hide small changes.
 
-    A new snapshot comes with its first evaluation. The reference lowers its precision, so that the training thread has
-    no work with it.
+    A new snapshot comes with its first evaluation. The reference itself lowers the precision of the snapshot, which
+    spares the training thread that work.
 
     Args:
         chain: layer chain of the model.
-        samples: samples of a batch to compare, at most.
+        samples: largest number of samples of a batch to compare.
         precision: ``"auto"`` takes the fastest. A precision that changes plasticity by more than `NOISE_SHARE` of it,
-            and by more than `NEGLIGIBLE`, is replaced by a higher one for good.
+            and by more than `NEGLIGIBLE`, gives way to a higher one for good.
         crops: whether the reference needs only the compared samples of a batch; None finds out.
-        reason: for the precision, where it is not ``"auto"``.
+        reason: why this precision, unless it is ``"auto"``.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class ReferenceModel:
                 if not low.runs_in_int8:
                     continue
             if any(math.isfinite(a) > math.isfinite(b) for a, b in zip(wanted[0], measured[0], strict=True)):
-                reasons.append(f"in {precision} some boundaries give no finite values")
+                reasons.append(f"in {precision}, some boundary activations are not finite")
                 continue
             share = noise_share(wanted[0], measured[0])
             if share > NOISE_SHARE:
