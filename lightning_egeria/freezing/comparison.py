@@ -304,8 +304,8 @@ class ReferenceComparison(Observer):
         """Evaluate half as often, or in the training thread: what costs less and brings answers in time.
 
         Half as often costs the training thread nothing, and suffices if a late answer took at most two intervals. In
-        the training thread, an evaluation takes about as long as one or two steps, and is never late. What the user has set
-        stays: a given interval is not doubled, and with ``background=True`` the reference does not move.
+        the training thread, an evaluation takes about as long as one or two steps, and is never late. What the user has
+        set stays: a given interval is not doubled, and with ``background=True`` the reference does not move.
         """
         every, queue = self.evaluate_every_n_steps, self.evaluations
         queue.unanswered_in_a_row = 0
@@ -322,8 +322,8 @@ class ReferenceComparison(Observer):
                 queue.move_to_thread()
             self.notices.inform(
                 f"{late}. From step {step} on, the reference runs in the training thread, where an evaluation takes "
-                "about as long as one or two steps. To keep it in a process, leave a core idle: use fewer threads or data-loader "
-                "workers, and pass background=True"
+                "about as long as one or two steps. To keep it in a process, leave a core idle: use fewer threads or "
+                "data-loader workers, and pass background=True"
             )
         else:
             self.notices.warn(
