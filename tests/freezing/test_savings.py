@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 from held import Asked, Run
 from rich.console import Console
 
-from lightning_egeria.freezing.savings import LayerModuleSavings, Savings, savings_table, summarize
+from lightning_egeria.freezing.savings import LayerModuleSavings, Savings, savings_table, summarize, why_nothing_froze
+from lightning_egeria.freezing.slopes import SlopePolicy
 from lightning_egeria.profiling.costs import WARM_UP_STEPS, StepCosts
 from lightning_egeria.training.freezer import Decision, FreezingEvent
 
@@ -181,3 +183,42 @@ def test_gradients_are_exchanged_only_between_several_ranks(run):
     layer = (4 * 4 + 4) * 4  # bytes
     assert savings.gradient_bytes_before == 3 * layer + (4 * 2 + 2) * 4
     assert savings.gradient_bytes_after == savings.gradient_bytes_before - layer
+
+
+class TestWhyNothingFroze:
+    @pytest.mark.parametrize(
+        ("counts", "reason"),
+        [
+            ({}, "the run ended before the first evaluation, after 2 steps. Lower evaluate_every_n_steps"),
+            ({"done": 1, "late": 1, "dropped": 1}, "2 of 3 evaluations came late or were dropped. Leave a core idle"),
+            ({"done": 1, "dropped": 2}, "2 of 3 evaluations were dropped. A warning says why"),
+            ({"done": 1, "failed": 2}, "the reference model failed in 2 of 3 evaluations. A warning has the error"),
+            ({"done": 3, "late": 2, "failed": 1}, "in 3 evaluations, no layer module stayed below the tolerance"),
+        ],
+    )
+    def test_evaluations_that_are_missing_come_before_those_that_showed_learning(self, run, counts, reason):
+        vars(run.evaluations.counts).update(counts)
+        assert why_nothing_froze(run.decider).startswith(reason)
+        assert summarize(run.decider, []).why_nothing_froze == why_nothing_froze(run.decider)
+        assert summarize(run.decider, [freeze(3, 1)]).why_nothing_froze is None
+
+    def test_what_comes_before_evaluations(self, run):
+        decider = run.decider
+        run.policy.held_back = "the learning rate is 1.0e-01, with a peak of 1.0e-01"
+        assert why_nothing_froze(decider).startswith(f"{run.policy.held_back}. A model trained from scratch freezes")
+        decider.declined = "no depth is worth it"
+        assert why_nothing_froze(decider) == "no depth is worth it"
+        decider.trial = SimpleNamespace(over=False)
+        assert why_nothing_froze(decider).startswith("the run ended before depths could be tried")
+        decider.max_depth = 0
+        assert why_nothing_froze(decider).startswith("no layer module may freeze")
+
+    def test_the_rule_of_the_paper_waits_for_the_loss(self, run):
+        run.decider.policy = SlopePolicy()
+        assert why_nothing_froze(run.decider).startswith("the training loss has not settled")
+
+    def test_other_ranks_and_policies_that_measure_nothing_have_no_reason(self, run):
+        run.policy.wants_reference = False
+        assert why_nothing_froze(run.decider) is None
+        run.policy.wants_reference, run.freezer.ranks.leads = True, False
+        assert why_nothing_froze(run.decider) is None
