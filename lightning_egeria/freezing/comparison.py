@@ -44,7 +44,7 @@ class ReferenceComparison(Observer):
         evaluate_every_n_steps: optimizer steps between two evaluations.
         samples: largest number of samples of a batch to compare.
         wait_s: seconds to wait for an answer that is due, so that decisions do not depend on timing; 0 does not wait.
-        adapt: whether the interval may be doubled where answers come late.
+        adapt: whether the interval may grow where answers come late.
         may_move: whether the reference may move to the training thread where answers come late.
         notices: takes log lines and warnings.
 
@@ -301,21 +301,21 @@ class ReferenceComparison(Observer):
             self.evaluations.failed(f"{type(error).__name__}: {error}")
 
     def _get_answers_in_time(self, step: int) -> None:
-        """Evaluate half as often, or in the training thread: what costs less and brings answers in time.
+        """Evaluate less often, or in the training thread: what costs less and brings answers in time.
 
-        Half as often costs the training thread nothing, and suffices if a late answer took at most two intervals. In
-        the training thread, an evaluation takes about as long as one or two steps, and is never late. What the user has
-        set stays: a given interval is not doubled, and with ``background=True`` the reference does not move.
+        A longer interval costs the training thread nothing. It suffices if the process took at most twice the interval
+        for a late answer. In the training thread no answer is late, and an evaluation takes about as long as one or two
+        steps if training runs on the CPU, too. Where it does not, the reference stays in its process, and the interval
+        grows as far as it has to. What the user has set stays.
         """
         every, queue = self.evaluate_every_n_steps, self.evaluations
         queue.unanswered_in_a_row = 0
         late = f"{UNANSWERED_TO_CHANGE} evaluations in a row had no answer from the reference process in time"
-        suffices = (
-            queue.late_steps is not None and queue.late_steps <= 2 * every and 2 * every <= self._longest_interval
-        )
+        longer = max(2 * every, queue.late_steps or 0)
+        suffices = queue.late_steps is not None and longer <= self._longest_interval
         if self._adapt and (suffices or not self._may_move):
-            self.evaluate_every_n_steps = 2 * every
-            self.notices.inform(f"{late}. Evaluations are {2 * every} steps apart from now on")
+            self.evaluate_every_n_steps = longer
+            self.notices.inform(f"{late}. Evaluations are {longer} steps apart from now on")
         elif self._may_move:
             self._may_move, self._moved = False, True
             with self.costs.evaluating():
@@ -327,8 +327,8 @@ class ReferenceComparison(Observer):
             )
         else:
             self.notices.warn(
-                f"{late}, and without answers nothing freezes. You set background=True and evaluate_every_n_steps="
-                f"{every}: leave out one of them, or leave a core idle for the process",
+                f"{late}, and without answers nothing freezes. Leave out evaluate_every_n_steps, which you set to "
+                f"{every}, or leave a core idle for the process",
                 once="late",
             )
 
@@ -385,7 +385,7 @@ def comparison_of(
         samples,
         wait_s=timeout_s if waits else 0.0,
         adapt=evaluate_every_n_steps is None,
-        may_move=background is None and runs_beside,
+        may_move=background is None and runs_beside and trainer.strategy.root_device.type == "cpu",
         notices=notices,
     )
 

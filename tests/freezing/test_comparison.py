@@ -93,10 +93,30 @@ class TestLateAnswers:
         assert not run.pool.in_thread
         assert run.comparison.evaluate_every_n_steps == 16
 
+    def test_an_interval_that_may_grow_is_as_long_as_an_answer_took(self):
+        run = Run(Asked(), adapt=True).steps(2, answers=False)
+        run.pool.busy = True
+        assert run.steps(14, answers=False).comparison.evaluate_every_n_steps == 4
+        run.pool.answer()  # of step 2, found at step 17
+        run.pool.busy = False
+        assert run.steps(6, answers=False).comparison.evaluate_every_n_steps == 15
+
+    @pytest.mark.parametrize(("device", "in_thread"), [("cpu", True), ("cuda", False)])
+    def test_beside_a_gpu_the_reference_stays_in_its_process(self, monkeypatch, device, in_thread):
+        monkeypatch.setattr(comparison_module, "has_idle_core", lambda *_: True)
+        _, comparison = set_up(background=None, device=device)
+        moved = []
+        comparison.evaluations.move_to_thread = lambda: moved.append(True)
+        comparison.evaluations.unanswered_in_a_row = 3
+        comparison.collect(comparison.next_evaluation)
+        assert moved == [True] * in_thread
+        assert comparison.evaluate_every_n_steps == (20 if in_thread else 40)
+
     def test_what_the_user_has_set_stays_with_a_warning(self):
         run = Run(Asked()).steps(40, answers=False)
         assert (run.pool.in_thread, run.comparison.evaluate_every_n_steps) == (False, 2)
-        assert "You set background=True and evaluate_every_n_steps=2: leave out one of them" in run.told.warnings[0]
+        (warning,) = set(run.told.warnings)
+        assert "Leave out evaluate_every_n_steps, which you set to 2, or leave a core idle" in warning
 
     def test_an_answer_in_time_begins_the_count_again(self):
         run = Run(Asked(), adapt=True, may_move=True)
@@ -171,12 +191,12 @@ def test_close_leaves_the_model_as_it_was():
 # --- where an argument is None --------------------------------------------------------------------------------------
 
 
-def trainer(steps=1000):
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+def trainer(steps=1000, device="cpu"):
+    strategy = SimpleNamespace(root_device=torch.device(device))
     return SimpleNamespace(estimated_stepping_batches=steps, strategy=strategy, num_devices=1)
 
 
-def set_up(state=None, told=None, **arguments):
+def set_up(state=None, told=None, device="cpu", **arguments):
     net = deep_mlp()
     freezer = Freezer(net, LayerChain.trace(net, lambda: net(torch.rand(5, 4)).sum()))
     given = {
@@ -187,7 +207,7 @@ def set_up(state=None, told=None, **arguments):
         "timeout_s": 7.0,
         "deterministic": None,
     }
-    return net, comparison_of(trainer(), freezer, Asked(), told or Told(), state, **given | arguments)
+    return net, comparison_of(trainer(device=device), freezer, Asked(), told or Told(), state, **given | arguments)
 
 
 def precision_of(net, comparison):

@@ -120,4 +120,4 @@ def test_the_log_and_the_report_give_the_same_reason(tmp_path, lines, arguments,
     assert why_nothing_froze(recorder.record) == f"{told[:1].upper()}{told[1:]}."
     assert re.match(reason, told)
     assert ("Train longer" in told) == (not arguments)
-    assert any("You set background=True" in text for text in said) == bool(arguments)
+    assert any("which you set to 4" in text for text in said) == bool(arguments)
