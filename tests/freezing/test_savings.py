@@ -220,5 +220,5 @@ class TestWhyNothingFroze:
     def test_other_ranks_and_policies_that_measure_nothing_have_no_reason(self, run):
         run.policy.wants_reference = False
         assert why_nothing_froze(run.decider) is None
-        run.policy.wants_reference, run.freezer.ranks.leads = True, False
+        run.policy.wants_reference, run.freezer.ranks = True, SimpleNamespace(leads=False)
         assert why_nothing_froze(run.decider) is None

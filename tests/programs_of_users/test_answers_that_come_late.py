@@ -64,7 +64,7 @@ def starved(module, *others, policy=None, epochs=20, ckpt_path=None, **arguments
 
 
 def test_a_run_with_default_arguments_freezes_all_the_same(lines, capsys):
-    freezing, starving, said = starved(Decays())
+    freezing, starving, said = starved(Decays(), epochs=40)
     assert len(starving.stopped) == 1
     assert freezing.frozen_depth > 0
     (line,) = lines(MOVED)
