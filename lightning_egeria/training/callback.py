@@ -314,6 +314,10 @@ class PrefixFreezing(LayerFinding):
         self._own_observers = [freezer, *self.start_method(trainer, freezer, self._search.gathered, before)]
         for observer in self._own_observers[1:]:
             self.observers.add(observer)
+        if state is not None and freezer.depth:
+            last = chain.names[freezer.depth - 1]
+            frozen = f"{freezer.depth} of {len(chain)} layer modules are frozen again, up to {last!r}"
+            self.notices.inform(f"resumed at step {step}: {frozen}")
         if less is not None:
             self.report(less)
         self._tell_of_modes()

@@ -13,7 +13,7 @@ from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.compilation import eager
-from lightning_egeria.network.limits import find_chain
+from lightning_egeria.network.limits import find_chain, other_network
 from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.network.tracing import StepTrace
 from lightning_egeria.network.trainable import TrainableParameters, without_part_in
@@ -29,10 +29,13 @@ class FirstStep:
 
     Attributes:
         weights: the weights that FSDP2 gathered in this step; None without FSDP2, and on every rank but 0.
+        other: output of `other_network` once there is a chain.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self.weights: GatheredWeights | None = None
+        self.other: str | None = None
+        self._trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
         self._ranks = ranks
         self._trace: StepTrace | None = None
         self._context = contextlib.ExitStack()
@@ -76,11 +79,15 @@ class FirstStep:
         if self._trace is not None:
             try:
                 found = find_chain(self._trace, loss, optimizers, layer_modules, freeze_until)
+                self.other = other_network(self._trace, loss, optimizers, self._trainable)
             except LayerChainError as failure:
                 error = failure
         few = isinstance(error, TooFewLayersError)
-        told = self._ranks.share({"chain": found and found.to_state(), "error": error and str(error), "few": few})
+        told = self._ranks.share(
+            {"chain": found and found.to_state(), "error": error and str(error), "few": few, "other": self.other}
+        )
         chain = found if found is not None or told["chain"] is None else LayerChain.from_state(told["chain"])
+        self.other = told["other"]
         if error is not None:
             raise error
         if told["error"] is not None:
@@ -145,7 +152,8 @@ class LayerSearch:
             optimizers: all optimizers of the run.
 
         Returns:
-            The chain; None if fewer than two layer modules are trainable so far.
+            The chain; None if fewer than two layer modules are trainable so far, or if it is one of several networks
+            with an optimizer each, and the user has not named the layer modules of one.
 
         Raises:
             LayerChainError: if the model has no layer chain, or too few of the named layer modules train and none may
@@ -164,15 +172,34 @@ class LayerSearch:
                     f"Parameters that are not training yet: {first_of(fixed)}. The callback looks for layer modules "
                     "again at the start of each epoch"
                 )
-            self._notices.warn(f"{error}. {then}", once="few")
+            self._notices.warn(f"{self._why_few(module, str(error))}. {then}", once="few")
             return None
         finally:
             weights = self._step.weights
             self.gathered = weights.weights if weights is not None else None
+            other = self._step.other
             self._step = None
+        if other is not None and self._layer_modules is None and not isinstance(self._freeze_until, str):
+            self._notices.warn(
+                f"{type(module).__name__} trains several networks, with an optimizer each. The first backward pass "
+                f"reaches {chain.names[0]!r}, but not {other!r}. Name the layer modules of one network with "
+                "layer_modules=[...]. Training goes on as without the callback",
+                once="several networks",
+            )
+            return None
         for note in chain.notes:
             self._notices.warn(note)
         return chain
+
+    def _why_few(self, module: nn.Module, reason: str) -> str:
+        """Return why too few layer modules train: what the user has frozen comes first, with what serves it."""
+        held = [name for name, one in module.named_parameters() if not one.requires_grad]
+        if not held or self._layer_modules is not None:
+            return reason
+        return (
+            f"you have frozen {first_of(held)}. FrozenPrefixCache alone serves frozen layers, without this callback, "
+            f"which has nothing more to freeze: {reason.partition('. ')[0]}"
+        )
 
     def check_restored(self, chain: LayerChain, layer_modules: Sequence[str] | None) -> None:
         """Check that the chain of a checkpoint has the layer modules of this search.

@@ -61,7 +61,11 @@ def test_too_few_that_learn_are_told_and_may_be_more_later(told):
     assert found_in(searching, net) is None
     assert not searching.is_looking
     (text,) = told.warnings
-    assert "Parameters that are not training yet: '0.weight' and 9 more." in text
+    assert text == (
+        "you have frozen '0.weight' and 9 more. FrozenPrefixCache alone serves frozen layers, without this callback, "
+        "which has nothing more to freeze: Sequential has no layer modules, expected at least 2. Parameters that are "
+        "not training yet: '0.weight' and 9 more. The callback looks for layer modules again at the start of each epoch"
+    )
     assert searching.trainable.new_in(net) == []
     net.requires_grad_(True)
     assert searching.trainable.new_in(net)[0] == "0.bias"

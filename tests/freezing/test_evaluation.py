@@ -1,11 +1,110 @@
-"""Evaluations that are late, void, smaller or failed, and what becomes of them."""
+"""The life of an evaluation: the captured step, and answers that are late, void, smaller or failed."""
 
 import threading
 
+import pytest
+import torch
 from held import Asked, Run
+from networks import assert_same_attributes, attributes, deep_mlp
 
 from lightning_egeria.errors import WorkerError
+from lightning_egeria.freezing.evaluation import StepCapture
+from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.prefix import FrozenPrefix
 from lightning_egeria.training.freezer import Decision
+
+# --- the captured step ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def net():
+    return deep_mlp()
+
+
+@pytest.fixture
+def prefix(net):
+    return FrozenPrefix(net, LayerChain.trace(net, lambda: net(torch.rand(5, 4)).sum()))
+
+
+def captured(net, prefix, x, samples=64, crop=False):
+    capture = StepCapture(prefix, samples, crop)
+    capture.start()
+    loss = net(x).sum()
+    capture.stop()
+    loss.backward()
+    capture.backward_ended()
+    return capture
+
+
+def test_the_input_is_a_copy_of_that_of_the_step(net, prefix):
+    x = torch.rand(5, 4)
+    expected = x.clone()
+    request = captured(net, prefix, x).request()
+    x.zero_()
+    (call,) = request.calls
+    assert torch.equal(call.args[0], expected)
+    assert request.first == 0
+    assert request.network == {"": net}
+
+
+@pytest.mark.parametrize(("crop", "kept"), [(True, 3), (False, 5)])
+def test_only_compared_samples_are_kept_if_that_is_safe(net, prefix, crop, kept):
+    request = captured(net, prefix, torch.rand(5, 4), samples=3, crop=crop).request()
+    assert len(request.calls[0].args[0]) == kept
+
+
+def test_it_begins_behind_the_frozen_prefix(net, prefix):
+    prefix.set_depth(1)
+    capture = captured(net, prefix, torch.rand(5, 4))
+    assert capture.request().first == 1
+    assert capture.version == prefix.version
+    assert [index for index, _ in capture.timer.forward_marks] == [1, 2]
+
+
+def test_the_boundaries_are_timed(net, prefix):
+    capture = captured(net, prefix, torch.rand(5, 4))
+    ended = capture.timer.backward_ended
+    capture.backward_ended()
+    assert capture.timer.backward_ended == ended  # the first of several backwards counts
+    assert len(capture.timer.layer_seconds()) == 3
+
+
+def test_a_step_that_does_not_call_the_network_sends_no_request(prefix):
+    capture = StepCapture(prefix, 64, False)
+    capture.start()
+    capture.stop()
+    assert capture.request() is None
+
+
+def test_the_modules_are_left_as_they_were(net, prefix):
+    before = attributes(net)
+    capture = StepCapture(prefix, 64, False)
+    capture.start()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net(torch.rand(5, 3))
+    capture.stop()
+    capture.stop()
+    assert_same_attributes(before, net)
+
+
+def test_what_the_loss_is_does_not_change(net, prefix):
+    x = torch.rand(5, 4)
+    torch.manual_seed(0)
+    expected = net(x)
+    net.load_state_dict(net.state_dict())
+    capture = StepCapture(prefix, 2, True)
+    capture.start()
+    torch.manual_seed(0)
+    output = net(x)
+    capture.stop()
+    assert torch.equal(output, expected)
+
+
+def test_without_shards_no_weights_are_gathered(prefix):
+    assert StepCapture(prefix, 64, False).weights is None
+
+
+# --- the queue ------------------------------------------------------------------------------------------------------
 
 
 def test_a_late_answer_is_dropped_and_counted():
@@ -16,16 +115,6 @@ def test_a_late_answer_is_dropped_and_counted():
     assert list(run.policy.plasticity()) == [6, 7, 9]
     assert (run.evaluations.counts.late, run.evaluations.counts.dropped, run.evaluations.counts.done) == (1, 0, 3)
     assert run.comparison.evaluate_every_n_steps == 2
-
-
-def test_late_answers_are_told_while_nothing_was_answered():
-    run = Run(Asked())
-    for _ in range(8):
-        run.steps(2, answers=False)
-        run.pool.busy = False
-    assert run.evaluations.counts.late > 4
-    (told,) = run.told.warnings
-    assert told.startswith("none of the first 4 evaluations was answered in time, and without them nothing freezes")
 
 
 def test_an_evaluation_without_a_free_worker_is_dropped():

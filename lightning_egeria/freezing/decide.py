@@ -1,14 +1,16 @@
-"""Turning plasticity into a decision that all ranks share."""
+"""Deciding the frozen depth from plasticity, the same on all ranks."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_egeria.distributed.ranks import DepthBroadcast
-from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison, slopes_of
+from lightning_egeria.freezing.comparison import ReferenceComparison
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import untrained_behind
 from lightning_egeria.freezing.trial import DepthTrial, Frontier
@@ -18,7 +20,22 @@ from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer
 
 
-class Guide:
+@dataclasses.dataclass(frozen=True)
+class LastEvaluation:
+    """The latest comparison with the reference.
+
+    Attributes:
+        step: number of optimizer steps when the policy saw the result.
+        plasticity: plasticity of each layer module; NaN where not measured.
+        slopes: slope of each layer module's smoothed plasticity, for `SlopePolicy`; NaN elsewhere.
+    """
+
+    step: int
+    plasticity: tuple[float, ...]
+    slopes: tuple[float, ...]
+
+
+class Decider:
     """Passes measured plasticity to the policy after each optimizer step, and returns its decision.
 
     With several ranks, rank 0 decides and sends its decision at evaluation steps. All ranks freeze after the same step.
@@ -27,12 +44,13 @@ class Guide:
         freezer: freezer of the model in training.
         policy: the policy, after `Policy.start`.
         comparison: comparison with the reference.
-        max_depth: how deep the policy may freeze; None is ``chain.max_depth``.
+        max_depth: largest depth that the policy may freeze; None is ``chain.max_depth``.
 
     Attributes:
-        plasticity: plasticity that the policy saw after the last step; None if there was none.
+        plasticity: plasticity that the policy saw after the last step; None without a result.
         last_evaluation: latest evaluation that the policy saw.
         trial: trial of depths that comes before the policy decides; None without one.
+        declined: why the trial chose to freeze nothing; None if it did not.
     """
 
     def __init__(
@@ -43,6 +61,7 @@ class Guide:
         self.policy = policy
         self.comparison = comparison
         self.trial: DepthTrial | None = None
+        self.declined: str | None = None
         self.plasticity: tuple[float, ...] | None = None
         self.last_evaluation: LastEvaluation | None = None
         self._gave_up = False
@@ -50,15 +69,15 @@ class Guide:
 
     @property
     def frontier(self) -> Frontier | None:
-        """What the trial saw; None before its end, and without one."""
+        """The losses of the trial; None before its end, and without a trial."""
         return self.trial.frontier if self.trial is not None else None
 
     def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool]) -> None:
-        """Have a trial of depths if the policy wants one and it is possible.
+        """Start a trial of depths if the policy wants one and the Trainer can run it.
 
         Args:
             trainer: the Trainer.
-            norms: output of `evidence`: in front of an untrained part a trial would show little.
+            norms: output of `evidence`; in front of an untrained part, a trial would show little.
         """
         if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
             return
@@ -71,7 +90,7 @@ class Guide:
         self.trial = DepthTrial(trainer, self.freezer, self.policy, notices, self.max_depth, untrained)
 
     def try_depths(self, feed: Feed) -> Decision | None:
-        """Hold the trial of depths before a batch, if it begins there, and return its decision.
+        """Run the trial of depths before a batch, if it is due, and return its decision.
 
         Args:
             feed: batches of the Trainer.
@@ -79,7 +98,7 @@ class Guide:
         if self.trial is None or self.trial.over:
             return None
         with self.comparison.costs.evaluating():
-            return self.trial.run(feed)
+            return self._noted(self.trial.run(feed))
 
     def needs_input(self, batches_ahead: int, accumulation: int) -> bool:
         """Whether the real input of the batch ``batches_ahead`` after the last one may be needed.
@@ -100,7 +119,7 @@ class Guide:
             learning_rate: learning rate of this step.
         """
         if self.trial is not None and not self.trial.over:
-            return self.trial.decide(step, learning_rate)
+            return self._noted(self.trial.decide(step, learning_rate))
         ranks, due = self.freezer.ranks, self.comparison.is_due(step)
         decision = self._decide(step, learning_rate, due) if ranks.leads else None
         if not ranks.several:
@@ -116,9 +135,9 @@ class Guide:
         return Decision(agreed.depth, agreed.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of policy and comparison, in plain types and tensors.
+        """Return the state of policy and comparison, and in a deterministic run the reference's weights.
 
-        In a deterministic run it has the reference's weights.
+        It has plain types and tensors.
         """
         return {
             "policy": {"class": type(self.policy).__name__, "state": self.policy.state_dict()},
@@ -128,7 +147,7 @@ class Guide:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`; the policy starts again if it may freeze less, or has no reference.
+        """Restore the state of `state_dict`. The policy starts again if it may freeze less now, or lacks a reference.
 
         Raises:
             CheckpointError: if the state is damaged or does not fit.
@@ -142,6 +161,12 @@ class Guide:
         self.max_depth = min(state["max_depth"], self.freezer.chain.max_depth)
         if self.max_depth < state["max_depth"] or not self.comparison.runner.has_snapshot:
             self.policy.start(self.max_depth)
+
+    def _noted(self, decision: Decision | None) -> Decision | None:
+        """Return the decision of the trial; keep the reason of one that freezes nothing, if that is final."""
+        if decision is not None and decision.depth == 0 and not self.policy.wants_reference:
+            self.declined = decision.reason
+        return decision
 
     def _decide(self, step: int, learning_rate: float, due: bool) -> Decision | None:
         self.plasticity = None
@@ -169,3 +194,9 @@ class Guide:
         reason = f"the frozen parameter {name!r} received a gradient: {self.freezer.why_regained}"
         self.comparison.notices.warn(f"{reason}. Everything is unfrozen, and nothing freezes from now on")
         return Decision(0, reason)
+
+
+def slopes_of(policy: Policy, depth: int) -> tuple[float, ...]:
+    """Return the slopes of a `SlopePolicy`, NaN for the first ``depth`` layer modules; NaN or empty for others."""
+    slopes = list(getattr(policy, "slopes", ()))
+    return tuple([math.nan] * depth + slopes[depth:])
