@@ -115,6 +115,24 @@ WORKLOADS = {
         views=0,
         selects="in_batch",
     ),
+    "newsgroups_minilm": Workload(
+        "val/acc",
+        None,
+        FINE_TUNING,
+        (
+            "data.root={data}/newsgroups",
+            "data.vocabulary={data}/checkpoints/all_minilm_l6_v2_vocab.txt",
+            "model.weights={data}/checkpoints/all_minilm_l6_v2_int8.safetensors",
+        ),
+        views=0,
+    ),
+    "imagenette_efficientnet": Workload(
+        "val/acc",
+        None,
+        FINE_TUNING,
+        ("data.root={data}/imagenette", f"model.weights={LITE0}"),
+        views=0,
+    ),
     "finetune_imagenette_resnet20": Workload(
         "val/acc",
         None,
