@@ -18,7 +18,7 @@ THAWING = ("lpft", "gradual")
 FINE_TUNING = (*SHORT, *FIXED, *THAWING)
 LITE0 = "{data}/checkpoints/tf_efficientnet_lite0.safetensors"
 # As the runs that are kept of the small networks were made.
-WITHOUT_TRIAL = "callbacks.freezing.policy.trial_progress=null"
+WITHOUT_TRIAL = "callbacks.freezing.policy.trial=false"
 # The plain run made as short as one of these takes.
 SHORTENED = {
     "shortened": ("freezing", "cached"),

@@ -19,6 +19,7 @@ _GONE = {
     "threads_per_worker": "The reference process has one thread",
     "max_frozen_fraction": "Pass freeze_until=0.5 to freeze at most the first half of the layer modules",
     "never_freeze": "Pass freeze_until with the path of the last module that may freeze",
+    "trial_progress": "Pass max_loss_points to the callback, or FreezingPolicy(trial=False) for no trial",
     "check_ranks": "The callback keeps the ranks equal without it",
 }
 _Self = TypeVar("_Self")
@@ -65,6 +66,16 @@ def check_arguments(
         raise ArgumentError(f"reference_precision must be one of {get_args(Precision)}, got {precision!r}")
     if not timeout_s > 0:
         raise ArgumentError(f"timeout_s must be greater than 0, got {timeout_s}")
+
+
+def check_max_loss(max_loss_points: float) -> None:
+    """Check the loss that the user accepts.
+
+    Raises:
+        ArgumentError: if it is negative or not a number.
+    """
+    if not max_loss_points >= 0:
+        raise ArgumentError(f"max_loss_points must be at least 0, got {max_loss_points}")
 
 
 def policy_for(given: Policy | None, written_with: str | None) -> Policy:

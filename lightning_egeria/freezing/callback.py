@@ -10,7 +10,7 @@ from rich import get_console
 from torch import Tensor
 
 from lightning_egeria.errors import NothingTrainedError
-from lightning_egeria.freezing.arguments import check_arguments, explain_missing, policy_for
+from lightning_egeria.freezing.arguments import check_arguments, check_max_loss, explain_missing, policy_for
 from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison
 from lightning_egeria.freezing.comparison_setup import set_up_comparison
 from lightning_egeria.freezing.display import MetricsLog, share_of_step, tell_why_nothing_froze
@@ -45,6 +45,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         freeze_until: limit of the prefix. A path: up to and including that module. A number in [0, 1]: that share of
             the layer modules at most; 0 freezes nothing and lets a cache serve what you have frozen. None sets no
             limit. The last layer module never freezes.
+        max_loss_points: loss of the metric, in points, that you accept for time when weights are pre-trained; at
+            least 0, ``float("inf")`` is as fast as it gets. It sets how deep a trial goes, and without one freezes what
+            lost at most so much on the tasks of the proof. No promise: compare with a run with ``freeze_until=0``.
         evaluate_every_n_steps: optimizer steps between two evaluations; None is a fiftieth of the run, at least 8.
             Plasticity is the change over this interval, so a shorter one needs a lower tolerance.
         evaluation_samples: samples of a batch to compare, at most; at least 2.
@@ -73,6 +76,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         policy: Policy | None = None,
         layer_modules: Sequence[str] | None = None,
         freeze_until: str | float | None = None,
+        max_loss_points: float = 0.0,
         evaluate_every_n_steps: int | None = None,
         evaluation_samples: int = 32,
         reference_precision: Precision = "auto",
@@ -83,7 +87,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     ) -> None:
         super().__init__(layer_modules, freeze_until, allow_untested)
         check_arguments(policy, evaluate_every_n_steps, evaluation_samples, reference_precision, timeout_s)
+        check_max_loss(max_loss_points)
         self.policy = policy
+        self.max_loss_points = max_loss_points
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.evaluation_samples = evaluation_samples
         self.reference_precision = reference_precision
@@ -194,7 +200,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             return
         policy = FreezingPolicy() if self.policy is None else self.policy
         trial = self._guide.trial if self._guide is not None and self.freezer is not None else None
-        may_want_one = isinstance(policy, FreezingPolicy) and policy.pretrained and policy.trial_progress is not None
+        may_want_one = isinstance(policy, FreezingPolicy) and policy.pretrained and policy.trial
         wanted = may_want_one if self.freezer is None else trial is not None and not trial.over
         if wanted and Branches.possible(trainer):
             feed = Feed.install(trainer, self, lambda: self._try_depths(trainer, feed))
@@ -233,7 +239,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             self._guide.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        self._guide.start_trial(trainer, norms)
+        self._guide.start_trial(trainer, norms, self.max_loss_points)
         return [comparison, MetricsLog(trainer, self._guide)]
 
     def stop_method(self) -> None:

@@ -46,6 +46,8 @@ class Savings:
         gradient_bytes_before: bytes of gradients that a step exchanges with nothing frozen; None with one process.
         gradient_bytes_after: bytes of gradients that a step exchanges at the final depth; None with one process.
         held_back: why the policy measured nothing; None if it did, or if something froze.
+        points_lost_in_proof: the most that ``max_loss_points`` cost as set, on a task of the proof; None if another
+            rule has set the depth.
     """
 
     layer_modules: tuple[LayerModuleSavings, ...]
@@ -63,6 +65,7 @@ class Savings:
     gradient_bytes_before: int | None = None
     gradient_bytes_after: int | None = None
     held_back: str | None = None
+    points_lost_in_proof: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the savings in plain types, for a JSON file."""
@@ -109,12 +112,15 @@ def _sums(savings: Savings) -> list[tuple[str, str]]:
         verdict = f"{saved:.1f} s"
     lost = savings.evaluations_late + savings.evaluations_dropped
     done = f"{savings.evaluations_done} of {savings.evaluations_done + lost}" if lost else f"{savings.evaluations_done}"
+    points = savings.points_lost_in_proof
     return [
         ("frozen", f"{savings.frozen_depth}/{len(savings.layer_modules)}"),
         ("step before the first freeze", _milliseconds(savings.step_seconds_before)),
         ("step after the last freeze", _milliseconds(savings.step_seconds_after)),
         ("evaluations", f"{done} ({savings.evaluation_seconds:.1f} s)"),
         ("estimated time saved", verdict),
+        *([] if points is None else [("lost in the proof, at most", f"{points:g} points")]),
+        *([] if points is None else [("to compare with", "freeze_until=0")]),
     ]
 
 

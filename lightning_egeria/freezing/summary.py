@@ -43,4 +43,5 @@ def summarize(guide: Guide, events: Sequence[FreezingEvent]) -> Savings:
         gradient_bytes_before=freezer.prefix.gradient_bytes(0) if freezer.ranks.several else None,
         gradient_bytes_after=freezer.prefix.gradient_bytes(depth) if freezer.ranks.several else None,
         held_back=getattr(guide.policy, "held_back", None) if not events else None,
+        points_lost_in_proof=guide.points_lost_in_proof if depth else None,
     )

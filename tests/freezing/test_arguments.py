@@ -9,7 +9,7 @@ from hydra.errors import InstantiationException
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 from lightning_egeria.errors import ArgumentError
 
-GONE = ("workers", "threads_per_worker", "max_frozen_fraction", "never_freeze", "check_ranks")
+GONE = ("workers", "threads_per_worker", "max_frozen_fraction", "never_freeze", "check_ranks", "trial_progress")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,12 @@ def test_a_subclass_with_such_an_argument_names_itself():
 
     with pytest.raises(ArgumentError, match=r"^Freezing has .*: Freezing\(FreezingPolicy\(patience=...\)\)"):
         Freezing(patience=2)
+
+
+@pytest.mark.parametrize("points", [-0.1, float("nan")])
+def test_an_accepted_loss_is_not_negative(points):
+    with pytest.raises(ArgumentError, match="^max_loss_points must be at least 0, got"):
+        KnowledgeGuidedFreezing(max_loss_points=points)
 
 
 def test_a_class_in_the_place_of_a_policy_is_named():
