@@ -1,4 +1,4 @@
-"""What freezing to each depth has cost in each fine-tuning task: the curve that the limits of `loss_limits` are read off.
+"""What each frozen depth has cost in each fine-tuning task: the curve that `loss_limits` is read off.
 
     python -m benchmarks.proof.loss_by_depth
 
@@ -36,11 +36,9 @@ def depth_of(run: Mapping[str, Any]) -> int | None:
 
 
 def shares_of_weights(workload: str, size: str, names: list[str]) -> list[float]:
-    """Share of the chain's weights in the first layer modules, from 0 to all; tables of embeddings in front are none."""
-    without = [
-        f"{override.partition('=')[0]}=null" for override in WORKLOADS[workload].overrides if "weights=" in override
-    ]
-    module = hydra.utils.instantiate(configured(workload, size, "", without).model)
+    """Share of the chain's weights in the first layer modules, from 0 to all; tables of embeddings do not count."""
+    files = [override.partition("=")[0] for override in WORKLOADS[workload].overrides if "weights=" in override]
+    module = hydra.utils.instantiate(configured(workload, size, "", [f"{file}=null" for file in files]).model)
     parts = [module.get_submodule(name) for name in names]
     sizes = [0 if isinstance(part, nn.Embedding) else sum(one.numel() for one in part.parameters()) for part in parts]
     return [sum(sizes[:depth]) / sum(sizes) for depth in range(len(sizes) + 1)]

@@ -15,7 +15,7 @@ class LossLimits:
         weights: share of the chain's weights that may freeze without a trial, tables of embeddings not counted.
         layers: share of the layer modules that may freeze without a trial, tables not counted.
         before_untrained: the same in front of an untrained part, such as a decoder.
-        progress: share of the next depth's steps at which a trial stays deeper.
+        progress: share of the next depth's steps at which a trial stays deeper; 0: there is no trial.
     """
 
     points: float

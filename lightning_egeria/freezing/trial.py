@@ -177,6 +177,8 @@ class DepthTrial:
         if step < STEPS_BEFORE or learning_rate == 0:
             return None
         first, *others = self._depths
+        if not self._limits.progress:
+            return self._without_trial("max_loss_points accepts any depth")
         if self._untrained is not None:
             return self._without_trial(f"what the untrained {self._untrained!r} learns would hide what other layers do")
         if others and not self._budget.allows(others[0], ahead=first):

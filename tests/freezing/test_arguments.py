@@ -53,7 +53,7 @@ def test_a_subclass_with_such_an_argument_names_itself():
 
 @pytest.mark.parametrize("points", [-0.1, float("nan")])
 def test_an_accepted_loss_is_not_negative(points):
-    with pytest.raises(ArgumentError, match="^max_loss_points must be at least 0, got"):
+    with pytest.raises(ArgumentError, match=r"^max_loss_points must be at least 0, got"):
         KnowledgeGuidedFreezing(max_loss_points=points)
 
 

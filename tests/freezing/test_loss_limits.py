@@ -1,5 +1,6 @@
 """How deep pre-trained weights may freeze where no depth can be tried."""
 
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,7 @@ LITE0 = (*LITE0, 605440, 412160)
 
 
 def test_each_row_loses_more_and_freezes_no_less():
-    for less, more in zip(LIMITS, LIMITS[1:], strict=False):
+    for less, more in itertools.pairwise(LIMITS):
         assert less.points < more.points
         assert less.progress > more.progress
         for share in ("weights", "layers", "before_untrained"):

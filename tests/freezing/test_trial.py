@@ -37,12 +37,15 @@ from lightning_egeria.training import feed
 STEPS = 48  # in three epochs
 FALLS = {0: 0.1025, 1: 0.1, 2: 0.05}  # in a step, by depth; 2 is worth 0.66 of 1, and 1 is worth 0.98 of 0
 FIRST = 1  # depth that a trial of ConvNet begins with
-FASTEST = LIMITS[-1].points  # a trial stays at its first depth, and without one all freezes that may
+FASTEST = LIMITS[-1].points  # all freezes that may
+STAYS_DEEP = 99  # a trial stays at its first depth
 
 
 @pytest.fixture(autouse=True)
 def _any_trial_is_cheap(monkeypatch):
     monkeypatch.setattr(trial_plan, "BUDGET", 100.0)
+    deep = dataclasses.replace(LIMITS[-1], points=STAYS_DEEP, progress=1e-6)
+    monkeypatch.setattr(loss_limits, "LIMITS", (*LIMITS, deep))
 
 
 def pretrained(max_loss_points=0.0, **arguments):
@@ -104,7 +107,7 @@ def test_it_does_not_look_behind_a_depth_that_does_not_pay():
     assert history(steady(pretrained(), {0: 0.3, 1: 0.101, 2: 0.1})) == [(2, 2)]
 
 
-@pytest.mark.parametrize(("points", "depth"), [(0, 1), (1.9, 1), (2, 1), (5, 1), (12, 2), (math.inf, 2)])
+@pytest.mark.parametrize(("points", "depth"), [(0, 1), (1.9, 1), (2, 1), (5, 1), (12, 3)])
 def test_a_larger_accepted_loss_stays_deeper(points, depth):
     callback = steady(pretrained(points), FALLS)
     assert callback.frozen_depth == depth
@@ -147,7 +150,7 @@ def test_a_step_reads_callbacks_and_the_logger(tmp_path):
         modules.append(Reads(copy.deepcopy(start)))
         folder = tmp_path / f"{len(modules)}"
         saves, logger = ModelCheckpoint(folder / "saved", monitor="loss", every_n_epochs=9), CSVLogger(folder)
-        points = FASTEST if isinstance(policy, FreezingPolicy) else 0
+        points = STAYS_DEEP if isinstance(policy, FreezingPolicy) else 0
         callback = KnowledgeGuidedFreezing(policy, max_loss_points=points, background=False)
         train(modules[-1], callback, saves, logger=logger, enable_checkpointing=True)
         assert history(callback) == [(2, FIRST)]
@@ -180,14 +183,14 @@ def test_the_depth_stays():
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 11, gamma=0.01)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    callback = pretrained(FASTEST, evaluate_every_n_steps=1)
+    callback = pretrained(STAYS_DEEP, evaluate_every_n_steps=1)
     train(Falling(ConvNet(dropout=0), lr=0.2), callback)
     assert history(callback) == [(2, FIRST)]
     assert callback.savings().evaluations_done == 0
 
 
 def test_it_begins_after_the_second_step_with_accumulation_too():
-    callback = pretrained(FASTEST)
+    callback = pretrained(STAYS_DEEP)
     fit(Classifier(ConvNet(dropout=0)), callback, data=loader(bright(160)), accumulate_grad_batches=2)
     assert history(callback) == [(2, FIRST)]
     assert callback.frontier.losses
@@ -230,13 +233,13 @@ def test_a_run_that_may_end_counts_as_ten_epochs(caplog, ends):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     module = Classifier(ConvNet(dropout=0))
     stops = After(lambda trainer, _: setattr(trainer, "should_stop", True), 20)
-    callbacks = [pretrained(FASTEST), stops, *([ends] if ends is not None else [])]
+    callbacks = [pretrained(STAYS_DEEP), stops, *([ends] if ends is not None else [])]
     fit(module, *callbacks, data=loader(bright(400)), epochs=-1 if ends is None else 1000)
     assert "depths are tried on the next 10 steps" in caplog.text  # a forty-eighth of 500
 
 
 def test_it_waits_for_a_learning_rate():
-    callback = pretrained(FASTEST)
+    callback = pretrained(STAYS_DEEP)
     train(Waiting(5), callback)
     assert history(callback) == [(6, FIRST)]
 
@@ -244,7 +247,7 @@ def test_it_waits_for_a_learning_rate():
 @pytest.mark.parametrize(("waits", "begins", "told"), [(9, 10, 6), (10, 16, 8)])
 def test_it_waits_for_an_epoch_with_enough_steps(caplog, waits, begins, told):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
-    callback = pretrained(FASTEST)
+    callback = pretrained(STAYS_DEEP)
     train(Waiting(waits), callback)
     assert history(callback) == [(begins, FIRST)]
     assert f"depths are tried on the next {told} steps" in caplog.text
@@ -253,7 +256,7 @@ def test_it_waits_for_an_epoch_with_enough_steps(caplog, waits, begins, told):
 @pytest.mark.parametrize(("batches", "depth", "reason"), [(5, FIRST, "loss "), (3, 2, "batches are too large to keep")])
 def test_its_batches_fit_into_memory(monkeypatch, batches, depth, reason):
     monkeypatch.setattr(feed, "MOST_BYTES", batches * 8 * (64 * 4 + 8))
-    callback = pretrained(FASTEST)
+    callback = pretrained(STAYS_DEEP)
     train(Classifier(ConvNet(dropout=0)), callback)
     assert history(callback) == [(2, depth)]
     assert reason in callback.events[0].reason
@@ -271,13 +274,21 @@ def test_it_follows_an_epoch_that_ends_within():
 
 
 def test_an_epoch_too_short_for_it_freezes_what_the_limits_allow():
-    callback = pretrained(FASTEST)
+    callback = pretrained(2)
     fit(Classifier(ConvNet(dropout=0)), callback)
-    assert history(callback) == [(2, callback.freezer.chain.max_depth)]
+    assert history(callback) == [(2, FIRST)]
     assert callback.events[0].reason == (
-        "trained weights: an epoch of 5 steps is too short to try depths, so no more freezes than cost at most 12 points "
+        "trained weights: an epoch of 5 steps is too short to try depths, so no more freezes than cost at most 2 points "
         "on the tasks of the proof. Compare with a run with freeze_until=0"
     )
+
+
+def test_the_fastest_run_tries_nothing():
+    callback = pretrained(FASTEST)
+    train(Classifier(ConvNet(dropout=0)), callback)
+    assert history(callback) == [(2, callback.freezer.chain.max_depth)]
+    assert callback.frontier is None
+    assert "max_loss_points accepts any depth" in callback.events[0].reason
 
 
 def test_where_nothing_may_freeze_untried_it_says_so(caplog):
@@ -296,7 +307,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, steps):
     runs = []
     for arguments in ({}, {"ckpt_path": tmp_path / "saved"}):
         torch.manual_seed(0)
-        module, callback = Waiting(steps), pretrained(FASTEST, deterministic=True)
+        module, callback = Waiting(steps), pretrained(STAYS_DEEP, deterministic=True)
         saves = After(lambda trainer, _: trainer.save_checkpoint(tmp_path / "saved"), 16)
         fit(module, callback, *(() if arguments else (saves,)), data=loader(bright(128)), **arguments)
         runs.append((module, callback))
@@ -322,7 +333,7 @@ class Stateful(DataLoader):
 def test_a_loader_that_is_ahead_in_a_checkpoint_is_told(tmp_path, kind, step, warns):
     saves = After(lambda trainer, _: trainer.save_checkpoint(tmp_path / "saved"), step)
     with pytest.warns() if warns else contextlib.nullcontext() as told:
-        fit(Classifier(ConvNet(dropout=0)), pretrained(FASTEST), saves, data=kind(bright(128), 8))
+        fit(Classifier(ConvNet(dropout=0)), pretrained(STAYS_DEEP), saves, data=kind(bright(128), 8))
     found = [str(one.message) for one in told or () if "keeps its own position" in str(one.message)]
     assert [text.partition("it is ")[2].partition(" in")[0] for text in found] == ["6 batches ahead"] * warns
 
