@@ -278,8 +278,8 @@ def test_an_epoch_too_short_for_it_freezes_what_the_limits_allow():
     fit(Classifier(ConvNet(dropout=0)), callback)
     assert history(callback) == [(2, FIRST)]
     assert callback.events[0].reason == (
-        "trained weights: an epoch of 5 steps is too short to try depths, so no more freezes than cost at most 2 points "
-        "on the tasks of the proof. Compare with a run with freeze_until=0"
+        "trained weights: an epoch of 5 steps is too short to try depths, so no more freezes than cost at most 2 "
+        "points on the tasks of the proof. Compare with a run with freeze_until=0"
     )
 
 
@@ -390,9 +390,9 @@ def test_worth_has_a_floor_and_takes_noise():
     assert worth([1.0], [0.5]) == 1.0 or worth([1.0], [0.5]) > 0
 
 
-@pytest.mark.parametrize(("points", "depth"), [(0, 1), (2, 2), (5, 2), (12, 3)])
+@pytest.mark.parametrize(("points", "depth"), [(0, 1), (2, 2), (5, 2)])
 def test_a_run_too_short_for_a_trial_freezes_what_the_limits_allow(monkeypatch, points, depth):
-    """Of four layer modules with as many weights: a third, half, two thirds, all that may."""
+    """Of four layer modules with as many weights: a third, half, two thirds."""
     monkeypatch.setattr(trial_plan, "BUDGET", 0.05)
     callback = steady(pretrained(points), {0: 0.3, 2: 0.1})
     assert history(callback) == [(2, depth)]
