@@ -26,7 +26,8 @@ class LossLimits:
 
 
 LIMITS = (
-    LossLimits(points=0, weights=1 / 3, layers=1 / 2, before_untrained=0, progress=0.95),
+    LossLimits(points=0, weights=1 / 4, layers=1 / 2, before_untrained=0, progress=0.95),
+    LossLimits(points=1, weights=1 / 3, layers=1 / 2, before_untrained=0, progress=0.95),
     LossLimits(points=2, weights=1 / 2, layers=1 / 2, before_untrained=1 / 2, progress=0.9),
     LossLimits(points=5, weights=2 / 3, layers=3 / 4, before_untrained=3 / 4, progress=0.8),
     LossLimits(points=12, weights=1, layers=1, before_untrained=1, progress=0),
@@ -40,7 +41,7 @@ def limits_of(max_loss_points: float) -> LossLimits:
         max_loss_points: accepted loss, in points; at least 0.
 
     >>> [limits_of(points).points for points in (0, 1.5, 2, float("inf"))]
-    [0, 0, 2, 12]
+    [0, 1, 2, 12]
     """
     return next(limits for limits in reversed(LIMITS) if limits.points <= max_loss_points)
 
@@ -60,7 +61,7 @@ def untried_depth(
     >>> default, *_, fastest = LIMITS
     >>> transformer = [900, 100, 50, 50, 50, 50, 50, 50]
     >>> untried_depth(transformer, 7, 2, default), untried_depth(transformer, 7, 2, fastest)
-    (4, 7)
+    (3, 7)
     >>> untried_depth([1, 2, 4, 8, 16, 32], 5, 0, default), untried_depth([1, 2, 4, 8, 16, 32], 5, 0, default, True)
     (3, 0)
     """

@@ -292,7 +292,7 @@ def test_the_fastest_run_tries_nothing():
 
 
 def test_where_nothing_may_freeze_untried_it_says_so(caplog):
-    """The first of two layer modules has half of the weights."""
+    """The first of two layer modules has half of the weights, which is more than a quarter."""
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     callback = pretrained()
     fit(Classifier(mlp(blocks=2)), callback, data=loader(vectors(40)))
@@ -390,9 +390,9 @@ def test_worth_has_a_floor_and_takes_noise():
     assert worth([1.0], [0.5]) == 1.0 or worth([1.0], [0.5]) > 0
 
 
-@pytest.mark.parametrize(("points", "depth"), [(0, 1), (2, 2), (5, 2)])
+@pytest.mark.parametrize(("points", "depth"), [(0, 1), (1, 1), (2, 2), (5, 2)])
 def test_a_run_too_short_for_a_trial_freezes_what_the_limits_allow(monkeypatch, points, depth):
-    """Of four layer modules with as many weights: a third, half, two thirds."""
+    """Of four layer modules with as many weights: a quarter, a third, half, two thirds."""
     monkeypatch.setattr(trial_plan, "BUDGET", 0.05)
     callback = steady(pretrained(points), {0: 0.3, 2: 0.1})
     assert history(callback) == [(2, depth)]
@@ -416,7 +416,7 @@ def test_shares_of_a_text_network_are_shares_of_its_layers(monkeypatch):
     assert history(callback) == [(2, 3)]
 
 
-def test_where_the_budget_ends_a_third_is_the_most(monkeypatch):
+def test_where_the_budget_ends_a_quarter_is_the_most(monkeypatch):
     """With 8 layer modules it begins with 5; the second depth is affordable and better, the third one is not."""
     monkeypatch.setattr(trial_plan, "BUDGET", 0.25)
     callback = pretrained()
