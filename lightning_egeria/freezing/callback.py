@@ -87,7 +87,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     ) -> None:
         super().__init__(layer_modules, freeze_until, allow_untested)
         check_arguments(policy, evaluate_every_n_steps, evaluation_samples, reference_precision, timeout_s)
-        check_max_loss(max_loss_points)
+        check_max_loss(max_loss_points, policy)
         self.policy = policy
         self.max_loss_points = max_loss_points
         self.evaluate_every_n_steps = evaluate_every_n_steps

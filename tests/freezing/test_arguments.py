@@ -57,6 +57,13 @@ def test_an_accepted_loss_is_not_negative(points):
         KnowledgeGuidedFreezing(max_loss_points=points)
 
 
+@pytest.mark.parametrize("policy", [SlopePolicy(), ScriptedPolicy({2: 1}), FreezingPolicy(trial=False)])
+def test_an_accepted_loss_that_a_policy_would_ignore_is_refused(policy):
+    with pytest.raises(ArgumentError, match=rf"^max_loss_points .* this {type(policy).__name__} makes none"):
+        KnowledgeGuidedFreezing(policy, max_loss_points=1)
+    KnowledgeGuidedFreezing(policy)
+
+
 def test_a_class_in_the_place_of_a_policy_is_named():
     with pytest.raises(ArgumentError, match=r"^policy must be an instance, got the class FreezingPolicy\. Write Fr"):
         KnowledgeGuidedFreezing(FreezingPolicy)
