@@ -1,12 +1,13 @@
-"""Are the frozen layers really left out? Epochs from the cache, over those of a network that is cut by hand.
+"""What a cached step costs beside one whose features were stored by hand: CPU time of whole fits, in turns.
 
-Two equal models train under a Trainer each, in turn: one with the callback and the cache, whose entries are on disk
-from the first run on; of the other only the back is there, cut at the same place, and a DataLoader feeds it the
-activations from memory. Printed are, for each depth, the median times of a step, with everything between two steps,
-and the median ratios of neighbours of a step and of an epoch, with everything between two epochs.
+A backbone that the user has frozen stands behind a head of one or three layers. One run has `FrozenPrefixCache` and
+nothing else, with entries on disk from a run before; of the other only the head is there, and a DataLoader feeds it the
+features from memory. Both train equally, which is checked. Printed are, for each network and head, the CPU milliseconds
+of a step in each run (all threads of the process, the loader and Lightning included; the first epoch left out), the
+difference, and how long a step without either takes. The median of the steps counts, and the mean, which has the
+batches in which entries are compared with what the backbone computes.
 
-    python -m benchmarks.cached_step [--model resnet56|resnet18|vit] [--batch-size 32] [--pairs 5]
-        [--depths 1 14 27] [--host-bytes N] [--device cuda]
+    python -m benchmarks.cached_step [--networks resnet18 vit_small minilm] [--batch-size 32] [--pairs 3]
 """
 
 import argparse
@@ -15,186 +16,167 @@ import io
 import itertools
 import platform
 import statistics
-import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
-from timm.models import ResNet, VisionTransformer, create_model
+from timm.models import create_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.proof.run import quiet
-from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.caching import stats
-from lightning_egeria.demos.resnet import CifarResNet
+from lightning_egeria import FrozenPrefixCache
 
-BATCHES = 16
-EPOCHS_BEFORE = 3  # one finds the chain and freezes, one records, one reads everything once
-EPOCHS = 4  # that are timed
+BATCHES, EPOCHS = 16, 6
+
+
+class Encoder(nn.Module):
+    """As large as MiniLM (six layers of 384), with the mean over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30_000, 384)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(384, 12, 1536, dropout=0, batch_first=True) for _ in range(6)
+        )
+
+    def forward(self, ids):
+        states = self.embedding(ids)
+        for layer in self.layers:
+            states = layer(states)
+        return states.mean(1)
+
+
+def backbone_of(name: str) -> tuple[nn.Module, int, torch.Tensor]:
+    """A network without a head, equal at each call, its width, and one sample."""
+    torch.manual_seed(0)
+    if name == "minilm":
+        return Encoder(), 384, torch.randint(30_000, (16,))
+    if name == "vit_small":
+        return create_model("vit_small_patch16_224", img_size=64, num_classes=0), 384, torch.randn(3, 64, 64)
+    return create_model(name, num_classes=0), 512, torch.randn(3, 64, 64)
+
+
+def head_of(width: int, layers: int) -> nn.Module:
+    """A linear layer, or a perceptron."""
+    torch.manual_seed(1)
+    hidden = [part for _ in range(layers - 1) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 
 class Model(lightning.LightningModule):
-    """Trains a network."""
+    """Trains a head behind a frozen backbone, or by itself."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.net = net
+        self.backbone, self.head = backbone.requires_grad_(False).eval(), head
+
+    def on_train_epoch_start(self) -> None:
+        self.backbone.eval()
 
     def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        return torch.optim.SGD(self.head.parameters(), lr=0.01)
 
 
-def new_net(name: str) -> nn.Module:
-    """Equal at each call."""
-    torch.manual_seed(0)
-    if name == "vit":
-        return VisionTransformer(img_size=32, patch_size=4, embed_dim=192, depth=12, num_heads=3, num_classes=10)
-    if name == "resnet18":
-        return create_model("resnet18", num_classes=10)
-    return CifarResNet(int(name.removeprefix("resnet")))
-
-
-class Pool(nn.Module):
-    """The mean over the image."""
-
-    def forward(self, features):
-        return features.mean(dim=(2, 3))
-
-
-class Token(nn.Module):
-    """The one that the head of a vision transformer looks at."""
-
-    def forward(self, tokens):
-        return tokens[:, 0]
-
-
-class Embedding(nn.Module):
-    """The tokens that the first block of a vision transformer is given."""
-
-    def __init__(self, net: VisionTransformer) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, images):
-        return self.net.norm_pre(self.net.patch_drop(self.net._pos_embed(self.net.patch_embed(images))))
-
-
-def parts_of(net: nn.Module) -> list[nn.Module]:
-    """What a careful user cuts it into: the parts that run one behind the other, the head among the last."""
-    if isinstance(net, CifarResNet):
-        stem = nn.Sequential(net.conv1, net.bn1, nn.ReLU())
-        return [stem, *net.layer1, *net.layer2, *net.layer3, nn.Sequential(Pool(), net.linear)]
-    if isinstance(net, ResNet):
-        stem = nn.Sequential(net.conv1, net.bn1, net.act1, net.maxpool)
-        layers = [*net.layer1, *net.layer2, *net.layer3, *net.layer4]
-        return [stem, *layers, nn.Sequential(net.global_pool, net.fc)]
-    return [Embedding(net), *net.blocks, nn.Sequential(net.norm, Token(), net.fc_norm, net.head_drop, net.head)]
-
-
-@dataclass
 class Times(Callback):
-    """Notes when steps and epochs begin."""
+    """CPU time at the beginning of each epoch and step."""
 
-    device: torch.device
-    steps: list[float] = field(default_factory=list)
-    epochs: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.epochs: list[float] = []
+        self.steps: list[float] = []
 
     def on_train_epoch_start(self, trainer, pl_module):
-        self.epochs.append(self._now())
+        self.epochs.append(time.process_time())
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.current_epoch >= EPOCHS_BEFORE:
-            self.steps.append(self._now())
+        self.steps.append(time.process_time())
 
-    def medians(self) -> tuple[float, float]:
-        """Seconds from a step to the next one of its epoch, and from an epoch to the next one."""
-        epochs = [later - one for one, later in itertools.pairwise(self.epochs[EPOCHS_BEFORE:])]
+    def on_train_end(self, trainer, pl_module):
+        self.epochs.append(time.process_time())
+
+    def milliseconds(self) -> tuple[float, float]:
+        """Of a step from the second epoch on: the median, and the mean with everything between epochs."""
         steps = [later - one for one, later in itertools.pairwise(self.steps)]
-        del steps[BATCHES - 1 :: BATCHES]
-        return statistics.median(steps), statistics.median(epochs)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        inside = [one for at, one in enumerate(steps) if at >= BATCHES and (at + 1) % BATCHES]
+        mean = (self.epochs[-1] - self.epochs[1]) / (len(self.epochs) - 2) / BATCHES
+        return 1e3 * statistics.median(inside), 1e3 * mean
 
 
-def train(net: nn.Module, data: object, device: torch.device, *callbacks: Callback) -> tuple[float, float]:
-    """Train, and return the seconds of a step and of an epoch."""
-    times = Times(device)
+def fitted(model: Model, data: Any) -> tuple[tuple[float, float], torch.Tensor]:
+    """Milliseconds of a step, and the trained weights."""
+    times = Times()
     trainer = lightning.Trainer(
-        max_epochs=EPOCHS_BEFORE + EPOCHS + 1,
-        accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1,
+        max_epochs=EPOCHS,
+        accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[times, *callbacks],
+        callbacks=[times],
     )
-    named = {"datamodule" if isinstance(data, lightning.LightningDataModule) else "train_dataloaders": data}
-    with quiet(), contextlib.redirect_stdout(io.StringIO()):  # the callback prints a table
-        trainer.fit(Model(net), **named)
-    return times.medians()
+    torch.manual_seed(2)
+    with quiet(), contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(model, data)
+    return times.milliseconds(), nn.utils.parameters_to_vector(model.head.parameters()).detach()
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet56")
+    parser.add_argument("--networks", nargs="+", default=["resnet18", "vit_small", "minilm"])
+    parser.add_argument("--heads", type=int, nargs="+", default=[1, 3], help="numbers of layers")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--depths", type=int, nargs="+", help="frozen depths to measure; all by default")
-    parser.add_argument("--host-bytes", type=int, default=10**9)
-    parser.add_argument("--size", type=int, default=32, help="of the images, in pixels")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
-    stats.COMPARED_STEPS = sys.maxsize  # or it would stop where it does not pay
-    device = options.device
-    images = torch.randn(BATCHES * options.batch_size, 3, options.size, options.size)
-    labels = torch.randint(10, (len(images),))
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    torch.set_num_threads(1)
     print(
-        f"{options.model}, batch {options.batch_size}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"lightning {lightning.__version__}, {hardware}, host_bytes={options.host_bytes}"
+        f"batch {options.batch_size}, one thread, torch {torch.__version__}, lightning {lightning.__version__}, "
+        f"{platform.machine()}\n"
     )
-    print("frozen     cached    by hand   cached/by hand   epochs")
-
-    def loader(rows: torch.Tensor) -> DataLoader:
-        return DataLoader(TensorDataset(rows, labels), options.batch_size, shuffle=True)
-
-    ratios = []
-    for frozen in options.depths or range(1, len(parts_of(new_net(options.model)))):
-        cut = parts_of(new_net(options.model))
+    print("| network | head | plain, ms | cached, ms (mean) | by hand, ms (mean) | difference, ms |")
+    print("|---|---|---|---|---|---|")
+    for name in options.networks:
+        _, width, sample = backbone_of(name)
+        draw = torch.Generator().manual_seed(0)
+        count = BATCHES * options.batch_size
+        if sample.is_floating_point():
+            samples = torch.randn(count, *sample.shape, generator=draw)
+        else:
+            samples = torch.randint(30_000, (count, *sample.shape), generator=draw)
+        labels = torch.randint(10, (count,), generator=draw)
         with torch.no_grad():
-            front = nn.Sequential(*cut[:frozen]).eval()
-            activations = torch.cat([front(batch) for batch in images.split(options.batch_size)])
-        pairs = []
-        with tempfile.TemporaryDirectory() as cache_dir:
-            for _ in range(options.pairs + 1):
-                freezing = KnowledgeGuidedFreezing(ScriptedPolicy({1: frozen}))
-                cache = FrozenPrefixCache(
-                    loader(images), cache_dir=cache_dir, min_free_bytes=0, host_bytes=options.host_bytes
-                )
-                ours = train(new_net(options.model), cache, device, freezing)
-                assert freezing.frozen_depth == frozen
-                assert cache.stats.values, cache.stats
-                by_hand = nn.Sequential(*parts_of(new_net(options.model))[frozen:])
-                pairs.append((ours, train(by_hand, loader(activations), device)))
-        del pairs[0]  # it records
-        step, epoch = (statistics.median(ours[i] / hand[i] for ours, hand in pairs) for i in (0, 1))
-        ours, hand = (statistics.median(one[0] for one in column) for column in zip(*pairs, strict=True))
-        ratios.append(step)
-        times = f"{ours * 1e3:7.2f} ms {hand * 1e3:7.2f} ms"
-        print(f"{frozen:6d} {times} {step:16.3f} {epoch:8.3f}", flush=True)
-    print(f"cached/by hand: median {statistics.median(ratios):.3f}, largest {max(ratios):.3f}")
+            backbone = backbone_of(name)[0].eval()
+            started = time.process_time()
+            features = torch.cat([backbone(batch) for batch in samples.split(options.batch_size)])
+            forward = 1e3 * (time.process_time() - started) / BATCHES
+
+        def loader(rows: torch.Tensor, labels: torch.Tensor = labels) -> DataLoader:
+            return DataLoader(TensorDataset(rows, labels), options.batch_size, shuffle=True)
+
+        for layers in options.heads:
+            pairs = []
+            with tempfile.TemporaryDirectory() as folder:
+                for _ in range(options.pairs + 1):
+                    cache = FrozenPrefixCache(loader(samples), cache_dir=folder, min_free_bytes=0)
+                    ours, found = fitted(Model(backbone_of(name)[0], head_of(width, layers)), cache)
+                    assert cache.stats.off is None, cache.stats.off
+                    hand, wanted = fitted(Model(nn.Identity(), head_of(width, layers)), loader(features))
+                    assert torch.equal(found, wanted)
+                    pairs.append((ours, hand))
+            del pairs[0]  # it writes the entries
+            columns = [
+                [statistics.median(one[at] for one in runs) for at in (0, 1)] for runs in zip(*pairs, strict=True)
+            ]
+            (ours, ours_mean), (hand, hand_mean) = columns
+            more = statistics.median(one[0] - other[0] for one, other in pairs)
+            times = f"{hand + forward:.0f} | {ours:.2f} ({ours_mean:.2f}) | {hand:.2f} ({hand_mean:.2f}) | {more:.2f}"
+            print(f"| {name} | {layers} | {times} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,107 @@ neighbours, and what is left of a step with nothing frozen.
 """
 
 import argparse
+import contextlib
+import io
+import itertools
 import platform
 import statistics
+import time
+from dataclasses import dataclass, field
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.cached_step import BATCHES, new_net, parts_of, train
+from benchmarks.proof.run import quiet
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.demos.resnet import CifarResNet
+
+BATCHES = 16
+EPOCHS_BEFORE = 3  # one finds the chain and freezes, one records, one reads everything once
+EPOCHS = 4  # that are timed
+
+
+class Model(lightning.LightningModule):
+    """Trains a network."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def new_net(name: str) -> CifarResNet:
+    """Equal at each call."""
+    torch.manual_seed(0)
+    return CifarResNet(int(name.removeprefix("resnet")))
+
+
+class Pool(nn.Module):
+    """The mean over the image."""
+
+    def forward(self, features):
+        return features.mean(dim=(2, 3))
+
+
+def parts_of(net: CifarResNet) -> list[nn.Module]:
+    """What a careful user cuts it into: the parts that run one behind the other, the head among the last."""
+    stem = nn.Sequential(net.conv1, net.bn1, nn.ReLU())
+    return [stem, *net.layer1, *net.layer2, *net.layer3, nn.Sequential(Pool(), net.linear)]
+
+
+@dataclass
+class Times(Callback):
+    """Notes when steps and epochs begin."""
+
+    device: torch.device
+    steps: list[float] = field(default_factory=list)
+    epochs: list[float] = field(default_factory=list)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.epochs.append(self._now())
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch >= EPOCHS_BEFORE:
+            self.steps.append(self._now())
+
+    def medians(self) -> tuple[float, float]:
+        """Seconds from a step to the next one of its epoch, and from an epoch to the next one."""
+        epochs = [later - one for one, later in itertools.pairwise(self.epochs[EPOCHS_BEFORE:])]
+        steps = [later - one for one, later in itertools.pairwise(self.steps)]
+        del steps[BATCHES - 1 :: BATCHES]
+        return statistics.median(steps), statistics.median(epochs)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def train(net: nn.Module, data: object, device: torch.device, *callbacks: Callback) -> tuple[float, float]:
+    """Train, and return the seconds of a step and of an epoch."""
+    times = Times(device)
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS_BEFORE + EPOCHS + 1,
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[times, *callbacks],
+    )
+    named = {"datamodule" if isinstance(data, lightning.LightningDataModule) else "train_dataloaders": data}
+    with quiet(), contextlib.redirect_stdout(io.StringIO()):  # the callback prints a table
+        trainer.fit(Model(net), **named)
+    return times.medians()
 
 
 def frozen_by_hand(name: str, frozen: int) -> nn.Module:

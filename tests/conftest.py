@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import surroundings
 import torch
+import untimed
 from leftovers import REPOSITORY as REPOSITORY
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
@@ -84,5 +85,5 @@ def _fit_changes_only_what_it_owns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _caches_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether they do is decided by the time that batches take, and no test depends on that; see `test_policy.py`."""
-    for name, value in {"COMPARED_BATCHES": 10**6, "READ_ROW_S": 0.0, "READ_BYTES_PER_S": float("inf")}.items():
+    for name, value in {"COMPARED_BATCHES": 10**6, **untimed.FREE}.items():
         monkeypatch.setattr(f"lightning_egeria.caching.policy.{name}", value)

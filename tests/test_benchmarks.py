@@ -13,7 +13,7 @@ from conftest import REPOSITORY
     "arguments",
     [
         ["step_time.py", "--depth", "8", "--pairs", "1", "--every", "2"],
-        ["cached_step.py", "--model", "resnet8", "--pairs", "1", "--depths", "1"],
+        ["cached_step.py", "--networks", "resnet18", "--heads", "1", "--batch-size", "2", "--pairs", "1"],
         ["communication.py", "--rate", "0", "--runs", "1", "--steps", "6", "--depths", "2"],
         ["snapshot.py", "--width", "16", "--depth", "1", "--repeats", "1"],
         ["branch_tuning.py", "--seeds", "0", "--epochs", "1"],

@@ -25,6 +25,9 @@ class Lookahead(Protocol):
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """While the model runs on the last batch, which is not trained as it is."""
 
+    def follow(self) -> None:
+        """Have the ids of all batches known from the next pass on."""
+
     def wrap_collate(self, wrap: Callable[[Any], Any]) -> None:
         """Have the user's collate function wrapped, at least until something is frozen."""
 
@@ -83,6 +86,7 @@ class BatchSource:
     def __iter__(self) -> Iterator[tuple[Any, tuple[Any, ...] | None]]:
         # At once, as the user's does: it draws a random number and starts the workers.
         if self.lookahead is not None:
+            self.lookahead.follow()
             if self._wrap_collate is not None:
                 self.lookahead.wrap_collate(self._wrap_collate)
             return self._looked_at(iter(self.loader), self.lookahead)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -180,7 +181,7 @@ class FrozenPrefixCache(WrappingDataModule):
         arrived = cache.arrived_for_training if training else cache.arrived_for_validation
         line = cache.lines.get(name)
         if line is None or not line.goes_on_with(loader):
-            epochs = self._epochs if training else lambda once: (0, None)
+            epochs = self._epochs if training else self._passes()
             line = Line(loader, make_stream, epochs, arrived, lambda: cache.begins(name))
             cache.add(name, line)
         if training:
@@ -193,6 +194,22 @@ class FrozenPrefixCache(WrappingDataModule):
     def _epochs(self, once: bool) -> tuple[int, int | None]:
         epochs = getattr(self.trainer, "max_epochs", None) or -1
         return self.trainer.current_epoch if self.trainer is not None else 0, epochs if epochs > 0 and once else None
+
+    def _passes(self) -> Callable[[bool], tuple[int, int | None]]:
+        """Return what tells the number of a pass over validation data, and of all passes; None if that is not known."""
+        count = itertools.count()
+
+        def passes(once: bool) -> tuple[int, int | None]:
+            trainer: Any = self.trainer
+            if trainer.sanity_checking:
+                return 0, None
+            epochs, every = getattr(trainer, "max_epochs", None) or -1, trainer.check_val_every_n_epoch or 0
+            known = once and epochs > 0 and every > 0 and trainer.val_check_interval == 1.0
+            number = next(count)
+            left = epochs // every - trainer.current_epoch // every if known else 0
+            return number, number + left if known else None
+
+        return passes
 
     def _turn_off(self, reason: str) -> None:
         self._stats, self._validation_stats = CacheStats(off=reason), CacheStats(off=reason)

@@ -30,6 +30,7 @@ from lightning_egeria.training.notices import Notices
 
 AGREEING = 8  # rows in batches of another size with the bits of the entries, before it is used
 COUNT_EVERY_S = 1.0
+QUICK_BYTES = 2**20  # that are copied sooner than another thread begins
 
 
 class Found(NamedTuple):
@@ -137,10 +138,19 @@ class CachedValue:
             self.device.drop(number)
         self.verified[entries] = False
 
+    def is_quick(self, entries: Rows, pin: bool) -> bool:
+        """Whether rows are in memory, and few bytes: then no other thread need read them."""
+        if self.device.holds(entries).all():
+            return True
+        return not pin and len(entries) * self.form.row_bytes < QUICK_BYTES and bool(self.host.holds(entries).all())
+
     def read(self, entries: Rows, pin: bool) -> Found:
         """Read rows."""
         host, form = self.host, self.form  # the first may be released meanwhile
-        sound, held = np.ones(len(entries), bool), host.holds(entries)
+        sound = np.ones(len(entries), bool)
+        if self.device.holds(entries).all():
+            return Found(self.device.take(entries), sound, self.stamps[entries])
+        held = host.holds(entries)
         if held.all() and not pin:
             return Found(host.take(entries), sound, self.stamps[entries])
         data = room_for((len(entries), *form.stored_shape), form.stored_dtype, pin)
@@ -247,7 +257,13 @@ class Recording:
         if self._has_room(values, value, size):
             self._stats.to_write += len(places)
             host, others = rows.cpu(), tuple(one for one in reversed(values) if one is not value)
-            self._writer.submit(lambda: self._write(value, others, entries[new], host, encoded, made[new]), size)
+
+            def job() -> None:
+                started = time.thread_time()
+                self._write(value, others, entries[new], host, encoded, made[new])
+                self._stats.seconds_saved -= time.thread_time() - started
+
+            self._writer.submit(job, size)
 
     def finish(self) -> None:
         """Wait until everything is written."""

@@ -271,6 +271,7 @@ class FrozenModule(Replacement):
         args, kwargs = pytree.tree_unflatten(flat, spec)
         if not self.owner.has_inside(self.path):
             return super().__call__(*args, **kwargs)
+        self.owner.place_inside(self.path)
         return self.original(*args, **kwargs)
 
     def _run_on_values(self, flat: list[Any], spec: pytree.TreeSpec, reason: str | None = None) -> Any:
@@ -521,6 +522,8 @@ class FrozenModules:
             for path, module in before.modules.items():
                 if path in self.modules:
                     self.modules[path].is_open |= module.is_open
+        self._placed: dict[int, Replacement] = {}
+        self._chosen: tuple[Any, list[Replacement]] | None = None
         self.sequences = _sequences_of(self)
         self._encoders = _encoders_of(self)
         self._uncompiled = contextlib.ExitStack()
@@ -584,6 +587,10 @@ class FrozenModules:
             and len(self._parameters) == len(list(self.model.parameters()))
         )
 
+    def trains_as_before(self) -> bool:
+        """Whether the same parameters train as when the modules were found."""
+        return self._training() == self._signature[0]
+
     def is_part_of(self, other: FrozenModules) -> bool:
         """Whether the modules on which kept values depend are frozen in another set, too."""
         return all(
@@ -591,29 +598,55 @@ class FrozenModules:
         )
 
     def _modes(self) -> tuple[list[bool], list[bool]]:
-        return [*map(self.trains, self._parameters)], [part.training for part in self._parts]
+        return self._training(), [part.training for part in self._parts]
+
+    def _training(self) -> list[bool]:
+        """Which parameters train."""
+        if self._prefix is None or not self._prefix.shown_parameters:
+            return [one.requires_grad for one in self._parameters]
+        return [*map(self.trains, self._parameters)]
 
     def _is_frozen(self, module: nn.Module) -> bool:
         return not any(map(self.trains, module.parameters()))
 
     def begin(self, batch: CachedBatch) -> None:
         """Have a batch go through the network; the one before it has ended."""
-        for one in self._placed():
-            one.put()
+        for one in self._to_place():
+            self._place(one)
         self._uncompiled.enter_context(eager())
         self.batch, self.thread = batch, get_ident()
 
     def end(self) -> None:
         """Leave the network as it was. Safe to call twice."""
-        for one in reversed(self._placed()):
-            one.restore()
+        while self._placed:
+            self._placed.popitem()[1].restore()
         self._uncompiled.close()
         self.batch = None
         while self._leaving:
             self._left_out(self._leaving.pop())
 
-    def _placed(self) -> list[Replacement]:
+    def _all(self) -> list[Replacement]:
         return [*self.modules.values(), *self.sequences, *self._encoders, *self._others]
+
+    def _to_place(self) -> list[Replacement]:
+        """What a batch begins with: not what is inside a module on whose recorded calls kept values depend."""
+        closed = {path for path in self._watched if path in self.modules and not self.modules[path].is_open}
+        state = closed, len(self.modules), len(self.sequences)
+        if self._chosen is None or self._chosen[0] != state:
+            self._chosen = state, [one for one in self._all() if closed.isdisjoint(_parents_of(one.path))]
+        return self._chosen[1]
+
+    def _place(self, one: Replacement) -> None:
+        if id(one) not in self._placed:
+            self._placed[id(one)] = one
+            one.put()
+
+    def place_inside(self, path: str) -> None:
+        """A module runs on lazy tensors in this batch, so those inside it are called."""
+        closed = {other for other in self.modules if other.startswith(f"{path}.") and not self.modules[other].is_open}
+        for one in self._all():
+            if one.path.startswith(f"{path}.") and closed.isdisjoint(_parents_of(one.path)):
+                self._place(one)
 
     def leave_out_unused(self) -> None:
         """From the next batch on, have modules run as without the cache that were called in vain: nothing is kept."""
@@ -723,6 +756,16 @@ class FrozenModules:
             for state in self._watched.values():
                 restored.enter_context(state.preserved())
             yield
+
+
+def _parents_of(path: str) -> list[str]:
+    """Return the paths of the modules that a module is inside of.
+
+    >>> _parents_of("net.layers.0")
+    ['net', 'net.layers']
+    """
+    names = path.split(".")
+    return [".".join(names[:count]) for count in range(1, len(names))]
 
 
 class TrueTensors(FrozenModules):

@@ -51,12 +51,13 @@ class Line:
         make_stream: makes the stream; gets the dataset, and a function that loads tensors of a batch's samples.
         epochs: returns the number of the epoch, and of all epochs or None.
         arrived: called with each batch that is handed on, or None for one without the cache; and at the end.
-        begins: called when a pass over the data begins.
+        begins: called when a pass over the data begins; returns whether a batch of it may be cached.
 
     Attributes:
         stream: plans, serves and records.
         loader: what to give to Lightning: a copy of the user's loader.
         last: the batch that was handed on last, or its plan if it has nothing to do with the cache.
+        is_followed: whether somebody asks for the ids of batches, or looks at batches ahead.
         wrap: returns a collate function to use in the place of the user's where nothing is cached; None: the user's.
     """
 
@@ -66,9 +67,10 @@ class Line:
         make_stream: Callable[[PlannedDataset, Any], Stream],
         epochs: Callable[[bool], tuple[int, int | None]],
         arrived: Callable[[CachedBatch | None], None],
-        begins: Callable[[], None],
+        begins: Callable[[], bool],
     ) -> None:
         self.last: CachedBatch | Plan | None = None
+        self.is_followed = False
         self.wrap: Callable[[Any], Any] | None = None
         self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
         self.stream = make_stream(self._dataset, self._load)
@@ -91,7 +93,7 @@ class Line:
         return True
 
     def _followed(self, loader: DataLoader[Any]) -> Any:
-        kind = type(loader)
+        kind = self._kind = type(loader)
 
         def batches(loader: Any) -> Iterator[Any]:
             """A loop of Lightning gets planned batches; all others get ordinary ones."""
@@ -110,7 +112,10 @@ class Line:
         self._dataset.dataset, self._dataset.collate = loader.dataset, loader.collate_fn
         self._dataset.collate_plain = self.wrap(loader.collate_fn) if self.wrap is not None else loader.collate_fn
         epoch, epochs = self._epochs(has_samples_once(loader))
-        self._begins()
+        if not self._begins() and not self.is_followed:
+            self.stop_workers()
+            self.last = None
+            return self._kind.__iter__(loader)
         self.stream.begin_epoch(epoch, epochs, loader.num_workers > 0, len(loader), is_shuffled(loader))
         # At once, as the user's does: it draws a random number and starts the workers.
         planned, self._workers = self._planned(loader)
@@ -192,7 +197,10 @@ class Line:
                     return
                 waited = time.perf_counter() - started
                 self.stream.accounts.race.arrived(loaded.plan.number, waited)
+                started = time.perf_counter()
                 *given, cached = self.stream.receive(loaded, waited)
+                if cached is not None:
+                    cached.around += time.perf_counter() - started
                 self.last = cached if cached is not None else loaded.plan
                 del loaded
                 self._arrived(cached)
@@ -272,6 +280,10 @@ class CachedLookahead:
     def wrap_collate(self, wrap: Callable[[Any], Any]) -> None:
         """Have the collate function wrapped where nothing is cached."""
         self._line.wrap = wrap
+
+    def follow(self) -> None:
+        """Have the ids of all batches known from the next pass on, whether anything is cached or not."""
+        self._line.is_followed = True
 
     def last(self, batch: Rows) -> Looked | None:
         """Return what is known of the last batch; None of one without the cache."""

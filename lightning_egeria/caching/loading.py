@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, default_collate_fn_map
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate, default_collate_fn_map
 
 from lightning_egeria.batches.worker_calls import answer_calls, this_worker
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.errors import StoreError
 from lightning_egeria.lazy.keys import Keys
 from lightning_egeria.lazy.meta import Meta
-from lightning_egeria.lazy.sending import send
+from lightning_egeria.lazy.sending import SentRows, send
 from lightning_egeria.lazy.tape import Node, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, show, stack
 from lightning_egeria.snapshots.contents import changed, moving_of
@@ -33,6 +34,7 @@ from lightning_egeria.stores.samples import (
     STAMP_BYTES,
     Absent,
     FieldMemory,
+    copied,
     encode,
     leaves_of,
     with_descriptions,
@@ -50,7 +52,29 @@ def _collate(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
     return stack(batch) if isinstance(batch[0], Node) else torch.stack(batch, 0)
 
 
-default_collate_fn_map[LazyTensor] = default_collate_fn_map[Node] = _collate
+_GENERATOR = "a global random generator"
+
+
+@contextlib.contextmanager
+def _knows_lazy_tensors() -> Iterator[None]:
+    """Have torch's own collate function, which the user's may call, stack lazy tensors."""
+    default_collate_fn_map[LazyTensor] = default_collate_fn_map[Node] = _collate
+    try:
+        yield
+    finally:
+        del default_collate_fn_map[LazyTensor], default_collate_fn_map[Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A leaf of all samples, collated; it stands for the leaf of one sample."""
+
+    values: Any
+
+
+def _values_of(batch: list[_Column], *, collate_fn_map: Any = None) -> Any:
+    (column,) = batch
+    return column.values
 
 
 class PlannedDataset:
@@ -82,6 +106,9 @@ class PlannedDataset:
             return Loaded(self.collate_plain(self.fetch(plan.ids, plan.seeds)), plan)
         size = len(plan.ids)
         stored = self._stored(plan)
+        if len(stored) == size and not plan.keeps and (columns := self._by_columns(plan, stored)) is not None:
+            return Loaded(columns, plan, (True,) * size, (None,) * size, (this_worker(),) * size, plan.structure)
+        stored = {position: [copied(leaf) for leaf in leaves] for position, leaves in stored.items()}
         missing = [position for position in range(size) if position not in stored]
         loaded, drew = self._watched(plan, missing) if missing else ([], None)
         if drew is None and not self._come_alone(plan, missing, loaded):
@@ -98,7 +125,35 @@ class PlannedDataset:
         kept = samples if plan.keeps else None
         found = self.batch_of(plan, copy.deepcopy(samples) if kept is not None else samples)
         found.structure, found.drew, found.kept = structures[0], drew, kept
+        found.varies = drew == _GENERATOR and plan.mode is Mode.PROBE and self._vary(plan, found.fields)
         return found
+
+    def _vary(self, plan: Plan, fields: Sequence[bytes | None]) -> bool:
+        """Whether most samples of a batch are others if they are loaded again."""
+        with preserved_random_state():
+            again = map(_fields_of, self.fetch(plan.ids, plan.seeds))
+            return 2 * sum(one != other for one, other in zip(fields, again, strict=True)) > len(fields)
+
+    def _by_columns(self, plan: Plan, stored: dict[int, list[Any]]) -> Any:
+        """What torch's own collate function makes of samples that are all stored, leaf by leaf and not one by one.
+
+        Returns:
+            The batch, with `SentRows` for its inputs; None if the user has another function, or inputs are not alike.
+        """
+        if self.collate is not default_collate or default_collate_fn_map[Tensor] is not collate_tensor_fn:
+            return None
+        columns, number = [], 0
+        for leaves in zip(*(stored[position] for position in range(len(stored))), strict=True):
+            first = leaves[0]
+            if isinstance(first, Absent):
+                if any(leaf[:3] != first[:3] for leaf in leaves):
+                    return None
+                meta = Meta(first.shape, first.stride, first.torch_dtype, torch.device("cpu"))
+                columns.append(_Column(SentRows(number, meta)))
+            else:
+                columns.append(_Column(default_collate(list(leaves))))
+            number += type(first) in (Tensor, Absent)
+        return collate([with_leaves(plan.structure, iter(columns))], collate_fn_map={_Column: _values_of})
 
     def batch_of(self, plan: Plan, samples: Kept) -> Loaded:
         """Collate samples that are there."""
@@ -107,19 +162,24 @@ class PlannedDataset:
         tape = Tape(Keys(), size, lambda places: self.tensors(plan, places), lambda: None)
         # Torch's collate function looks a type up, and does no more with a tensor: a node will do.
         shown: Callable[[Node], Any] = as_it_is if self.collate is default_collate else show
-        found, fields = dict[int, Any](), dict[int, bytes | None]()
+        started = time.perf_counter()
+        # Before collate, which may change them.
+        fields = {at: _fields_of(sample, None if probe else inputs) for at, sample in samples.loaded.items()}
+        recording = time.perf_counter() - started if get_worker_info() is None else 0.0
+        found = dict[int, Any]()
         for position, sample in samples.loaded.items():
-            fields[position] = _fields_of(sample, None if probe else inputs)  # before collate, which may change it
             found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs, shown)))
         for position, leaves in samples.stored.items():
             found[position] = with_leaves(plan.structure, iter(_with_rows(tape, leaves, position, shown)))
-        batch = self.collate([found[position] for position in range(size)])
+        with _knows_lazy_tensors():
+            batch = self.collate([found[position] for position in range(size)])
         return Loaded(
             send(batch, keep_rows=bool(samples.stored)),
             plan,
             tuple(position in samples.stored for position in range(size)),
             tuple(fields.get(position) for position in range(size)),
             (this_worker(),) * size,
+            recording=recording,
         )
 
     def tensors(self, plan: Plan, places: list[tuple[int, int]]) -> list[Tensor]:
@@ -175,7 +235,7 @@ class PlannedDataset:
         moving, state = moving_of(self.dataset), RandomState.current()
         samples = self.fetch([plan.ids[position] for position in positions], _some(plan.seeds, positions))
         if plan.seeds is None and RandomState.current() != state:
-            return samples, "a global random generator"
+            return samples, _GENERATOR
         path = changed(moving, moving_of(self.dataset))
         return samples, None if path is None else f"the dataset's attribute {path!r}"
 

@@ -103,9 +103,11 @@ class Loaded:
         workers: worker process that has loaded each sample; None for this process.
         structure: structure of the samples; None if they differ.
         drew: what loading the samples drew from or changed: a global random generator, or an attribute of the dataset.
+        varies: whether most samples are others if they are loaded again; looked at in a probe only.
         differ: whether samples differ in their structure, so that the batch has none.
         together: whether the dataset makes batches of them, so that samples have no entries.
         kept: the samples; None if they are not wanted.
+        recording: seconds in which samples were digested, if that was in this process; a worker does it meanwhile.
     """
 
     batch: Any
@@ -115,9 +117,11 @@ class Loaded:
     workers: tuple[Worker | None, ...] = ()
     structure: Any = None
     drew: str | None = None
+    varies: bool = False
     differ: bool = False
     together: bool = False
     kept: Kept | None = None
+    recording: float = 0.0
 
     def pin_memory(self, device: Any = None) -> Loaded:
         """Pin all tensors that are there, as the DataLoader asks."""

@@ -8,13 +8,14 @@ import hashlib
 import operator
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lightning_egeria.caching import policy
-from lightning_egeria.caching.entries import CachedValue, CachedValues
+from lightning_egeria.caching.entries import CachedValue, CachedValues, Found
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.serve import Read
@@ -152,7 +153,8 @@ class Planner:
             level = self._values.in_folder(folder)
             doubtful = ~level.verified[entries] if level is not None else np.ones(len(entries), bool)
             stored[(stored == number) & doubtful] = -1
-        return dataclasses.replace(plan, stored=tuple(stored.tolist()))
+        kept = tuple(stored.tolist())
+        return plan if kept == plan.stored else dataclasses.replace(plan, stored=kept)
 
     def received(self, loaded: Loaded) -> list[Read]:
         """A planned batch is there; return the reads of its rows."""
@@ -262,7 +264,11 @@ class Planner:
     def _read(self, plan: Plan, value: CachedValue, places: Rows, entries: Rows) -> Read:
         """Begin to read the rows of some samples."""
         read = partial(value.read, entries[places], self.pins)
-        return Read(value, places, self._values.reader.submit(plan.number, read))
+        if not value.is_quick(entries[places], self.pins):
+            return Read(value, places, self._values.reader.submit(plan.number, read))
+        future: Future[Found] = Future()
+        future.set_result(read())
+        return Read(value, places, future)
 
     def _places_to_check(self, source: Rows) -> Rows:
         """Places of samples whose entries are compared with what is computed: few, in few batches."""

@@ -9,18 +9,21 @@ from __future__ import annotations
 import dataclasses
 
 CHEAP_SHARE = 0.1  # of the work behind a value: what takes less from a value that is kept is not kept itself
-READ_BYTES_PER_S = 2e9  # from memory; a disk is slower, and read ahead
-READ_ROW_S = 3e-6  # to look up, check and copy a row, however small
+READ_BYTES_PER_S = 1e9  # with what is copied and checked; a disk may be slower, and is read ahead
+READ_ROW_S = 5e-6  # to look up, check and copy a row, however small
+SERVE_BATCH_S = 5e-4  # to plan a batch and to record what its step asks for
+RECORD_ROW_S = 5e-5  # to digest a sample, and to write its row, however small
+RECORD_BYTES_PER_S = 4e8  # of both
 MOST_VALUES = 32  # cached at a time
 ASKED_TO_KEEP = 2  # batches that ask for a value that the probe did not see, before it is kept
-CALLED_IN_VAIN = (
-    4  # batches that call a frozen module for values that are not kept, before it runs as without the cache
-)
+CALLED_IN_VAIN = 4  # batches that call a frozen module in vain, before it runs as without the cache
 PROBES = 10  # batches that may show nothing, before the cache stops
 STABLE_BATCHES = 2  # in which a frozen module must stay as it is, before its calls wait for their use
 CHANGES_TO_LEAVE = 2  # of the weights of a frozen module, before it runs as without the cache
 DIFFERENCES_TO_STOP = 2  # between entries and what the frozen modules compute
-CHECK_SHARE = 1 / 40  # of the rows that came from entries, so many are computed again to compare them
+CHECK_SHARE = 1 / 40  # of the first rows that came from entries, so many are computed again to compare them
+CHECKED_EARLY = 64  # rows; from then on fewer, because what computes them takes long beside what serves them
+LATER_CHECK_SHARE = 1 / 400  # of further rows
 LEAST_RETURNED = 16  # samples that must be the same again before any is left out
 OTHER = 6  # batches in a row that ask for no cached value, or none of their samples, before the cache stops
 STRANGE = 20  # batches, before the cache stops because it serves too few samples
@@ -43,6 +46,8 @@ class Costs:
         seconds: to compute the batch from values that are kept, or from the samples.
         all_seconds: to compute it from the samples.
         from_kept: whether a kept value is behind it.
+        sample_bytes: of what a sample is digested from.
+        reads: how often each row is read in the rest of the run; None if that is not known.
     """
 
     rows: int
@@ -50,6 +55,8 @@ class Costs:
     seconds: float
     all_seconds: float
     from_kept: bool
+    sample_bytes: int = 0
+    reads: int | None = None
 
 
 def why_not_keep(costs: Costs, values: int) -> str | None:
@@ -64,19 +71,25 @@ def why_not_keep(costs: Costs, values: int) -> str | None:
     'it is cheap to compute from what is kept'
     >>> why_not_keep(Costs(rows=32, row_bytes=10**7, seconds=0.01, all_seconds=0.01, from_kept=False), values=0)
     'reading it would take longer than computing it'
+    >>> why_not_keep(Costs(32, 2048, 0.003, 0.003, from_kept=False, reads=1), values=0)
+    'it would be read too seldom to make up for writing it'
     """
     if values >= MOST_VALUES:
         return f"{MOST_VALUES} values are kept already"
     if costs.from_kept and costs.seconds < CHEAP_SHARE * costs.all_seconds:
         return "it is cheap to compute from what is kept"
-    if read_seconds(costs.rows, costs.row_bytes) > costs.seconds:
+    gain = costs.seconds - read_seconds(costs.rows, costs.row_bytes)
+    if gain < 0:
         return "reading it would take longer than computing it"
+    row_bytes = costs.row_bytes + costs.sample_bytes
+    if costs.reads is not None and costs.reads * gain < costs.rows * (RECORD_ROW_S + row_bytes / RECORD_BYTES_PER_S):
+        return "it would be read too seldom to make up for writing it"
     return None
 
 
 def read_seconds(rows: int, row_bytes: int) -> float:
-    """Return the seconds that reading rows takes, as far as it can be told before."""
-    return rows * (READ_ROW_S + row_bytes / READ_BYTES_PER_S)
+    """Return the seconds that serving rows of a batch takes, as far as it can be told before."""
+    return SERVE_BATCH_S + rows * (READ_ROW_S + row_bytes / READ_BYTES_PER_S)
 
 
 def may_probe(seconds: float, batches: int | None, shuffled: bool) -> bool:
@@ -104,7 +117,8 @@ def checks(served: int, checked: int, size: int) -> bool:
     >>> checks(served=64, checked=0, size=16), checks(served=640, checked=0, size=16)
     (False, True)
     """
-    return checked + size <= CHECK_SHARE * served
+    early = CHECKED_EARLY / CHECK_SHARE
+    return checked + size <= CHECK_SHARE * min(served, early) + LATER_CHECK_SHARE * max(0.0, served - early)
 
 
 def pays(served: float, computed: float, batches: int | None) -> bool | None:

@@ -162,6 +162,8 @@ class CachedBatch:
         outputs: what the program got, by computation, if it is looked at.
         ready: outputs in memory for these rows, by computation.
         seconds: that it took to serve or compute what was asked for.
+        recording: seconds of these, and of the wait, in which entries were made.
+        around: seconds that the cache took around the step.
         served: whether all of that came from entries.
         is_timed: whether its time tells what reading entries takes, or computing.
         was_touched: what first needed an input that was not loaded, in words; None if nothing did.
@@ -189,12 +191,14 @@ class CachedBatch:
         self.was_touched: str | None = None
         self.other_shape: tuple[int, ...] | None = None
         self.seconds, self.served = 0.0, True
+        self.recording, self.around = loaded.recording, 0.0
         self.problem: str | None = None
         self.may_be_chance = False
         self.whole_fields: tuple[bytes | None, ...] = ()
         self.waiting: list[tuple[CachedValue, Node, Tensor]] = []
         self._noted: set[int] = set()
         self._made: set[int] = set()  # nodes whose values were computed from the samples
+        self._at_once: set[int] = set()  # outputs that may become entries, and were not asked for yet
         self._is_over = self._is_kept = self._doubts = False
         self._depth = 0
         self._is_same: bool | None = None
@@ -250,7 +254,8 @@ class CachedBatch:
         frozen = self.frozen
         if frozen is None or frozen is not self._stream.frozen or node.name == UNKNOWN or self._depth:
             return node.compute()
-        if node.value is not None and (not self.eager or node.number in self._noted):
+        is_new = node.number in self._at_once and self._stream.values.has(node.key)
+        if node.value is not None and not is_new and (not self.eager or node.number in self._noted):
             return node.value
         self._depth += 1
         started = time.perf_counter()
@@ -273,10 +278,13 @@ class CachedBatch:
         """Return the value of all rows."""
         self.demands += 1
         value = self._stream.values.of(node.key, node.meta.shape[1:]) if node.meta.shape else None
-        if not self.defers:  # the frozen modules have run
+        if not self.defers or node.number in self._at_once:  # the frozen modules have run
             found = node.compute()
-            self._ran(slice(None), from_samples=True)
-            self._made.add(node.number)
+            if node.number in self._at_once:
+                self._at_once.remove(node.number)
+            else:
+                self._ran(slice(None), from_samples=True)
+                self._made.add(node.number)
             if value is not None:
                 self.matches += 1
                 value.asked = self._stream.epoch
@@ -333,8 +341,6 @@ class CachedBatch:
             self._ran(slice(None), from_samples)
         if from_samples:
             self._made.add(node.number)
-        elif frozen is not None and before:
-            pass
         return found
 
     def _some_rows(self, node: Node, places: Rows) -> Tensor | None:
@@ -406,6 +412,7 @@ class CachedBatch:
         if not self.eager and (is_kept or starts):
             self._ran(slice(None), from_samples)
             self._made.update(node.number for node in nodes if from_samples)
+            self._at_once.update(node.number for node in nodes if is_kept)
 
     def _ran(self, rows: Any, from_samples: bool) -> None:
         self.ran[rows] = True
@@ -430,7 +437,10 @@ class CachedBatch:
         self.rejected = max(self.rejected, int((~sound).sum()))
         if not sound.any() or not self.frozen_is_same():
             return have, None
-        rows = value.form.from_memory(data.to(frozen.device, non_blocking=True))
+        data = data.to(frozen.device, non_blocking=True)
+        if value.device.capacity and read.rows is None and sound.all():
+            value.device.put(self.entries[read.places], data)
+        rows = value.form.from_memory(data)
         if read.rows is not None or not sound.all() or not read_rows.all():
             kept = (np.cumsum(read_rows) - 1)[chosen[sound]]
             rows = rows[torch.from_numpy(kept).to(rows.device)]

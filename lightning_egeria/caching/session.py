@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -71,13 +72,17 @@ class CacheSession(Observer):
         found = self._found.get(name == "training")
         line.stream.start(found if found is not None and len(found) else None, keep=False)
 
-    def begins(self, name: str) -> None:
-        """A pass over the data of a loader begins."""
+    def begins(self, name: str) -> bool:
+        """A pass over the data of a loader begins; return whether a batch of it may be cached."""
         self._end()
-        if name == "training":
+        training = name == "training"
+        if training:
             self._look(training=True, walk=True)
         else:  # the model is put into evaluation mode before the first batch arrives
             self._walks = True
+        found = self._found.get(training)
+        is_known = found is not None and found.trains_as_before()
+        return self.lines[name].stream.frozen is not None or not is_known or freezing_of(self._trainer) is not None
 
     def arrived_for_training(self, batch: CachedBatch | None) -> None:
         """A training batch is on its way to its step."""
@@ -177,11 +182,13 @@ class CacheSession(Observer):
             return
         if frozen is None or frozen not in self._found.values():  # planned before that changed
             frozen = batch.frozen = TrueTensors(self._trainer.lightning_module)
+        started = time.perf_counter()
         if (path := frozen.missing()) is not None:
             for line in self.lines.values():
                 line.stream.stop(f"the frozen module {path!r} was replaced, or its forward")
         self._active = frozen
         frozen.begin(batch)
+        batch.around += time.perf_counter() - started
 
     def _end(self) -> None:
         """The batch in the network is over."""
@@ -189,7 +196,9 @@ class CacheSession(Observer):
         if frozen is None or frozen.batch is None:
             return
         batch = frozen.batch
+        started = time.perf_counter()
         frozen.end()
+        batch.around += time.perf_counter() - started
         batch.finish()
 
     def _settle(self, all_but: int = 0) -> None:

@@ -61,8 +61,9 @@ class CacheStats:
 class Accounts:
     """Counts samples, and compares the time of cached batches with the time of others.
 
-    The time of a batch is the wait for it, and the time to serve or compute what the program asks of frozen modules. If
-    that does not decide, whole steps are compared.
+    The time of a batch is the wait for it, and the time to serve or compute what the program asks of frozen modules;
+    in a batch that is served also what the cache does around the step, and in one that is computed without what writing
+    entries takes. If that does not decide, whole steps are compared.
 
     Attributes:
         race: of whole steps.
@@ -108,23 +109,24 @@ class Accounts:
         stats.loaded_after_all += lazy if batch.was_touched else 0
         if not batch.is_timed or batch.eager:
             return
-        seconds = (batch.waited + batch.seconds) / samples
+        seconds = batch.waited + batch.seconds
         # Entries that were read and did not fit are the cache's work, too.
         is_served = kept and (ran == advanced or entries == samples)
         if is_served:
-            self._hits.append(seconds)
+            self._hits.append((seconds + batch.around) / samples)
             self._samples = samples
             self._served += samples
             self.race.served()
         elif ran == samples and not advanced:
-            self._misses.append(seconds)
+            self._misses.append((seconds - batch.recording) / samples)
+            stats.seconds_saved -= batch.recording + batch.around
             self._miss_waits.append(batch.waited)
         if not is_served:
             return
         if self._gain is not None:
             stats.seconds_saved += samples * self._gain
         elif self._misses:
-            estimate = samples * (statistics.median(self._misses) - statistics.median(self._hits))
+            estimate = samples * (statistics.median(self._misses) - self._hits[-1])
             self._estimate, stats.seconds_saved = self._estimate + estimate, stats.seconds_saved + estimate
 
     @contextlib.contextmanager
@@ -156,7 +158,8 @@ class Accounts:
             return self._after_race()
         if not self._misses:
             return None
-        hit, miss = statistics.median(self._hits), statistics.median(self._misses)
+        # Batches of which some rows have no entry take as long as others, so the mean counts.
+        hit, miss = statistics.fmean(self._hits), statistics.median(self._misses)
         verdict = policy.pays(hit, miss, batches)
         if verdict is not None:
             self._judged = True
@@ -235,4 +238,6 @@ class Habits:
 def _with_entries(batch: CachedBatch) -> int:
     """Number of its samples whose entries are read."""
     places = [read.places for read in batch.reads]
+    if len(places) == 1:
+        return len(places[0])
     return len(np.unique(np.concatenate(places))) if places else 0

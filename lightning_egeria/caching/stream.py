@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -205,6 +206,11 @@ class Stream:
         reads = self._planner.received(loaded)
         if loaded.together and self.frozen is not None:
             self.stop("the dataset's __getitems__ makes batches, whose samples are not those of its __getitem__")
+        if loaded.varies and self.frozen is not None:
+            self.stop(
+                "samples change at random each time they are loaded. Pass augmentation_views to cache some variants of "
+                "each, or augment behind the frozen layers"
+            )
         if self.frozen is not None and (plan.mode is Mode.PLAIN or plan.version != self._versions):
             self.stats.misses += len(plan.ids)
         if plan.mode is Mode.PLAIN:
@@ -260,10 +266,8 @@ class Stream:
             if problem is not None and not any(kept) and not any(map(self._is_kept, outputs)):
                 self._problem(batch, node, value, problem)
             return
-        costs = self._costs(node, value)
-        if (reason := policy.why_not_keep(costs, len(self.values))) is not None:
-            self.stats.not_kept = reason
-            batch.matches += 1
+        costs = self._costs(batch, node, value)
+        if not self._pays(batch, costs):
             return
         paths = paths_behind(node)
         frozen.watch(paths)
@@ -271,6 +275,8 @@ class Stream:
             with self.accounts.spending(), frozen.preserved():
                 problem, exact = try_rows(node, value, [] if batch.eager else self._starts(node))
             sizes = BatchSizes(batch.samples)
+            if problem is None and not self._pays(batch, self._costs(batch, node, value)):
+                return  # the first run of a module takes longer than others
         else:
             problem, exact, sizes = None, True, BatchSizes(batch.samples, proven=False)
         if problem is None and self.outside.stamps(node) is None:
@@ -306,7 +312,15 @@ class Stream:
         # A tensor of the program with that length, position embeddings say, passes for rows of the batch.
         batch.may_be_chance = outside and batch.samples in value.shape[1:]
 
-    def _costs(self, node: Node, value: Tensor) -> policy.Costs:
+    def _pays(self, batch: CachedBatch, costs: policy.Costs) -> bool:
+        """Whether a value should be kept; if not, the statistics tell why."""
+        reason = policy.why_not_keep(costs, len(self.values))
+        if reason is not None:
+            self.stats.not_kept = reason
+            batch.matches += 1
+        return reason is None
+
+    def _costs(self, batch: CachedBatch, node: Node, value: Tensor) -> policy.Costs:
         kept = {one for one in node.before(lambda _: False) if one is not node and self._is_kept(one)}
         behind = node.before(lambda one: one in kept)
         everything = node.before(lambda _: False)
@@ -316,6 +330,8 @@ class Stream:
             seconds=_seconds(behind),
             all_seconds=_seconds(everything),
             from_kept=bool(kept) and not any(one.row is not None for one in behind),
+            sample_bytes=max((len(one) for one in batch.fields if one is not None), default=0),
+            reads=None if self._epochs is None else (self._epochs - self.epoch - 1) // max(1, self._views),
         )
 
     def _starts(self, node: Node) -> list[Node]:
@@ -400,8 +416,10 @@ class Stream:
         made = self.outside.stamps(node)
         if made is None or self.frozen is None or not batch.frozen_is_same():
             return
+        started = time.perf_counter()
         fields, lazy = [batch.fields[place] for place in places], [batch.lazy[place] for place in places]
         self.values.recording.write(self.values.all, value, batch.entries[places], rows, fields, lazy, made[places])
+        batch.recording += time.perf_counter() - started
 
     # --- the end of a batch ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.batches.tree import change_leaves
-from lightning_egeria.lazy.meta import stacked
+from lightning_egeria.lazy.meta import Meta, stacked
 from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
 from lightning_egeria.lazy.tensors import LazyTensor, plain, show
 
@@ -52,6 +52,14 @@ class _Step:
     """An earlier step, among the arguments of an operation."""
 
     number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SentRows:
+    """A lazy tensor that stacks tensor ``number`` of each sample, in the order of the plan; ``row`` is what one is."""
+
+    number: int
+    row: Meta
 
 
 def send(batch: Any, keep_rows: bool = False) -> Any:
@@ -173,9 +181,12 @@ def receive(batch: Any, tape: Tape) -> Any:
     named: dict[int, Node] = {}
     shown: dict[int, Tensor] = {}
 
-    def once(sent: Sent) -> Tensor:
+    def once(sent: Sent | SentRows) -> Tensor:
         if id(sent) not in shown:
-            shown[id(sent)] = arrive(sent)
+            if isinstance(sent, SentRows):
+                shown[id(sent)] = show(tape.rows_of(sent.number, sent.row))
+            else:
+                shown[id(sent)] = arrive(sent)
         return shown[id(sent)]
 
     def arrive(sent: Sent) -> Tensor:
@@ -208,7 +219,7 @@ def receive(batch: Any, tape: Tape) -> Any:
         vars(lazy).update(sent.attributes)
         return lazy
 
-    return change_leaves(batch, Sent, once)
+    return change_leaves(batch, (Sent, SentRows), once)
 
 
 def operation(name: str) -> Any:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.lazy.keys import Keys, Of
-from lightning_egeria.lazy.meta import MOST_BYTES, Meta, is_small, version_of
+from lightning_egeria.lazy.meta import MOST_BYTES, Meta, is_small, stacked, version_of
 from lightning_egeria.snapshots.digests import same_bits, with_gaps
 
 UNKNOWN = -1  # key of a value that something outside the tape has made or changed
@@ -28,24 +28,37 @@ UNKNOWN = -1  # key of a value that something outside the tape has made or chang
 _SIZED = (["view"], ["_unsafe_view"], ["reshape"], ["expand"])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Call:
     """A recorded operation.
 
-    Attributes:
+    Args:
         run: the operation; takes the arguments, returns a tensor or a tree with tensors.
-        flat: leaves of the arguments, with nodes for tensors.
+        flat: leaves of the arguments, with nodes for tensors; or a function that makes them when they are wanted.
         spec: their structure.
         written: places, among ``flat``, of the nodes that the operation changes in place. It gets copies, and these
             are results of the call too, behind the others.
         sized: whether the second argument is the number of samples in the batch.
     """
 
-    run: Callable[..., Any]
-    flat: tuple[Any, ...]
-    spec: pytree.TreeSpec
-    written: tuple[int, ...] = ()
-    sized: bool = False
+    __slots__ = ("_flat", "run", "sized", "spec", "written")
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        flat: tuple[Any, ...] | Callable[[], tuple[Any, ...]],
+        spec: pytree.TreeSpec,
+        written: tuple[int, ...] = (),
+        sized: bool = False,
+    ) -> None:
+        self.run, self.spec, self.written, self.sized = run, spec, written, sized
+        self._flat = flat
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """Leaves of the arguments."""
+        if not isinstance(self._flat, tuple):
+            self._flat = self._flat()
+        return self._flat
 
     def __call__(self, values: Mapping[Node, Tensor], size: int | None = None) -> list[Tensor]:
         """Run it with these values for its nodes, and another number of samples; return all its results."""
@@ -182,6 +195,12 @@ class Node:
                 sibling.value = value
 
 
+@functools.cache
+def _spec_of_a_stack(count: int) -> pytree.TreeSpec:
+    """Structure of the arguments of `torch.stack`."""
+    return pytree.tree_flatten((([0] * count,), {}))[1]
+
+
 class Tape:
     """The recorded operations on the tensors of one batch.
 
@@ -213,7 +232,7 @@ class Tape:
         self.is_over = False
         self._load_rows = load_rows
         self._touched = touched
-        self._count = itertools.count()
+        self._count = 0
         self._shown: list[weakref.ref[Tensor]] = []
         self._outsiders = itertools.count()  # more than there are ids: that of a dead one comes again
         self._outside: dict[int, tuple[weakref.ref[Tensor], int, Node]] = {}
@@ -221,7 +240,34 @@ class Tape:
     def row(self, position: int, number: int, meta: Meta, value: Tensor | None = None) -> Node:
         """Return the node of tensor ``number`` of the sample at ``position``."""
         key = self.keys.number(("row", number, position))
-        return Node(self, meta, key, row=(position, number), value=value, number=next(self._count))
+        return Node(self, meta, key, row=(position, number), value=value, number=self._next())
+
+    def rows_of(self, number: int, meta: Meta) -> Node:
+        """Return the node that stacks tensor ``number`` of each sample, in the order of the plan.
+
+        Most steps never ask for the rows themselves, so their nodes are made when they are wanted.
+        """
+        if self.order is None:
+            self.order = list(range(self.size))
+        first = self._next(self.size)
+
+        def rows() -> tuple[Node, ...]:
+            keys = [self.keys.number(("row", number, position)) for position in range(self.size)]
+            return tuple(
+                Node(self, meta, key, row=(position, number), number=first + position)
+                for position, key in enumerate(keys)
+            )
+
+        call = Call(torch.ops.aten.stack.default, rows, _spec_of_a_stack(self.size))
+        key = self.keys.number(("rows", number, 0))
+        node = Node(self, stacked(meta, self.size), key, call, rows=number, number=self._next())
+        node.siblings = (node,)
+        return node
+
+    def _next(self, count: int = 1) -> int:
+        """Return the next of the numbers of nodes, and take so many."""
+        self._count += count
+        return self._count - count
 
     def is_shared(self, lazy: Any) -> bool:
         """Whether another lazy tensor that the program holds shares the memory of this one."""
@@ -233,7 +279,7 @@ class Tape:
         if found is not None and _is_still(tensor, *found):
             return found[2]
         value = with_gaps(tensor, MOST_BYTES) if is_small(tensor) else tensor
-        meta, number = Meta.of(tensor), next(self._count)
+        meta, number = Meta.of(tensor), self._next()
         node = Node(self, meta, ("outside",), value=value, version=version_of(value), number=number)
         self._outside[id(tensor)] = (weakref.ref(tensor), version_of(tensor), node)
         return node
@@ -286,7 +332,7 @@ class Tape:
     ) -> tuple[Node, ...]:
         """Return new nodes for the results of a call, with their names."""
         nodes = tuple(
-            Node(self, meta, name, call, rows=rows, number=next(self._count))
+            Node(self, meta, name, call, rows=rows, number=self._next())
             for name, meta in zip(names, metas, strict=True)
         )
         run: object = call.run
@@ -368,7 +414,7 @@ class Tape:
         for lazy in self.held():
             if lazy.node.root is root:
                 value = lazy.node.ask()
-                lazy.node = Node(self, lazy.node.meta, UNKNOWN, value=value, number=next(self._count))
+                lazy.node = Node(self, lazy.node.meta, UNKNOWN, value=value, number=self._next())
 
     def change(self) -> None:
         """Prepare for a change in place: what a lazy tensor stands for afterwards has no name."""
@@ -376,7 +422,7 @@ class Tape:
         self._share_memory()
         for lazy in self.held():
             value = lazy.node.ask()
-            lazy.node = Node(self, lazy.node.meta, UNKNOWN, value=value, number=next(self._count))
+            lazy.node = Node(self, lazy.node.meta, UNKNOWN, value=value, number=self._next())
 
 
 def _is_still(tensor: Tensor, reference: weakref.ref[Tensor], version: int, node: Node) -> bool:

@@ -37,6 +37,9 @@ class ReadAhead:
 
     def used(self, number: int) -> None:
         """Batch ``number`` is wanted now, or over: jobs for those before it are not."""
+        if not self._jobs:  # only the caller adds some
+            self._used = max(self._used, number)
+            return
         with self._changed:
             self._used = max(self._used, number)
             self._changed.notify_all()

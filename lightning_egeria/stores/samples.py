@@ -202,7 +202,7 @@ class FieldMemory:
         self._room = MEMORY_BYTES
 
     def get(self, stamp: int, read: Callable[[], bytes]) -> list[Any] | None:
-        """Return the leaves, which the program may change; None if the fields are gone, damaged or of another sample.
+        """Return the leaves, to be read or `copied`; None if the fields are gone, damaged or of another sample.
 
         Args:
             stamp: of the fields.
@@ -218,7 +218,7 @@ class FieldMemory:
             if size <= self._room:  # samples come at random: those that are there serve as well as others
                 self._leaves[stamp] = leaves
                 self._room -= size
-        return [_copied(leaf) for leaf in leaves]
+        return leaves
 
     def _decoded(self, fields: bytes) -> list[Any] | None:
         try:
@@ -231,7 +231,8 @@ class FieldMemory:
         return leaves if known else None
 
 
-def _copied(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
+    """Return a leaf that the program may change."""
     if type(leaf) is Tensor:
         return leaf.clone()
     return leaf.copy() if isinstance(leaf, (list, np.ndarray)) else leaf

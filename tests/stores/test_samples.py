@@ -14,6 +14,7 @@ from lightning_egeria.stores.samples import (
     Absent,
     FieldMemory,
     Opaque,
+    copied,
     decode,
     encode,
     is_numbers,
@@ -126,10 +127,11 @@ def _leaves():
     return [torch.arange(3), Absent.of(torch.zeros(2)), np.arange(2), [1, 2], "cat"]
 
 
-def test_memory_gives_leaves_that_may_be_changed():
+def test_copies_of_leaves_in_memory_may_be_changed():
     fields, memory = encode(_leaves()), FieldMemory(5, (1,))
     for read in (fields, b""):
-        tensor, _, array, numbers, _ = found = memory.get(stamp_of(fields), lambda read=read: read)
+        leaves = memory.get(stamp_of(fields), lambda read=read: read)
+        tensor, _, array, numbers, _ = found = [copied(leaf) for leaf in leaves]
         assert bits(found) == bits(_leaves())
         tensor.add_(1)
         array += 1

@@ -22,6 +22,7 @@ from unittest import mock
 import lightning as L
 import numpy as np
 import torch
+import untimed
 from lightning.pytorch.loggers import Logger
 from programs.parts import data_of, loader
 
@@ -206,8 +207,8 @@ def ran(program, cached, folder, seed=0, disk_seconds=0.0):
     run, handler, logger = Run(cached, folder), _Messages(), logging.getLogger("lightning.pytorch")
     logger.addHandler(handler)
     # Times decide nothing here: all that can be kept is kept.
-    untimed = {"COMPARED_BATCHES": sys.maxsize, "READ_ROW_S": 0.0, "READ_BYTES_PER_S": float("inf"), "CHEAP_SHARE": 0.0}
-    never_judged = mock.patch.multiple("lightning_egeria.caching.policy", **untimed)
+    values = {"COMPARED_BATCHES": sys.maxsize, "CHEAP_SHARE": 0.0, **untimed.FREE}
+    never_judged = mock.patch.multiple("lightning_egeria.caching.policy", **values)
     L.seed_everything(seed, verbose=False)
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)  # else only the first run of a process warns
