@@ -158,7 +158,7 @@ def steps_of(layers: int, with_callback: bool) -> tuple[float, float]:
     marks: list[float] = []
 
     freezing = KnowledgeGuidedFreezing(
-        FreezingPolicy(pretrained=True, trial_progress=None), evaluate_every_n_steps=10**6, background=False
+        FreezingPolicy(pretrained=True, trial=False), evaluate_every_n_steps=10**6, background=False
     )
     callbacks = [Starts(marks), *([freezing] if with_callback else []), Stops(marks)]
     trainer = L.Trainer(

@@ -33,7 +33,7 @@ class Alternating(KnowledgeGuidedFreezing):
 
     def __init__(self, every: int, block: int, warm_up: int) -> None:
         # It compares at any rate, and never freezes.
-        watching = FreezingPolicy(1e-30, pretrained=True, trial_progress=None, peer_tolerance=0)
+        watching = FreezingPolicy(1e-30, pretrained=True, trial=False, peer_tolerance=0)
         super().__init__(watching, evaluate_every_n_steps=every, background=True)
         self.block, self.warm_up = block, warm_up
         self.means: dict[bool, list[float]] = {True: [], False: []}

@@ -40,8 +40,8 @@ assert any(event.kind == "freeze" for event in converged.events), converged.even
 assert all(event.kind == "freeze" or "learning rate" in event.reason for event in converged.events)
 """,
     "4_fine_tuning": """
-assert trials[0.5].frozen_depth >= trials[0.95].frozen_depth, frontier.losses
-assert frontier.losses, trials[0.95].events
+assert trials[float("inf")].frozen_depth >= trials[0].frozen_depth, frontier.losses
+assert frontier.losses, trials[0].events
 assert freezing.frozen_depth >= 1, freezing.events
 assert data.stats.hits > 0, data.stats
 """,

@@ -128,11 +128,11 @@ def scripted(schedule=None, **arguments):
 
 def eager_policy():
     """Freezes whatever was measured twice."""
-    return FreezingPolicy(tolerance=1e9, patience=2, pretrained=True, peer_tolerance=0, trial_progress=None)
+    return FreezingPolicy(tolerance=1e9, patience=2, pretrained=True, peer_tolerance=0, trial=False)
 
 
 def never():
-    return FreezingPolicy(tolerance=1e-12, pretrained=True, peer_tolerance=0, trial_progress=None)
+    return FreezingPolicy(tolerance=1e-12, pretrained=True, peer_tolerance=0, trial=False)
 
 
 def eager_slopes():

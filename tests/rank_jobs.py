@@ -132,4 +132,4 @@ class Deciding(FreezingPolicy):
     """One that decides soon."""
 
     def __init__(self):
-        super().__init__(patience=1, pretrained=True, trial_progress=None, peer_tolerance=0.9)
+        super().__init__(patience=1, pretrained=True, trial=False, peer_tolerance=0.9)

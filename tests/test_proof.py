@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.proof import ages, compare, costs, figures, inside, results, workloads
+from benchmarks.proof import ages, compare, costs, figures, inside, loss_by_depth, results, workloads
 from benchmarks.proof import run as run_module
 from benchmarks.proof.controls import (
     AutoFreeze,
@@ -481,6 +481,25 @@ def test_the_published_tables_are_what_the_files_give(path):
     assert path.read_text() == figures.table(runs, results.costs_of(path.parts[-3], path.parts[-2]))
     beside = path.with_name("sensitivity.md")
     assert (beside.read_text() if beside.is_file() else "") == figures.sensitivity(runs)
+
+
+def test_the_published_losses_are_what_the_files_give():
+    assert loss_by_depth.PUBLISHED.read_text() == loss_by_depth.table()
+
+
+@pytest.mark.parametrize(
+    ("method", "batches", "depth"),
+    [
+        ("plain", {"0": 50}, None),
+        ("half", {"0": 1, "4": 49}, 4),
+        ("frozen3_cached", {"0": 1, "3 miss": 20, "3 hit": 20, "3 off": 9}, 3),
+        ("frozen3_from50", {"0": 2, "3": 48}, None),
+        ("cached", {"0": 2, "3 miss": 20, "5 hit": 28}, None),
+        ("gradual", {"7": 50}, None),
+    ],
+)
+def test_a_run_counts_for_the_depth_that_it_stays_at(method, batches, depth):
+    assert loss_by_depth.depth_of({"method": method, "curve": [{"batches": batches}]}) == depth
 
 
 def test_the_readme_shows_what_the_files_give():

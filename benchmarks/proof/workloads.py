@@ -18,7 +18,7 @@ THAWING = ("lpft", "gradual")
 FINE_TUNING = (*SHORT, *FIXED, *THAWING)
 LITE0 = "{data}/checkpoints/tf_efficientnet_lite0.safetensors"
 # As the runs that are kept of the small networks were made.
-WITHOUT_TRIAL = "callbacks.freezing.policy.trial_progress=null"
+WITHOUT_TRIAL = "callbacks.freezing.policy.trial=false"
 # The plain run made as short as one of these takes.
 SHORTENED = {
     "shortened": ("freezing", "cached"),
@@ -114,6 +114,24 @@ WORKLOADS = {
         ),
         views=0,
         selects="in_batch",
+    ),
+    "newsgroups_minilm": Workload(
+        "val/acc",
+        None,
+        FINE_TUNING,
+        (
+            "data.root={data}/newsgroups",
+            "data.vocabulary={data}/checkpoints/all_minilm_l6_v2_vocab.txt",
+            "model.weights={data}/checkpoints/all_minilm_l6_v2_int8.safetensors",
+        ),
+        views=0,
+    ),
+    "imagenette_efficientnet": Workload(
+        "val/acc",
+        None,
+        FINE_TUNING,
+        ("data.root={data}/imagenette", f"model.weights={LITE0}"),
+        views=0,
     ),
     "finetune_imagenette_resnet20": Workload(
         "val/acc",

@@ -60,6 +60,21 @@ def check_arguments(
         raise ArgumentError(f"timeout_s must be greater than 0, got {timeout_s}")
 
 
+def check_max_loss(max_loss_points: float, policy: object) -> None:
+    """Check the loss that the user accepts.
+
+    Raises:
+        ArgumentError: if it is negative or not a number, or the policy would ignore it.
+    """
+    if not max_loss_points >= 0:
+        raise ArgumentError(f"max_loss_points must be at least 0, got {max_loss_points}")
+    if max_loss_points and policy is not None and not (isinstance(policy, FreezingPolicy) and policy.trial):
+        raise ArgumentError(
+            f"max_loss_points sets how deep the trial of FreezingPolicy goes, and this {type(policy).__name__} makes "
+            "none. Leave it out"
+        )
+
+
 def policy_for(given: Policy | None, written_with: str | None) -> Policy:
     """Return the policy of a `fit`, a copy of the given one.
 

@@ -10,7 +10,12 @@ from rich import get_console
 from torch import Tensor
 
 from lightning_egeria.errors import NothingTrainedError
-from lightning_egeria.freezing.arguments import check_arguments, explain_arguments_of_policies, policy_for
+from lightning_egeria.freezing.arguments import (
+    check_arguments,
+    check_max_loss,
+    explain_arguments_of_policies,
+    policy_for,
+)
 from lightning_egeria.freezing.comparison import ReferenceComparison, comparison_of
 from lightning_egeria.freezing.decide import Decider, LastEvaluation
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
@@ -48,6 +53,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         freeze_until: limit of the prefix. A path: up to and including that module. A number in [0, 1]: that share of
             the layer modules at most; 0 freezes nothing and lets a cache serve what you have frozen. None sets no
             limit. The last layer module never freezes.
+        max_loss_points: loss of the metric, in points, that you accept for time when weights are pre-trained; at
+            least 0, ``float("inf")`` is as fast as it gets. It sets how deep a trial goes, and without one freezes what
+            lost at most so much on the tasks of the proof. No promise: compare with a run with ``freeze_until=0``.
         evaluate_every_n_steps: optimizer steps between two evaluations; None is a fiftieth of the run, at least 8.
             Plasticity is the change over this interval, so a shorter one needs a lower tolerance.
         evaluation_samples: largest number of samples of a batch to compare; at least 2.
@@ -76,6 +84,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         policy: Policy | None = None,
         layer_modules: Sequence[str] | None = None,
         freeze_until: str | float | None = None,
+        max_loss_points: float = 0.0,
         evaluate_every_n_steps: int | None = None,
         evaluation_samples: int = 32,
         reference_precision: Precision = "auto",
@@ -86,7 +95,9 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     ) -> None:
         super().__init__(layer_modules, freeze_until, allow_untested)
         check_arguments(policy, evaluate_every_n_steps, evaluation_samples, reference_precision, timeout_s)
+        check_max_loss(max_loss_points, policy)
         self.policy = policy
+        self.max_loss_points = max_loss_points
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.evaluation_samples = evaluation_samples
         self.reference_precision = reference_precision
@@ -197,7 +208,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             return
         policy = FreezingPolicy() if self.policy is None else self.policy
         trial = self._decider.trial if self._decider is not None and self.freezer is not None else None
-        may_want_one = isinstance(policy, FreezingPolicy) and policy.pretrained and policy.trial_progress is not None
+        may_want_one = isinstance(policy, FreezingPolicy) and policy.pretrained and policy.trial
         wanted = may_want_one if self.freezer is None else trial is not None and not trial.over
         if wanted and Branches.possible(trainer):
             feed = Feed.install(trainer, self, lambda: self._try_depths(trainer, feed))
@@ -248,7 +259,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             self._decider.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        self._decider.start_trial(trainer, norms)
+        self._decider.start_trial(trainer, norms, self.max_loss_points)
         return [comparison, MetricsLog(trainer, self._decider)]
 
     def stop_method(self) -> None:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_egeria.distributed.ranks import DepthBroadcast
 from lightning_egeria.freezing.comparison import ReferenceComparison
+from lightning_egeria.freezing.loss_limits import LossLimits, limits_of
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import untrained_behind
 from lightning_egeria.freezing.trial import DepthTrial, Frontier
@@ -51,6 +52,7 @@ class Decider:
         last_evaluation: latest evaluation that the policy saw.
         trial: trial of depths that comes before the policy decides; None without one.
         declined: why the trial chose to freeze nothing; None if it did not.
+        limits: what the user accepts to lose; None before `start_trial`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Decider:
         self.comparison = comparison
         self.trial: DepthTrial | None = None
         self.declined: str | None = None
+        self.limits: LossLimits | None = None
         self.plasticity: tuple[float, ...] | None = None
         self.last_evaluation: LastEvaluation | None = None
         self._gave_up = False
@@ -72,13 +75,21 @@ class Decider:
         """The losses of the trial; None before its end, and without a trial."""
         return self.trial.frontier if self.trial is not None else None
 
-    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool]) -> None:
+    @property
+    def points_lost_in_proof(self) -> float | None:
+        """The most that the limits cost on a task of the proof; None where they have not set the depth."""
+        concluded = isinstance(self.policy, FreezingPolicy) and self.policy.concluded
+        return self.limits.points if self.limits is not None and concluded else None
+
+    def start_trial(self, trainer: pl.Trainer, norms: Mapping[str, bool], max_loss_points: float = 0.0) -> None:
         """Start a trial of depths if the policy wants one and the Trainer can run it.
 
         Args:
             trainer: the Trainer.
             norms: output of `evidence`; in front of an untrained part, a trial would show little.
+            max_loss_points: loss that the user accepts.
         """
+        self.limits = limits_of(max_loss_points)
         if not isinstance(self.policy, FreezingPolicy) or not self.policy.wants_trial:
             return
         if not Branches.possible(trainer):
@@ -87,7 +98,7 @@ class Decider:
         self.policy.start_trial()
         untrained = untrained_behind(norms, self.freezer.chain, self.freezer.ranks)
         notices = self.comparison.notices
-        self.trial = DepthTrial(trainer, self.freezer, self.policy, notices, self.max_depth, untrained)
+        self.trial = DepthTrial(trainer, self.freezer, self.policy, self.limits, notices, self.max_depth, untrained)
 
     def try_depths(self, feed: Feed) -> Decision | None:
         """Run the trial of depths before a batch, if it is due, and return its decision.

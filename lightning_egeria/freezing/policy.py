@@ -71,7 +71,7 @@ class FreezingPolicy(Annealing):
 
     With ``pretrained=True``, the callback freezes after the second step, to the depth that a trial of some steps finds.
     It begins with all but 3 layer modules, and goes shallower while steps there lower the loss clearly faster.
-    Where steps cannot be tried (manual optimization), and with ``trial_progress=None``, the first two evaluations
+    Where steps cannot be tried (manual optimization), and with ``trial=False``, the first two evaluations
     compare the layer modules with one another instead: the deepest prefix freezes whose last layer module moves less
     than ``peer_tolerance`` times the one that moves most.
 
@@ -87,12 +87,11 @@ class FreezingPolicy(Annealing):
             depth; ``"never"`` does not.
         unfreeze_lr_factor: drop of the learning rate within one step that unfreezes, or its inverse as a rise; in
             (0, 1).
-        trial_progress: for ``pretrained=True``: a depth is kept if the next shallower one needs this share of its steps
-            to get as far; in (0, 1]. Lower freezes deeper; 0.95 gives up about what 5 % fewer steps would. None makes
-            no trial.
+        trial: for ``pretrained=True``: whether a trial sets the depth. Without one, layer modules are compared.
 
     Attributes:
         depth: number of layer modules the policy has frozen.
+        concluded: whether the depth of pre-trained weights is set, by a trial or where none is possible; it stays.
 
     Raises:
         ArgumentError: if an argument is out of range.
@@ -115,7 +114,7 @@ class FreezingPolicy(Annealing):
         peer_tolerance: float = 0.01,
         unfreeze_on: Literal["annealing", "never"] = "annealing",
         unfreeze_lr_factor: float = 0.1,
-        trial_progress: float | None = 0.95,
+        trial: bool = True,
     ) -> None:
         super().__init__(unfreeze_on, unfreeze_lr_factor)
         if not tolerance > 0:
@@ -125,16 +124,14 @@ class FreezingPolicy(Annealing):
             raise ArgumentError(f"pretrained must be True, False or 'auto', got {pretrained!r}")
         if not 0 <= peer_tolerance < 1:
             raise ArgumentError(f"peer_tolerance must be in [0, 1), got {peer_tolerance}")
-        if trial_progress is not None and not 0 < trial_progress <= 1:
-            raise ArgumentError(f"trial_progress must be in (0, 1], or None for no trial, got {trial_progress}")
         self.tolerance = tolerance
         self.patience = patience
         self.pretrained: bool | Literal["auto"] = "auto" if pretrained == "auto" else bool(pretrained)
         self.peer_tolerance = peer_tolerance
-        self.trial_progress = trial_progress
+        self.trial = trial
         self.depth = 0
         self._in_trial = False
-        self._concluded = False  # a trial has set the depth
+        self.concluded = False
         self._max_depth = 0
         self._at_rest: list[int] = []  # evaluations in a row below the limit, per last layer module of a prefix
         self._first: list[list[float]] = []  # first plasticities, to compare pre-trained layer modules with one another
@@ -154,7 +151,7 @@ class FreezingPolicy(Annealing):
     @property
     def wants_trial(self) -> bool:
         """Whether a trial should tell the depth, once `start` was called."""
-        return self._trained and self.trial_progress is not None and not self._concluded and self._max_depth > 0
+        return self._trained and self.trial and not self.concluded and self._max_depth > 0
 
     def start_trial(self) -> None:
         """A trial begins; no reference is needed until it is over."""
@@ -162,16 +159,16 @@ class FreezingPolicy(Annealing):
 
     def conclude(self, depth: int) -> None:
         """Take the depth that a trial found; it stays."""
-        self.depth, self._in_trial, self._concluded = depth, False, True
+        self.depth, self._in_trial, self.concluded = depth, False, True
 
     def compare_layers(self) -> None:
         """Make no trial: compare layer modules with one another."""
-        self.trial_progress, self._in_trial = None, False
+        self.trial, self._in_trial = False, False
 
     @property
     def wants_reference(self) -> bool:
         """Whether more layer modules may freeze, and the learning rate is low enough or nearly so."""
-        if self._concluded or self._in_trial:
+        if self.concluded or self._in_trial:
             return False
         return self.depth < self._max_depth and (self._trained or self._has_fallen_to(PEAK_SHARE_TO_MEASURE))
 
@@ -207,7 +204,7 @@ class FreezingPolicy(Annealing):
         first epoch of a warm-up, for example), where weights cannot move.
         """
         self._observed = True
-        if self._concluded or self._in_trial:
+        if self.concluded or self._in_trial:
             return None
         if (decision := self._jumped(learning_rate)) is not None:
             self.depth, self._at_rest, self._first, self._compares = 0, [], [], self._trained
@@ -283,8 +280,8 @@ class FreezingPolicy(Annealing):
         return {
             "depth": self.depth,
             "pretrained": self.pretrained,
-            "concluded": self._concluded,
-            "trial": self.trial_progress is not None,
+            "concluded": self.concluded,
+            "trial": self.trial,
             "at_rest": list(self._at_rest),
             "first": [list(row) for row in self._first],
             "compares": self._compares,
@@ -305,9 +302,9 @@ class FreezingPolicy(Annealing):
             if answer not in (True, False, "auto"):
                 raise ValueError(f"pretrained is {answer!r}")
             self.pretrained = answer if self.pretrained == "auto" else self.pretrained
-            self._concluded = bool(state.get("concluded", False))
+            self.concluded = bool(state.get("concluded", False))
             if not state.get("trial", False):  # it compares layer modules, or was written before there were trials
-                self.trial_progress = None
+                self.trial = False
             self._at_rest = [count_of(count) for count in state["at_rest"]]
             self._first = [[number_of(value) for value in row] for row in state["first"]]
             if any(len(row) <= self._max_depth for row in self._first):

@@ -54,6 +54,8 @@ class Savings:
         gradient_bytes_before: bytes of gradients that a step exchanges with nothing frozen; None with one process.
         gradient_bytes_after: bytes of gradients that a step exchanges at the final depth; None with one process.
         why_nothing_froze: one or two sentences from `why_nothing_froze`; None if something froze, or nothing is known.
+        points_lost_in_proof: the most that ``max_loss_points`` cost as set, on a task of the proof; None if another
+            rule has set the depth.
     """
 
     layer_modules: tuple[LayerModuleSavings, ...]
@@ -71,6 +73,7 @@ class Savings:
     gradient_bytes_before: int | None = None
     gradient_bytes_after: int | None = None
     why_nothing_froze: str | None = None
+    points_lost_in_proof: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the savings in plain types, for a JSON file."""
@@ -113,6 +116,7 @@ def summarize(decider: Decider, events: Sequence[FreezingEvent]) -> Savings:
         gradient_bytes_before=freezer.prefix.gradient_bytes(0) if freezer.ranks.several else None,
         gradient_bytes_after=freezer.prefix.gradient_bytes(depth) if freezer.ranks.several else None,
         why_nothing_froze=why_nothing_froze(decider) if not events else None,
+        points_lost_in_proof=decider.points_lost_in_proof if depth else None,
     )
 
 
@@ -154,12 +158,15 @@ def _sums(savings: Savings) -> list[tuple[str, str]]:
         verdict = f"{saved:.1f} s"
     lost = savings.evaluations_late + savings.evaluations_dropped
     done = f"{savings.evaluations_done} of {savings.evaluations_done + lost}" if lost else f"{savings.evaluations_done}"
+    points = savings.points_lost_in_proof
     return [
         ("frozen", f"{savings.frozen_depth}/{len(savings.layer_modules)}"),
         ("step before the first freeze", _milliseconds(savings.step_seconds_before)),
         ("step after the last freeze", _milliseconds(savings.step_seconds_after)),
         ("evaluations", f"{done} ({savings.evaluation_seconds:.1f} s)"),
         ("estimated time saved", verdict),
+        *([] if points is None else [("lost in the proof, at most", f"{points:g} points")]),
+        *([] if points is None else [("to compare with", "freeze_until=0")]),
     ]
 
 
@@ -210,7 +217,7 @@ def why_nothing_froze(decider: Decider) -> str | None:
     if decider.max_depth == 0:
         return "no layer module may freeze, because of freeze_until or of weights that several layers share"
     if trial is not None and not trial.over:
-        return "the run ended before depths could be tried. Train longer, or pass FreezingPolicy(trial_progress=None)"
+        return "the run ended before depths could be tried. Train longer, or pass FreezingPolicy(trial=False)"
     if decider.declined is not None:
         return decider.declined
     if (held_back := getattr(policy, "held_back", None)) is not None:

@@ -10,8 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from torch import nn
 
+from lightning_egeria.freezing.loss_limits import LossLimits, untried_depth
 from lightning_egeria.freezing.policy import FreezingPolicy
-from lightning_egeria.freezing.trial_plan import LEAST_STEPS, Budget, candidate_depths, safe_depth, trial_steps
+from lightning_egeria.freezing.trial_plan import LEAST_STEPS, Budget, candidate_depths, trial_steps
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.feed import Feed
@@ -119,8 +120,8 @@ class DepthTrial:
     After the second step it trains the next steps with all but a few layer modules frozen, unseen, and again, from the
     same weights and on the same batches, with fewer frozen. It goes shallower as long as steps teach clearly more there
     and the budget lasts. Training then takes these steps frozen to the winner. Each loss is of a batch that the weights
-    have not trained on yet. Where the budget ends first, or layers behind the trained ones are untrained, half of the
-    chain freezes at most, tables of embeddings in front not counted.
+    have not trained on yet. Where the budget ends first, or layers behind the trained ones are untrained, no more
+    freezes than the limits allow without a trial.
 
     The first two steps of the run train everything, so that what a full step costs is known. While the learning rate
     is 0, all steps do. Nor does the trial leave its epoch: where that is nearly over, it comes with the next one.
@@ -129,6 +130,7 @@ class DepthTrial:
         trainer: the Trainer.
         freezer: freezer of the model.
         policy: gets the answer by `FreezingPolicy.conclude`.
+        limits: what the user accepts to lose.
         notices: takes log lines.
         max_depth: how many layer modules may freeze.
         untrained: path of a layer behind the trained ones that is not, so that there is nothing to try; None: there
@@ -144,6 +146,7 @@ class DepthTrial:
         trainer: pl.Trainer,
         freezer: Freezer,
         policy: FreezingPolicy,
+        limits: LossLimits,
         notices: Notices,
         max_depth: int,
         untrained: str | None = None,
@@ -153,13 +156,15 @@ class DepthTrial:
         self._trainer = trainer
         self._freezer = freezer
         self._policy = policy
+        self._limits = limits
         self._notices = notices
         self._untrained = untrained
         chain, run_steps = freezer.chain, _steps_of(trainer)
         self._steps = trial_steps(run_steps)
         self._budget = Budget(run_steps, self._steps, len(chain))
         self._depths = candidate_depths(len(chain), max_depth)
-        self._safe = safe_depth(len(chain), max_depth, _tables(freezer.prefix.module, chain))
+        weights, tables = _weights(freezer.prefix.module, chain), _tables(freezer.prefix.module, chain)
+        self._untried = untried_depth(weights, max_depth, tables, limits, untrained is not None)
         self._begins = False  # with the next batch
 
     def decide(self, step: int, learning_rate: float) -> Decision | None:
@@ -172,12 +177,14 @@ class DepthTrial:
         if step < STEPS_BEFORE or learning_rate == 0:
             return None
         first, *others = self._depths
+        if not self._limits.progress:
+            return self._without_trial("max_loss_points accepts any depth")
         if self._untrained is not None:
-            return self._half(f"what the untrained {self._untrained!r} learns would hide what other layers do")
+            return self._without_trial(f"what the untrained {self._untrained!r} learns would hide what other layers do")
         if others and not self._budget.allows(others[0], ahead=first):
-            return self._half("the run is too short to try depths")
+            return self._without_trial("the run is too short to try depths")
         if (length := self._steps_in(self._trainer.num_training_batches)) < LEAST_STEPS:
-            return self._half(f"an epoch of {length:.0f} steps is too short to try depths")
+            return self._without_trial(f"an epoch of {length:.0f} steps is too short to try depths")
         self._begins = True
         return None
 
@@ -195,7 +202,7 @@ class DepthTrial:
         (most,) = ranks.least([feed.room()])
         steps = int(min(wanted, left, self._steps_in(most)))
         if steps < FEWEST_STEPS:
-            return self._half("batches are too large to keep for a trial of depths")
+            return self._without_trial("batches are too large to keep for a trial of depths")
         self._notices.inform(f"depths are tried on the next {steps} steps, which then follow")
         branches = Branches(trainer, self._freezer, feed)
         with saving_later(trainer) as waiting:
@@ -206,13 +213,13 @@ class DepthTrial:
         for path, weights_only in ranks.share(waiting):
             trainer.save_checkpoint(path, weights_only)
         if frontier is None:
-            return self._half("the epoch ended while depths were tried")
+            return self._without_trial("the epoch ended while depths were tried")
         self.over = True
         self.frontier = frontier
         if not frontier.learned:
             self._policy.compare_layers()
             return Decision(0, "no depth learned anything in the trial, so plasticity decides")
-        depth = min(frontier.depth, self._safe) if ended else frontier.depth
+        depth = min(frontier.depth, self._untried) if ended else frontier.depth
         self._policy.conclude(depth)
         more = "; shallower depths would cost too much to try" if ended else ""
         return Decision(depth, frontier.describe() + more)
@@ -220,10 +227,18 @@ class DepthTrial:
     def _steps_in(self, batches: float) -> float:
         return batches if math.isinf(batches) else batches // self._trainer.accumulate_grad_batches
 
-    def _half(self, why: str) -> Decision:
+    def _without_trial(self, why: str) -> Decision:
         self.over = True
-        self._policy.conclude(self._safe)
-        return Decision(self._safe, f"trained weights: {why}, so half of it freezes")
+        self._policy.conclude(self._untried)
+        points = self._limits.points
+        cost = f"at most {points:g} points" if points else "nothing"
+        reason = (
+            f"{why}, so no more freezes than cost {cost} on the tasks of the proof. "
+            "Compare with a run with freeze_until=0"
+        )
+        if not self._untried:
+            self._notices.inform(f"nothing freezes: {reason}")
+        return Decision(self._untried, f"trained weights: {reason}")
 
     def _compare(self, branches: Branches, steps: int) -> tuple[Frontier | None, bool]:
         """Try depths on some steps, deepest first.
@@ -231,9 +246,8 @@ class DepthTrial:
         Returns:
             What was seen, None if the epoch ended; and whether the budget ended before the answer.
         """
-        enough, budget = self._policy.trial_progress, self._budget
-        assert enough is not None  # or there would be no trial
-        frontier, trained, accumulated = Frontier(enough), None, self._trainer.accumulate_grad_batches
+        budget, accumulated = self._budget, self._trainer.accumulate_grad_batches
+        frontier, trained = Frontier(self._limits.progress), None
         for depth in self._depths:
             best = frontier.depth
             if trained is not None and not budget.allows(depth, ahead=best):
@@ -250,6 +264,11 @@ class DepthTrial:
                 break
             budget.lose(best)
         return frontier, False
+
+
+def _weights(module: nn.Module, chain: LayerChain) -> list[int]:
+    """How many weights each layer module has."""
+    return [sum(module.get_parameter(name).numel() for name in one.parameters) for one in chain.layer_modules]
 
 
 def _tables(module: nn.Module, chain: LayerChain) -> int:

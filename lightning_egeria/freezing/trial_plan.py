@@ -29,20 +29,6 @@ def candidate_depths(layer_modules: int, max_depth: int) -> list[int]:
     return sorted((depth for depth in depths if depth <= max_depth), reverse=True)
 
 
-def safe_depth(layer_modules: int, max_depth: int, tables: int = 0) -> int:
-    """Return the depth of runs too short for a trial: the tables of embeddings in front, and half of what follows.
-
-    Args:
-        layer_modules: length of the chain.
-        max_depth: how many may freeze.
-        tables: how many at the front only look up vectors, which costs next to nothing.
-
-    >>> safe_depth(18, 17), safe_depth(8, 7, tables=2), safe_depth(3, 1)
-    (9, 5, 1)
-    """
-    return min(tables + (layer_modules - tables) // 2, max_depth)
-
-
 def trial_steps(estimated_steps: float) -> int:
     """Return the optimizer steps of a trial in a run of so many.
 

@@ -67,7 +67,7 @@ def test_the_embedding_and_then_each_layer_can_freeze(root):
 
 
 def test_layers_are_compared_with_an_earlier_network(root):
-    never = FreezingPolicy(1e-30, pretrained=True, peer_tolerance=0, trial_progress=None)
+    never = FreezingPolicy(1e-30, pretrained=True, peer_tolerance=0, trial=False)
     freezing = KnowledgeGuidedFreezing(never, background=False, deterministic=True, evaluate_every_n_steps=1)
     fit(answerer(), root, 4, freezing)
     assert freezing.savings().evaluations_done > 0

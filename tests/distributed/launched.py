@@ -59,7 +59,7 @@ def main():
     parser.add_argument("--nodes", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    policy = FreezingPolicy(patience=1, pretrained=True, trial_progress=None, peer_tolerance=0.9)
+    policy = FreezingPolicy(patience=1, pretrained=True, trial=False, peer_tolerance=0.9)
     freezing = checked(KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, deterministic=True))
     trainer = L.Trainer(
         accelerator="cpu",

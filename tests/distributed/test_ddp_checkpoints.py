@@ -42,7 +42,7 @@ def test_a_checkpoint_of_some_ranks_resumes_on_others(before, after, tmp_path):
 
 def run_deterministic(path, resumed):
     module = Module()
-    policy = FreezingPolicy(pretrained=True, trial_progress=None, peer_tolerance=0.9)
+    policy = FreezingPolicy(pretrained=True, trial=False, peer_tolerance=0.9)
     freezing = KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=3, deterministic=True, background=False)
     saved = L.pytorch.callbacks.ModelCheckpoint(path, filename="{step}", every_n_train_steps=8, save_top_k=-1)
     if resumed:

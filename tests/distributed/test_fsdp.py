@@ -133,7 +133,7 @@ class Snapshots(L.Callback):
 
 
 def guided():
-    policy = FreezingPolicy(pretrained=True, trial_progress=None, peer_tolerance=0.9)
+    policy = FreezingPolicy(pretrained=True, trial=False, peer_tolerance=0.9)
     return checked(KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, deterministic=True, background=False))
 
 

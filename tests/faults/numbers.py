@@ -22,7 +22,7 @@ class Hasty(FreezingPolicy):
     """Freezes all it can at the first evaluation, after some steps, that has any number in it."""
 
     def __init__(self, after: int = 0) -> None:
-        super().__init__(tolerance=1e9, patience=1, pretrained=True, trial_progress=None, peer_tolerance=0)
+        super().__init__(tolerance=1e9, patience=1, pretrained=True, trial=False, peer_tolerance=0)
         self.after = after
 
     def observe(

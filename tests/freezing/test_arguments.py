@@ -43,6 +43,19 @@ def test_a_subclass_with_such_an_argument_names_itself():
         Freezing(patience=2)
 
 
+@pytest.mark.parametrize("points", [-0.1, float("nan")])
+def test_an_accepted_loss_is_not_negative(points):
+    with pytest.raises(ArgumentError, match=r"^max_loss_points must be at least 0, got"):
+        KnowledgeGuidedFreezing(max_loss_points=points)
+
+
+@pytest.mark.parametrize("policy", [SlopePolicy(), ScriptedPolicy({2: 1}), FreezingPolicy(trial=False)])
+def test_an_accepted_loss_that_a_policy_would_ignore_is_refused(policy):
+    with pytest.raises(ArgumentError, match=rf"^max_loss_points .* this {type(policy).__name__} makes none"):
+        KnowledgeGuidedFreezing(policy, max_loss_points=1)
+    KnowledgeGuidedFreezing(policy)
+
+
 def test_a_class_in_the_place_of_a_policy_is_named():
     with pytest.raises(ArgumentError, match=r"^policy must be an instance, got the class FreezingPolicy\. Write Fr"):
         KnowledgeGuidedFreezing(FreezingPolicy)

@@ -119,7 +119,7 @@ def test_freezing_waits_for_the_end_of_the_accumulation_window():
     ("policy", "reason"),
     [
         (FreezingPolicy(tolerance=1.0), "for 4 evaluations"),
-        (FreezingPolicy(1e-12, pretrained=True, trial_progress=None, peer_tolerance=0.9), "that moves most"),
+        (FreezingPolicy(1e-12, pretrained=True, trial=False, peer_tolerance=0.9), "that moves most"),
         (SlopePolicy(0.9, 2, 1, refresh_every_n_evaluations=1, bootstrap=False), "slope"),
     ],
     ids=["rest", "pretrained", "slope"],
@@ -181,9 +181,7 @@ def test_a_reference_that_fails_is_told_once():
                 raise RuntimeError("only for training")
             return super().forward(images)
 
-    callback = freezing(
-        FreezingPolicy(1e-9, pretrained=True, trial_progress=None, peer_tolerance=0), evaluate_every_n_steps=1
-    )
+    callback = freezing(FreezingPolicy(1e-9, pretrained=True, trial=False, peer_tolerance=0), evaluate_every_n_steps=1)
     with pytest.warns(UserWarning, match=r"reference model failed.*only for training") as told:
         fit(module(net=Odd()), callback)
     told = [str(warning.message) for warning in told if "reference model" in str(warning.message)]

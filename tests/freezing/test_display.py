@@ -126,7 +126,7 @@ def test_a_run_that_lost_its_evaluations_says_so(caplog, capsys):
             callback.comparison.evaluations.counts.late += 30
 
     callback = KnowledgeGuidedFreezing(
-        FreezingPolicy(1e-12, pretrained=True, trial_progress=None, peer_tolerance=0),
+        FreezingPolicy(1e-12, pretrained=True, trial=False, peer_tolerance=0),
         evaluate_every_n_steps=2,
         background=False,
     )
@@ -142,7 +142,7 @@ def test_a_run_that_ends_before_its_first_evaluation_says_so(caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch.lightning_egeria")
     fit(
         KnowledgeGuidedFreezing(
-            FreezingPolicy(pretrained=True, trial_progress=None), evaluate_every_n_steps=100, background=False
+            FreezingPolicy(pretrained=True, trial=False), evaluate_every_n_steps=100, background=False
         )
     )
     fit(KnowledgeGuidedFreezing(ScriptedPolicy({}), evaluate_every_n_steps=100))  # needs no evaluation

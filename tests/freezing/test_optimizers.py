@@ -213,7 +213,7 @@ def test_optimizers_without_a_learning_rate(defaults):
         def configure_optimizers(self):
             return FindsItsOwn(self.parameters())
 
-    callback = freezing(FreezingPolicy(pretrained=True, trial_progress=None, peer_tolerance=0.99))
+    callback = freezing(FreezingPolicy(pretrained=True, trial=False, peer_tolerance=0.99))
     fit(new(Optimized), callback)
     assert [event.kind for event in callback.events] == ["freeze"]
 

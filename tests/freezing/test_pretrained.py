@@ -191,13 +191,13 @@ def test_untrained_layers_behind_trained_ones_are_found(norms, expected):
     assert untrained_behind(norms, Chain(), Alone()) == expected
 
 
-def test_half_freezes_in_front_of_an_untrained_part():
+@pytest.mark.parametrize(("points", "depths"), [(0, []), (2, [2])])
+def test_limits_hold_in_front_of_an_untrained_part(points, depths, caplog):
     """What it learns at first would hide what the others do."""
     net = trained()
     net.some_name.head = nn.Sequential(nn.Linear(net.some_name.head.in_features, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    callback = freezing()
+    callback = freezing(max_loss_points=points)
     fit(net, callback, epochs=4)
-    (event,) = callback.events
-    assert event.depth == len(callback.layer_modules) // 2
-    assert "what the untrained 'some_name.head.1' learns would hide what other layers do, so half of" in event.reason
+    assert [event.depth for event in callback.events] == depths
+    assert "what the untrained 'some_name.head.1' learns would hide what other layers do, so no more" in caplog.text
     assert callback.frontier is None

@@ -97,7 +97,7 @@ def resumed(policy, **arguments):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_what_is_at_rest_was_so_against_one_reference(tmp_path, deterministic):
-    policy = FreezingPolicy(tolerance=1e9, patience=4, pretrained=True, trial_progress=None, peer_tolerance=0)
+    policy = FreezingPolicy(tolerance=1e9, patience=4, pretrained=True, trial=False, peer_tolerance=0)
     whole, first, again = (freezing(policy, evaluate_every_n_steps=2, deterministic=deterministic) for _ in range(3))
     fit(module(), whole)
     fit(module(), first, epochs=1).save_checkpoint(tmp_path / "one.ckpt")
@@ -110,7 +110,7 @@ def test_what_is_at_rest_was_so_against_one_reference(tmp_path, deterministic):
 
 class Anything(FreezingPolicy):
     def __init__(self):
-        super().__init__(tolerance=1e9, patience=1, pretrained=True, trial_progress=None, peer_tolerance=0)
+        super().__init__(tolerance=1e9, patience=1, pretrained=True, trial=False, peer_tolerance=0)
 
 
 @pytest.mark.parametrize("policy", [Anything(), ScriptedPolicy({4: 2})])

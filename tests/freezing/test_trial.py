@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import math
 from pathlib import Path
@@ -28,24 +29,28 @@ from models import (
 from torch.utils.data import DataLoader
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.freezing import trial_plan
+from lightning_egeria.freezing import loss_limits, trial_plan
+from lightning_egeria.freezing.loss_limits import LIMITS
 from lightning_egeria.freezing.trial import Frontier, worth
 from lightning_egeria.training import feed
 
 STEPS = 48  # in three epochs
 FALLS = {0: 0.1025, 1: 0.1, 2: 0.05}  # in a step, by depth; 2 is worth 0.66 of 1, and 1 is worth 0.98 of 0
-FIRST = 1  # depth that a trial of ConvNet begins with, and half of it
-STAYS_DEEP = 1e-6
+FIRST = 1  # depth that a trial of ConvNet begins with
+FASTEST = LIMITS[-1].points  # all freezes that may
+STAYS_DEEP = 99  # a trial stays at its first depth
 
 
 @pytest.fixture(autouse=True)
 def _any_trial_is_cheap(monkeypatch):
     monkeypatch.setattr(trial_plan, "BUDGET", 100.0)
+    deep = dataclasses.replace(LIMITS[-1], points=STAYS_DEEP, progress=1e-6)
+    monkeypatch.setattr(loss_limits, "LIMITS", (*LIMITS, deep))
 
 
-def pretrained(trial_progress=0.95, **arguments):
-    policy = FreezingPolicy(pretrained=True, trial_progress=trial_progress)
-    return KnowledgeGuidedFreezing(policy, background=False, **arguments)
+def pretrained(max_loss_points=0.0, **arguments):
+    policy = FreezingPolicy(pretrained=True)
+    return KnowledgeGuidedFreezing(policy, max_loss_points=max_loss_points, background=False, **arguments)
 
 
 def history(callback):
@@ -102,10 +107,16 @@ def test_it_does_not_look_behind_a_depth_that_does_not_pay():
     assert history(steady(pretrained(), {0: 0.3, 1: 0.101, 2: 0.1})) == [(2, 2)]
 
 
-@pytest.mark.parametrize(("enough", "depth"), [(0.5, 2), (0.9, 1), (0.99, 0)])
-def test_a_lower_share_stays_deeper(enough, depth):
-    callback = steady(pretrained(trial_progress=enough), FALLS)
+@pytest.mark.parametrize(("points", "depth"), [(0, 1), (1.9, 1), (2, 1), (5, 1), (12, 3)])
+def test_a_larger_accepted_loss_stays_deeper(points, depth):
+    callback = steady(pretrained(points), FALLS)
     assert callback.frozen_depth == depth
+    assert callback.savings().points_lost_in_proof == max(one.points for one in LIMITS if one.points <= points)
+
+
+def test_a_share_above_what_steps_are_worth_goes_on(monkeypatch):
+    monkeypatch.setattr(loss_limits, "LIMITS", (dataclasses.replace(LIMITS[0], progress=0.99),))
+    assert history(steady(pretrained(), FALLS)) == []
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -135,11 +146,12 @@ class Reads(Classifier):
 def test_a_step_reads_callbacks_and_the_logger(tmp_path):
     torch.manual_seed(0)
     start, modules = ConvNet(), []
-    for policy in (FreezingPolicy(pretrained=True, trial_progress=STAYS_DEEP), ScriptedPolicy({2: FIRST})):
+    for policy in (FreezingPolicy(pretrained=True), ScriptedPolicy({2: FIRST})):
         modules.append(Reads(copy.deepcopy(start)))
         folder = tmp_path / f"{len(modules)}"
         saves, logger = ModelCheckpoint(folder / "saved", monitor="loss", every_n_epochs=9), CSVLogger(folder)
-        callback = KnowledgeGuidedFreezing(policy, background=False)
+        points = STAYS_DEEP if isinstance(policy, FreezingPolicy) else 0
+        callback = KnowledgeGuidedFreezing(policy, max_loss_points=points, background=False)
         train(modules[-1], callback, saves, logger=logger, enable_checkpointing=True)
         assert history(callback) == [(2, FIRST)]
     assert equal(*modules)
@@ -171,7 +183,7 @@ def test_the_depth_stays():
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 11, gamma=0.01)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    callback = pretrained(trial_progress=1e-6, evaluate_every_n_steps=1)
+    callback = pretrained(STAYS_DEEP, evaluate_every_n_steps=1)
     train(Falling(ConvNet(dropout=0), lr=0.2), callback)
     assert history(callback) == [(2, FIRST)]
     assert callback.savings().evaluations_done == 0
@@ -189,7 +201,7 @@ def test_where_nothing_learns_plasticity_decides(caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     callback = steady(pretrained(), {0: -0.1, 1: -0.1, 2: -0.1})
     assert "step 2: nothing freezes: no depth learned anything in the trial, so plasticity decides" in caplog.text
-    assert callback.active_policy.trial_progress is None
+    assert not callback.active_policy.trial
     assert history(callback)[0][0] > 16  # after two evaluations
 
 
@@ -199,7 +211,7 @@ def test_manual_optimization_compares_layers():
 
     callback = pretrained(evaluate_every_n_steps=1)
     train(Manual(), callback)
-    assert callback.active_policy.trial_progress is None
+    assert not callback.active_policy.trial
     assert all("tried" not in event.reason for event in callback.events)
 
 
@@ -241,12 +253,12 @@ def test_it_waits_for_an_epoch_with_enough_steps(caplog, waits, begins, told):
     assert f"depths are tried on the next {told} steps" in caplog.text
 
 
-@pytest.mark.parametrize(("batches", "reason"), [(5, "loss "), (3, "batches are too large to keep")])
-def test_its_batches_fit_into_memory(monkeypatch, batches, reason):
+@pytest.mark.parametrize(("batches", "depth", "reason"), [(5, FIRST, "loss "), (3, 2, "batches are too large to keep")])
+def test_its_batches_fit_into_memory(monkeypatch, batches, depth, reason):
     monkeypatch.setattr(feed, "MOST_BYTES", batches * 8 * (64 * 4 + 8))
     callback = pretrained(STAYS_DEEP)
     train(Classifier(ConvNet(dropout=0)), callback)
-    assert history(callback) == [(2, FIRST)]
+    assert history(callback) == [(2, depth)]
     assert reason in callback.events[0].reason
 
 
@@ -258,14 +270,35 @@ def test_it_follows_an_epoch_that_ends_within():
     callback = pretrained()
     fit(Classifier(ConvNet(dropout=0)), callback, data=DataLoader(Unknown(), 8))
     assert history(callback) == [(2, FIRST)]
-    assert "the epoch ended while depths were tried, so half of it freezes" in callback.events[0].reason
+    assert "the epoch ended while depths were tried, so no more freezes than" in callback.events[0].reason
 
 
-def test_an_epoch_too_short_for_it_freezes_half():
-    callback = pretrained()
+def test_an_epoch_too_short_for_it_freezes_what_the_limits_allow():
+    callback = pretrained(2)
     fit(Classifier(ConvNet(dropout=0)), callback)
     assert history(callback) == [(2, FIRST)]
-    assert "an epoch of 5 steps is too short to try depths, so half of it freezes" in callback.events[0].reason
+    assert callback.events[0].reason == (
+        "trained weights: an epoch of 5 steps is too short to try depths, so no more freezes than cost at most 2 "
+        "points on the tasks of the proof. Compare with a run with freeze_until=0"
+    )
+
+
+def test_the_fastest_run_tries_nothing():
+    callback = pretrained(FASTEST)
+    train(Classifier(ConvNet(dropout=0)), callback)
+    assert history(callback) == [(2, callback.freezer.chain.max_depth)]
+    assert callback.frontier is None
+    assert "max_loss_points accepts any depth" in callback.events[0].reason
+
+
+def test_where_nothing_may_freeze_untried_it_says_so(caplog):
+    """The first of two layer modules has half of the weights, which is more than a quarter."""
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+    callback = pretrained()
+    fit(Classifier(mlp(blocks=2)), callback, data=loader(vectors(40)))
+    assert history(callback) == []
+    assert "nothing freezes: an epoch of 5 steps is too short to try depths" in caplog.text
+    assert callback.savings().points_lost_in_proof is None
 
 
 @pytest.mark.parametrize("steps", [0, 20])
@@ -357,32 +390,36 @@ def test_worth_has_a_floor_and_takes_noise():
     assert worth([1.0], [0.5]) == 1.0 or worth([1.0], [0.5]) > 0
 
 
-def test_a_run_too_short_for_a_trial_freezes_half(monkeypatch):
+@pytest.mark.parametrize(("points", "depth"), [(0, 1), (1, 1), (2, 2), (5, 2)])
+def test_a_run_too_short_for_a_trial_freezes_what_the_limits_allow(monkeypatch, points, depth):
+    """Of four layer modules with as many weights: a quarter, a third, half, two thirds."""
     monkeypatch.setattr(trial_plan, "BUDGET", 0.05)
-    callback = steady(pretrained(), {0: 0.3, 2: 0.1})
-    assert history(callback) == [(2, 2)]
-    assert "too short to try depths, so half of it freezes" in callback.events[-1].reason
+    callback = steady(pretrained(points), {0: 0.3, 2: 0.1})
+    assert history(callback) == [(2, depth)]
+    cost = f"at most {points} points" if points else "nothing"
+    assert f"too short to try depths, so no more freezes than cost {cost} on" in callback.events[-1].reason
     assert callback.frontier is None
-    assert callback.active_policy.depth == 2
+    assert callback.active_policy.depth == depth
+    assert callback.savings().points_lost_in_proof == points
     assert callback.savings().step_seconds_before > 0
     assert not callback.will_compare(1)
 
 
-def test_half_of_a_text_network_is_half_of_its_layers(monkeypatch):
+def test_shares_of_a_text_network_are_shares_of_its_layers(monkeypatch):
     """A table of words, and four layers behind it: half of five would be the table and one layer."""
     monkeypatch.setattr(trial_plan, "BUDGET", 0.05)
-    callback = pretrained()
+    callback = pretrained(2)
     fit(Classifier(Transformer(layers=4)), callback, data=loader(tokens()))
     assert callback.layer_modules[0] == "net.embedding"
     assert [layer.split(".")[1] for layer in callback.layer_modules[1:]] == ["layers"] * 4
     assert history(callback) == [(2, 3)]
 
 
-def test_where_the_budget_ends_half_is_the_most(monkeypatch):
+def test_where_the_budget_ends_a_quarter_is_the_most(monkeypatch):
     """With 8 layer modules it begins with 5; the second depth is affordable and better, the third one is not."""
     monkeypatch.setattr(trial_plan, "BUDGET", 0.25)
     callback = pretrained()
     fit(Steady({5: 0.1, 3: 0.2, 1: 0.3, 0: 0.31}, blocks=8), callback, data=loader(vectors(128)))
     assert list(callback.frontier.losses) == [5, 3]
-    assert history(callback) == [(2, 3)]
+    assert history(callback) == [(2, 2)]
     assert callback.events[-1].reason.endswith("of those with 3; shallower depths would cost too much to try")

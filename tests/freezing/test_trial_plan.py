@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_egeria.freezing.trial_plan import BUDGET, Budget, candidate_depths, safe_depth, trial_steps
+from lightning_egeria.freezing.trial_plan import BUDGET, Budget, candidate_depths, trial_steps
 
 
 @pytest.mark.parametrize("layers", [2, 3, 5, 8, 10, 18, 50])
@@ -15,13 +15,7 @@ def test_candidates_fall_to_none(layers, limit):
     assert depths == sorted(set(depths), reverse=True)
     assert depths[-1] == 0
     assert depths[0] == min(deepest, max(layers // 2, layers - 3))
-    assert safe_depth(layers, deepest) == min(deepest, layers // 2)
     assert len(depths) <= 8
-
-
-@pytest.mark.parametrize(("tables", "depth"), [(0, 4), (1, 4), (2, 5), (3, 5)])
-def test_tables_in_front_do_not_count_as_layers(tables, depth):
-    assert safe_depth(8, 7, tables) == depth
 
 
 @pytest.mark.parametrize("steps", [1, 250, 1000, 10**5, math.inf])

@@ -356,7 +356,7 @@ def policies() -> dict[str, Policy]:
     """New ones."""
     made: dict[str, Policy] = {
         "freezing": FreezingPolicy(patience=2),
-        "pretrained": FreezingPolicy(patience=2, pretrained=True, trial_progress=None),
+        "pretrained": FreezingPolicy(patience=2, pretrained=True, trial=False),
         "slopes": SlopePolicy(window_evaluations=2, patience=2, bootstrap=False),
         "scripted": ScriptedPolicy({3: 1, 5: 2}),
     }

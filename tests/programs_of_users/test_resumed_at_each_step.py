@@ -57,7 +57,7 @@ POLICIES = {
     "auto": lambda: guided(FreezingPolicy(tolerance=0.5, patience=2)),
     "from scratch": lambda: guided(FreezingPolicy(tolerance=0.5, patience=2, pretrained=False)),
     "trained": lambda: guided(FreezingPolicy(pretrained=True)),
-    "trained, compared": lambda: guided(FreezingPolicy(pretrained=True, trial_progress=None, peer_tolerance=0.9)),
+    "trained, compared": lambda: guided(FreezingPolicy(pretrained=True, trial=False, peer_tolerance=0.9)),
     "slopes": lambda: guided(SlopePolicy()),
 }
 

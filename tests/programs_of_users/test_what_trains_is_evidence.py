@@ -108,7 +108,8 @@ def test_a_new_layer_in_front_of_trained_ones_keeps_them_from_freezing():
 
 
 def test_the_user_may_know_better():
-    callback = KnowledgeGuidedFreezing(FreezingPolicy(pretrained=True), deterministic=True, background=False)
+    policy = FreezingPolicy(pretrained=True)
+    callback = KnowledgeGuidedFreezing(policy, max_loss_points=2, deterministic=True, background=False)
     run(HeadOnTrained(), callback, epochs=6)
     assert [event.depth for event in callback.events] == [1]
 

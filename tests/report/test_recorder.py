@@ -56,7 +56,7 @@ def fit(*callbacks, module=None, data=None, epochs=4, **arguments):
 
 
 def freezing():
-    policy = FreezingPolicy(patience=1, pretrained=True, trial_progress=None, peer_tolerance=0.9)
+    policy = FreezingPolicy(patience=1, pretrained=True, trial=False, peer_tolerance=0.9)
     return KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, deterministic=True, background=False)
 
 

@@ -61,7 +61,7 @@ def test_a_setting_that_the_reference_process_does_not_have_is_named(tmp_path):
         "    def configure_optimizers(self):\n"
         "        return torch.optim.SGD(self.parameters(), 0.01)\n"
         "settings.SCALE = float(sys.argv[1])\n"
-        "policy = FreezingPolicy(1e-9, pretrained=True, trial_progress=None)\n"
+        "policy = FreezingPolicy(1e-9, pretrained=True, trial=False)\n"
         "callback = KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2,\n"
         "    background=True, deterministic=True, timeout_s=600.0)\n"
         "data = DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 2), 8)\n"

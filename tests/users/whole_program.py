@@ -115,11 +115,11 @@ def guided(policy=None, **arguments):
 
 
 def eager():
-    return FreezingPolicy(tolerance=1e9, patience=2, pretrained=True, peer_tolerance=0, trial_progress=None)
+    return FreezingPolicy(tolerance=1e9, patience=2, pretrained=True, peer_tolerance=0, trial=False)
 
 
 def never():
-    return FreezingPolicy(tolerance=1e-12, pretrained=True, peer_tolerance=0, trial_progress=None)
+    return FreezingPolicy(tolerance=1e-12, pretrained=True, peer_tolerance=0, trial=False)
 
 
 WAYS = {
