@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import untimed
 from programs.harness import Run
 from programs.parts import Classifier, ConvNet, images, loader
 
@@ -17,7 +19,8 @@ from lightning_egeria.stores.store import ActivationStore
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     run = Run(True, tmp_path_factory.mktemp("run") / "run")
-    run.fit(Classifier(ConvNet()), loader(images(40), batch_size=8), schedule={1: 2})
+    with mock.patch.multiple("lightning_egeria.caching.policy", **untimed.FREE):
+        run.fit(Classifier(ConvNet()), loader(images(40), batch_size=8), schedule={1: 2})
     return run.cache_dir
 
 
