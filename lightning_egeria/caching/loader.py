@@ -197,10 +197,7 @@ class Line:
                     return
                 waited = time.perf_counter() - started
                 self.stream.accounts.race.arrived(loaded.plan.number, waited)
-                started = time.perf_counter()
                 *given, cached = self.stream.receive(loaded, waited)
-                if cached is not None:
-                    cached.around += time.perf_counter() - started
                 self.last = cached if cached is not None else loaded.plan
                 del loaded
                 self._arrived(cached)

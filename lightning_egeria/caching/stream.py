@@ -202,7 +202,7 @@ class Stream:
 
     def receive(self, loaded: Loaded, waited: float) -> tuple[Any, CachedBatch | None]:
         """Return the user's batch, and the batch under the cache; None for one without."""
-        plan = loaded.plan
+        started, plan = time.perf_counter(), loaded.plan
         reads = self._planner.received(loaded)
         if loaded.together and self.frozen is not None:
             self.stop("the dataset's __getitems__ makes batches, whose samples are not those of its __getitem__")
@@ -220,6 +220,7 @@ class Stream:
         if plan.mode is Mode.PROBE and not batch.eager:  # another one has shown what is kept
             fields = (one if one is None else without_inputs(one, self._planner.inputs) for one in batch.fields)
             batch.fields = tuple(fields)
+        batch.around = time.perf_counter() - started
         given, batch.batch = batch.batch, None  # what the program does not hold must not seem to be held
         return given, batch
 
