@@ -1,4 +1,4 @@
-"""What is `optimisations: auto` worth? Four jobs of `egeria-jobs`, each beside the same job without methods.
+"""What is `optimisations: auto` worth? Four jobs of `egeria jobs`, each beside the same job without methods.
 
 One trains from scratch with a learning rate that falls in steps, one fine-tunes pre-trained weights, one trains on two
 processes with a slow link between them, and one is tiny. Printed are what `auto` chose and why, and of both runs the
@@ -20,13 +20,13 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from lightning_egeria.workflow.backends import Local
-from lightning_egeria.workflow.compiler import explanation
-from lightning_egeria.workflow.home import Home
-from lightning_egeria.workflow.jobfolders import State
-from lightning_egeria.workflow.optimisations import Choice
-from lightning_egeria.workflow.rules import read_description
-from lightning_egeria.workflow.submission import submit
+from lightning_egeria.jobs.backends import Queued
+from lightning_egeria.jobs.compiler import explanation
+from lightning_egeria.jobs.home import Home
+from lightning_egeria.jobs.jobfolders import State
+from lightning_egeria.jobs.optimisations import Choice
+from lightning_egeria.jobs.rules import read_description
+from lightning_egeria.jobs.submission import submit
 
 DIGITS = ["data=digits", "data.val_fraction=0.8", "model.net.depth=8", "logger=none"]
 PRETRAINED = "pretrained.safetensors"
@@ -83,11 +83,13 @@ def run(home: Home, folder: Path, job: dict, optimisations: str) -> Outcome:
     description = read_description(path, [f"optimisations={optimisations}"])
     with home.history() as history:
         (compiled,) = home.compiler(history).compile(description)
-        (id,) = submit(home, history, Local(home), [compiled], folder)
+        (id,) = submit(home, history, Queued(home), [compiled], folder)
         while not history.get(id).state.final:
             time.sleep(0.2)
         if history.get(id).state is not State.DONE:
-            raise SystemExit(f"{job['name']}: {history.get(id).message}\n{home.folder(id).log.read_text()[-3000:]}")
+            raise SystemExit(
+                f"{job['name']}: {history.get(id).status.message}\n{home.folder(id).log.read_text()[-3000:]}"
+            )
     results = home.folder(id).results
     saved = json.loads((results / "savings.json").read_text())
     if job["name"] == "steps" and optimisations == "none" and not (folder / PRETRAINED).exists():

@@ -3,7 +3,7 @@
 A ResNet-20 with given weights is fine-tuned on images without augmentation four times with one seed: plain; frozen by
 `FreezingPolicy(pretrained=True)`; the same with the cache; and plain with so few epochs, its learning rate fully
 decayed, that it takes no longer than the cached run. Printed are the accuracy on the validation images after the last
-epoch, the seconds of the fit with its validations, and what froze. Each run leaves its record for ``egeria-report``.
+epoch, the seconds of the fit with its validations, and what froze. Each run leaves its record for ``egeria report``.
 
     python benchmarks/fine_tuning.py --data FOLDER --weights FILE --out FOLDER [--epochs 10] [--size 48] [--seed 0]
 

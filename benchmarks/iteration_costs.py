@@ -8,7 +8,11 @@ machine hardly changes.
 """
 
 import argparse
+import dataclasses
+import json
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,17 +23,103 @@ from lightning_egeria import LayerChain
 from lightning_egeria.demos.mobilenet import cifar_mobilenet_v2
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.demos.sentences import BertEncoder, SentenceNet
-from lightning_egeria.profiling.clock import mark
-from lightning_egeria.profiling.depths import measure_depths
+from lightning_egeria.network.paused import PausedPrefix
+from lightning_egeria.network.saved import SavedActivations
+from lightning_egeria.profiling.clock import mark, reached, seconds_between
+from lightning_egeria.programs.files import write_whole
 
 FOLDER = Path(__file__).parent / "iteration_costs"
 CLASSES, WORDS, TOKENS = 10, 1000, 32
+SETTLING_ROUNDS = 2  # while allocators and caches settle
+VERSION = 1
+Mark = float | torch.cuda.Event
 NETWORKS = {
     "resnet20": lambda: CifarResNet(20),
     "resnet56": lambda: CifarResNet(56),
     "mobilenetv2": cifar_mobilenet_v2,
     "minilm": lambda: SentenceNet(BertEncoder(WORDS), CLASSES),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthCosts:
+    """Costs of an iteration that goes back through the last 1, 2, ... layer modules.
+
+    Attributes:
+        forward_s: seconds of the forward, by depth: in front of the last layer modules it records nothing.
+        backward_s: seconds of the backward, and of the optimizer if it was measured.
+        bytes: weights, buffers, gradients, and what autograd saves.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    bytes: tuple[int, ...]
+
+    def write(self, path: Path) -> None:
+        """Write them as JSON, as `benchmarks/jigsaw.py` reads them."""
+        write_whole(path, json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1) + "\n")
+
+
+def measure_depths(
+    module: nn.Module,
+    chain: LayerChain,
+    loss: Callable[[], Tensor],
+    update: Callable[[], object] = lambda: None,
+    rounds: int = 10,
+    now: Callable[[torch.device], Mark] = mark,
+) -> DepthCosts:
+    """Measure iterations at each depth, in turns; times are medians.
+
+    Temporary memory of single operations, and the state of the optimizer, do not count.
+
+    Args:
+        module: the network, with its parameters on one device.
+        chain: its layer chain.
+        loss: runs the forward on a batch and returns the loss.
+        update: changes the parameters, as ``optimizer.step`` does.
+        rounds: how often each depth is measured.
+        now: returns the time on a device. With one thread on a shared machine, the CPU time is the better one.
+    """
+    paused, depths = PausedPrefix(module, chain), len(chain)
+    device = next(module.parameters()).device
+    times: list[list[tuple[float, float]]] = [[] for _ in range(depths)]
+    for round_ in range(SETTLING_ROUNDS + rounds):
+        for depth in range(1, depths + 1):
+            module.zero_grad(set_to_none=True)
+            paused.pause(depths - depth)
+            try:
+                began = now(device)
+                value = loss()
+                forward_ended = now(device)
+                value.backward()
+                update()
+                ended = now(device)
+            finally:
+                paused.end()
+            if not reached(ended):
+                torch.cuda.synchronize(device)
+            if round_ >= SETTLING_ROUNDS:
+                times[depth - 1].append((seconds_between(began, forward_ended), seconds_between(forward_ended, ended)))
+    bytes = tuple(_bytes_of(module, paused, loss, depths - depth) for depth in range(1, depths + 1))
+    forward_s, backward_s = (
+        tuple(statistics.median(pair[place] for pair in pairs) for pairs in times) for place in (0, 1)
+    )
+    module.zero_grad(set_to_none=True)
+    return DepthCosts(forward_s, backward_s, bytes)
+
+
+def _bytes_of(module: nn.Module, paused: PausedPrefix, loss: Callable[[], Tensor], pause: int) -> int:
+    saved = SavedActivations(module.parameters())
+    paused.pause(pause)
+    saved.start()
+    try:
+        loss()
+        learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    finally:
+        saved.stop()
+        paused.end()
+    held = [*module.parameters(), *module.buffers(), *learning]  # a gradient is as large as its parameter
+    return saved.nbytes + sum(tensor.nbytes for tensor in held)
 
 
 def inputs_of(network: str, batch: int) -> Tensor:

@@ -5,7 +5,7 @@ Each follows the costs that `iteration_costs.py` has measured of a network: forw
 device has twice the memory that the largest of them takes, by `--memory`. Efficiency counts device-seconds of full
 backprop, so partial backprop can bring it above 1. The ceiling has no gap and every job at its floor.
 
-    python benchmarks/jigsaw.py [--philly FILE] [--costs FILE ...] [--jobs 300] [--devices 64] [--floor 0.5] [--load 2]
+    python -m benchmarks.jigsaw [--philly FILE] [--costs FILE ...] [--jobs 300] [--devices 64] [--floor 0.5] [--load 2]
         [--memory 0.5] [--seeds 3]
 """
 
@@ -16,8 +16,8 @@ import random
 from pathlib import Path
 from statistics import mean
 
-from lightning_egeria.cluster.iterations import IterationCost, IterationJob, ceiling, run_gangs
-from lightning_egeria.cluster.jigsaw import run_rounds
+from benchmarks.scheduling.iterations import IterationCost, IterationJob, ceiling, run_gangs
+from benchmarks.scheduling.jigsaw import run_rounds
 from lightning_egeria.cluster.workloads import read_philly
 
 COSTS = Path(__file__).parent / "iteration_costs"

@@ -25,7 +25,7 @@ from lightning_egeria.demos.data import Cifar10Data
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.freezing import callback as callback_module
 from lightning_egeria.freezing.precision import SnapshotNetwork
-from lightning_egeria.freezing.reference import Comparison, compare_networks
+from lightning_egeria.freezing.reference import EvaluationResult, plasticity_between
 from lightning_egeria.network.calls import crop_calls
 
 PRECISIONS = ("float32", "bf16", "int8")
@@ -39,19 +39,20 @@ class Threefold:
     def __init__(self, chain, samples, precision, crops) -> None:
         self.chain, self.samples = chain, samples
 
-    def __call__(self, evaluation, snapshot) -> Comparison:
+    def __call__(self, evaluation, snapshot) -> EvaluationResult:
         if snapshot is not None:
             self.networks = self.in_all_precisions(snapshot)
         calls = crop_calls(evaluation.calls, self.samples)
         moved = self.in_all_precisions(evaluation.network)
         by_batch = moved["float32"].batch_norms
         found = {
-            name: compare_networks(network, moved[name], calls, 0, by_batch) for name, network in self.networks.items()
+            name: plasticity_between(network, moved[name], calls, 0, by_batch)
+            for name, network in self.networks.items()
         }
-        samples = found["float32"].samples
+        plasticity, samples = found["float32"]
         if samples == self.samples:
-            self.seen.append({name: compared.values for name, compared in found.items()})
-        return Comparison(found["float32"].values, samples, True, "float32", "of the benchmark", 0.0)
+            self.seen.append({name: values for name, (values, _) in found.items()})
+        return EvaluationResult(plasticity, samples, True, "float32", "of the benchmark", 0.0)
 
     def in_all_precisions(self, modules) -> dict[str, SnapshotNetwork]:
         full = SnapshotNetwork(modules, self.chain, self.samples)

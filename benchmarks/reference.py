@@ -27,9 +27,9 @@ from torch import nn
 
 from lightning_egeria import LayerChain
 from lightning_egeria.demos.resnet import CifarResNet
-from lightning_egeria.freezing import recording
+from lightning_egeria.freezing import precision as precision_module
 from lightning_egeria.freezing.precision import SnapshotNetwork
-from lightning_egeria.freezing.reference import Evaluation
+from lightning_egeria.freezing.reference import EvaluationRequest
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 from lightning_egeria.network.calls import NetworkCall
 from lightning_egeria.network.chain import LayerModule
@@ -143,7 +143,7 @@ def gram_seconds(network: SnapshotNetwork, calls) -> float:
         spent.append(time.perf_counter() - start)
         return gram
 
-    with unittest.mock.patch.object(recording, "gram_matrix", timed):
+    with unittest.mock.patch.object(precision_module, "gram_matrix", timed):
         network.boundary_grams(calls)
     return sum(spent)
 
@@ -189,7 +189,9 @@ def blocking(name: str, rounds: int) -> None:
         packing.append(time.perf_counter() - start)
         kept = parcel.to_host()
         copying.append(time.perf_counter() - start - packing[-1])
-    sent = pack(Evaluation([NetworkCall("", (torch.zeros(64, *shape[1:]),), {})], {"": network}, 0), for_process=True)
+    sent = pack(
+        EvaluationRequest([NetworkCall("", (torch.zeros(64, *shape[1:]),), {})], {"": network}, 0), for_process=True
+    )
     print(
         f"{name}: a snapshot of {kept.size_bytes / 1e6:.0f} MB keeps the training thread for "
         f"{statistics.median(packing) * 1000:.0f} + {statistics.median(copying) * 1000:.0f} ms (structure, tensors); "

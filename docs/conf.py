@@ -15,7 +15,7 @@ PAGES = {
     "lightning_egeria/caching/README.md": "cards/caching.md",
     "lightning_egeria/partial/README.md": "cards/partial.md",
     "lightning_egeria/goodput/README.md": "cards/goodput.md",
-    "lightning_egeria/workflow/README.md": "cards/workflow.md",
+    "lightning_egeria/jobs/README.md": "cards/jobs.md",
     "lightning_egeria/cluster/README.md": "cards/cluster.md",
 }
 

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from lightning_egeria.training.callback import PrefixFreezing
     from lightning_egeria.training.freezer import Decision, Freezer
     from lightning_egeria.training.observers import Observer
+    from lightning_egeria.training.resumable import ResumableCheckpoints
     from lightning_egeria.training.turns import DeviceTurns
     from lightning_egeria.tuning.callback import BranchTuner
     from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
-    from lightning_egeria.tuning.tunables import Custom
+    from lightning_egeria.tuning.tunables import CustomTunable
 
 __version__ = "0.1.0"
 
@@ -34,7 +35,7 @@ __all__ = [
     "AdaptiveBatchSize",
     "BranchTuner",
     "Choice",
-    "Custom",
+    "CustomTunable",
     "Decision",
     "DeviceTurns",
     "Freezer",
@@ -47,6 +48,7 @@ __all__ = [
     "LogUniform",
     "Observer",
     "PrefixFreezing",
+    "ResumableCheckpoints",
     "RunRecorder",
     "ScriptedPolicy",
     "SelectiveBackprop",
@@ -71,6 +73,7 @@ _HOMES = {
     "GraphPipelineStrategy": "pipelining.strategy",
     "KnowledgeGuidedFreezing": "freezing.callback",
     "LayerChain": "network.chain",
+    "ResumableCheckpoints": "training.resumable",
     "RunRecorder": "report.recorder",
     "ScriptedPolicy": "freezing.scripted",
     "SelectiveBackprop": "selecting.datamodule",
@@ -82,7 +85,7 @@ _HOMES = {
     "Choice": "tuning.spaces",
     "LogUniform": "tuning.spaces",
     "Uniform": "tuning.spaces",
-    "Custom": "tuning.tunables",
+    "CustomTunable": "tuning.tunables",
     "similarity_preserving_loss": "freezing.similarity",
 }
 

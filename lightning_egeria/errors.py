@@ -61,7 +61,7 @@ class WorkerError(EgeriaError):
 
 
 class CacheError(EgeriaError):
-    """The network does not do what the cache of its frozen prefix rests on, or the cache directory cannot be used."""
+    """The network violates an assumption of the cache, or the cache directory cannot be used."""
 
 
 class StoreError(EgeriaError):
@@ -84,35 +84,35 @@ class PlanError(EgeriaError):
     """A graph pipeline cannot be planned: a damaged graph or plan, stages in a circle, or too little memory."""
 
 
+class ProgramError(EgeriaError):
+    """The program of a job cannot be started."""
+
+
 class JobError(EgeriaError):
-    """The command of a live job cannot be started or has failed, or another run has its folder."""
-
-
-class WorkflowError(EgeriaError):
     """Base class of what goes wrong between the description of a job and its run. ``layer`` names where."""
 
-    layer = "workflow"
+    layer = "jobs"
 
 
-class DescriptionError(WorkflowError):
+class DescriptionError(JobError):
     """The description of a job has mistakes; the message has each with its line."""
 
     layer = "schema"
 
 
-class CompilationError(WorkflowError):
+class CompilationError(JobError):
     """A job cannot become a run directory: a file, a lock or a secret is in the way."""
 
     layer = "compile"
 
 
-class QueueError(WorkflowError):
+class QueueError(JobError):
     """A job cannot be handed over, found or changed; the message names the back end or the job."""
 
     layer = "schedule"
 
 
-class ExecutionError(WorkflowError):
+class ExecutionError(JobError):
     """A job that was handed over cannot start or go on: its environment, its data, or its run directory."""
 
     layer = "execute"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_egeria.freezing.comparison import ReferenceComparison
-from lightning_egeria.freezing.guide import Guide
+from lightning_egeria.freezing.decide import Decider
 from lightning_egeria.freezing.reference import ReferenceModel
 from lightning_egeria.freezing.runner import ReferenceRunner
 from lightning_egeria.network.chain import LayerChain
@@ -25,12 +25,18 @@ class HeldPool(ReferenceRunner):
             background=False,
             timeout_s=60,
         )
-        self.waiting, self.busy, self.fails = [], False, None
+        self.waiting, self.busy, self.fails, self.in_thread = [], False, None, False
 
     def ready(self):
         return not self.busy
 
+    def move_to_thread(self, module):
+        super().move_to_thread(module)
+        self.busy, self.in_thread = False, True
+
     def submit(self, evaluation, weights=None):
+        if self.in_thread:
+            return super().submit(evaluation, weights)
         held = Future()
         self.waiting.append((held, super().submit(evaluation, weights)))
         return held
@@ -83,9 +89,9 @@ class Told:
 
 
 class Run:
-    """A few training steps around a guide."""
+    """A few training steps around a decider."""
 
-    def __init__(self, policy, batch_size=8, every=2, refresh=10, wait_s=0.0, adapt=False):
+    def __init__(self, policy, batch_size=8, every=2, refresh=10, wait_s=0.0, adapt=False, may_move=False):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -94,9 +100,17 @@ class Run:
         self.freezer, self.told, self.step = Freezer(self.net, chain), Told(), 0
         policy.refresh = refresh
         self.comparison = ReferenceComparison(
-            self.freezer, policy, self.pool, every, 64, wait_s=wait_s, adapt=adapt, notices=self.told
+            self.freezer,
+            policy,
+            self.pool,
+            every,
+            64,
+            wait_s=wait_s,
+            adapt=adapt,
+            may_move=may_move,
+            notices=self.told,
         )
-        self.guide = Guide(self.freezer, policy, self.comparison)
+        self.decider = Decider(self.freezer, policy, self.comparison)
         self.observers = Observers(self.freezer, self.comparison)
         self.evaluations = self.comparison.evaluations
         self.comparison.refresh_reference()
@@ -114,7 +128,7 @@ class Run:
             self.step += 1
             self.observers.batch_end()
             self.freezer.step = self.step
-            decision = self.guide.decide(self.step, learning_rate=0.1)
+            decision = self.decider.decide(self.step, learning_rate=0.1)
             if decision is not None:
                 self.freezer.freeze_to(decision.depth, decision.reason)
             self.observers.optimizer_step(self.step)

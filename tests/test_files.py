@@ -29,8 +29,8 @@ NAMES = METHODS | {"open", "load_file", "save_file"}
 ALLOWED = {
     "caching/entries.py": {"self._directory.open": "a store, by the cache directory"},
     "caching/stream.py": {"self.values.open": "a method of the package"},
+    "command.py": {"os.open": "/dev/null"},
     "cluster/command.py": {"figure.savefig": "into memory"},
-    "cluster/ray_session.py": {"tempfile.mkdtemp": "a new folder for this user alone"},
     "demos/data.py": {
         "Image.open": "data sets that the user names",
         "np.load": "data sets that the user names, without pickle",
@@ -60,18 +60,17 @@ ALLOWED = {
         "os.open": "/dev/null",
     },
     "stores/directory.py": {"os.utime": "the folder of a store, which was looked at"},
-    "workflow/command.py": {"os.open": "/dev/null"},
-    "workflow/execution.py": {"tempfile.TemporaryFile": "a new file without a name"},
-    "workflow/environments.py": {"tempfile.TemporaryDirectory": "a new folder for this user alone"},
-    "workflow/history.py": {"sqlite3.connect": "a file that the owner has made or looked at, in the home"},
-    "workflow/preparing.py": {"shutil.copytree": "the owner copies each file"},
-    "workflow/provenance.py": {
+    "jobs/execution.py": {"tempfile.TemporaryFile": "a new file without a name"},
+    "jobs/environments.py": {"tempfile.TemporaryDirectory": "a new folder for this user alone"},
+    "jobs/history.py": {"sqlite3.connect": "a file that the owner has made or looked at, in the home"},
+    "jobs/preparing.py": {"shutil.copytree": "the owner copies each file"},
+    "jobs/provenance.py": {
         "(ours / name).symlink_to": "in a new folder for this user alone",
         "os.utime": "in a new folder for this user alone",
         "tempfile.TemporaryDirectory": "a new folder for this user alone",
         "tempfile.TemporaryFile": "a new file without a name",
     },
-    "workflow/rundirs.py": {"os.utime": "a run directory, in the home"},
+    "jobs/rundirs.py": {"os.utime": "a run directory, in the home"},
 }
 
 

@@ -119,7 +119,7 @@ def test_a_wheel_has_the_configuration_the_types_and_the_command(source, tmp_pat
     sources = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "lightning_egeria").rglob("*.py")}
     assert sources | {"lightning_egeria/py.typed"} <= files
     assert "egeria-train = lightning_egeria.cli.train:main" in entry_points
-    assert "egeria-cache = lightning_egeria.stores.command:main" in entry_points
+    assert "egeria = lightning_egeria.command:main" in entry_points
     assert not [name for name in files if name.startswith(("tests/", "conf/", "benchmarks/"))]
 
 
@@ -151,7 +151,7 @@ def test_wheel_and_sdist_are_sound_and_the_wheel_runs_elsewhere(source, tmp_path
     where = run(python, "-c", "import lightning_egeria; print(lightning_egeria.__file__)")
     assert where.startswith(str(environment))
     run(environment / "bin" / "egeria-train", "trainer.max_epochs=1", "run_dir=one", "model.net.depth=8")
-    assert "report.html" in run(environment / "bin" / "egeria-report", "one")
+    assert "report.html" in run(environment / "bin" / "egeria", "report", "one")
     notebook = json.loads((REPOSITORY / "notebooks" / "2_frozen_prefix_cache.ipynb").read_text())
     code = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
     (tmp_path / "notebook.py").write_text(code)

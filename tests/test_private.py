@@ -64,4 +64,4 @@ def test_private_attributes_are_used_in_their_own_file(owners):
 
 
 def test_a_reach_is_found(owners):
-    assert list(reaches(ast.parse("callback.other._guide.depth"), owners)) == ["line 1: callback.other._guide"]
+    assert list(reaches(ast.parse("callback.other._decider.depth"), owners)) == ["line 1: callback.other._decider"]

@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_egeria.batches.rows import Index, Rows
 from lightning_egeria.batches.worker_calls import CallableWorkers
 
+if TYPE_CHECKING:
+    from lightning_egeria.caching.loader import CachedLookahead
+
 T = TypeVar("T")
-
-
-class Lookahead(Protocol):
-    """Lets batches be looked at before samples of them are trained."""
-
-    def last_ids(self) -> tuple[Any, ...]:
-        """Return the ids of the samples of the batch that the loader yielded last, in the order of its rows."""
-
-    def looking(self) -> contextlib.AbstractContextManager[None]:
-        """While the model runs on the last batch, which is not trained as it is."""
-
-    def follow(self) -> None:
-        """Have the ids of all batches known from the next pass on."""
-
-    def wrap_collate(self, wrap: Callable[[Any], Any]) -> None:
-        """Have the user's collate function wrapped, at least until something is frozen."""
-
-    def last(self, batch: Rows) -> Any:
-        """Return what is known of the batch that the loader yielded last, which is given; None if nothing is."""
-
-    def joined(self, parts: Sequence[tuple[Any, Index]], anew: bool = True) -> Any:
-        """Return some rows of such batches as one; None if the front cannot be left out for it.
-
-        If samples are kept, they are collated ``anew``.
-        """
-
-    def keep_samples(self) -> None:
-        """Keep the samples of each batch, so that some of them can be collated anew."""
-
-    def samples(self, known: Any, rows: Index) -> list[Any] | None:
-        """Return some samples of a batch, of which `last` has returned what is known; None if they were not kept."""
-
-    def trains(self) -> None:
-        """Tell that the batch joined last, or else yielded last, runs next: it is looked at or trained."""
 
 
 class BatchSource:
@@ -62,7 +29,8 @@ class BatchSource:
 
     Attributes:
         loader: as above.
-        lookahead: of a loader whose batches can be looked at first; None of another.
+        lookahead: of a loader of `FrozenPrefixCache`, whose batches can be looked at before they are trained; None of
+            another.
 
     >>> import torch
     >>> source = BatchSource(DataLoader(torch.arange(5), batch_size=2, sampler=[4, 3, 2, 1, 0]))
@@ -73,7 +41,7 @@ class BatchSource:
     def __init__(self, loader: Any, wrap_collate: Callable[[Any], Any] | None = None) -> None:
         self.loader = loader
         self._wrap_collate = wrap_collate
-        self.lookahead: Lookahead | None = getattr(type(loader), "lookahead", None)
+        self.lookahead: CachedLookahead | None = getattr(type(loader), "lookahead", None)
         self._ids: deque[tuple[Any, ...]] = deque()
         self._running: Any = None  # iterates over the copy of the loader
         self._copies = LoaderCopies()
@@ -104,7 +72,7 @@ class BatchSource:
         self._copies.close()
 
     @staticmethod
-    def _looked_at(batches: Iterator[Any], lookahead: Lookahead) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def _looked_at(batches: Iterator[Any], lookahead: CachedLookahead) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         for batch in batches:
             ids = lookahead.last_ids()
             yield batch, ids

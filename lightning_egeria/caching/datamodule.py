@@ -23,8 +23,8 @@ from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.stores.limits import Budget, Limits
 from lightning_egeria.stores.rows import Precision
-from lightning_egeria.training.combinations import check_combination, methods_of
 from lightning_egeria.training.loops import is_asked_by_loop
+from lightning_egeria.training.methods import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
 from lightning_egeria.training.wrapping import WrappingDataModule

@@ -44,7 +44,7 @@ from lightning_egeria.profiling.clock import mark, wait_for
 from lightning_egeria.snapshots.digests import overlap
 from lightning_egeria.snapshots.frozen_state import FrozenState
 from lightning_egeria.snapshots.random_state import RandomState
-from lightning_egeria.training.rehearsal import is_apart
+from lightning_egeria.training.isolation import is_outside_batch
 
 if TYPE_CHECKING:
     from lightning_egeria.caching.serve import CachedBatch
@@ -214,7 +214,7 @@ class FrozenModule(Replacement):
         batch = node.tape.owner
         if batch is not owner.batch or batch is None or node.name == UNKNOWN or self.is_open:
             return None
-        if any(self._hooks) or any(_GLOBAL_HOOKS) or is_apart() or _needs_grad(lazy) or self._runs_by_itself():
+        if any(self._hooks) or any(_GLOBAL_HOOKS) or is_outside_batch() or _needs_grad(lazy) or self._runs_by_itself():
             return None
         seen = self.seen(node.tape.keys, node.key, node.meta, Context.current(owner.devices))
         if seen is None or not (batch.defers and owner.waits(self.paths)):
@@ -347,7 +347,7 @@ class FrozenModule(Replacement):
         if any(leaf.is_nested for leaf in tensors if not isinstance(leaf, LazyTensor)):
             return None, None
         lazies = [leaf for leaf in tensors if isinstance(leaf, LazyTensor) and _is_of_a_batch(leaf)]
-        if is_apart() or any(map(_needs_grad, tensors)) or self._runs_by_itself():
+        if is_outside_batch() or any(map(_needs_grad, tensors)) or self._runs_by_itself():
             return None, None
         batch = self.owner.batch
         if batch is None or any(lazy.node.tape is not batch.tape for lazy in lazies):

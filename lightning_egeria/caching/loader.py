@@ -251,11 +251,11 @@ def _has_twice(order: Sequence[int] | None) -> bool:
 
 
 class CachedLookahead:
-    """A `batches.reading.Lookahead` of the training loader.
+    """Lets batches of the training loader be looked at before samples of them are trained.
 
     Args:
         line: the way of the loader's batches.
-        looking: see `Lookahead.looking`.
+        looking: returns a context for running the model on the last batch, which is not trained as it is.
         trains: called with the batch that is trained next; None for one without the cache.
     """
 

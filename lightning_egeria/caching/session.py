@@ -15,10 +15,9 @@ from lightning_egeria.caching.frozen import FrozenModules, TrueTensors
 from lightning_egeria.caching.loader import Line
 from lightning_egeria.caching.serve import CachedBatch
 from lightning_egeria.network.compilation import is_compiled
-from lightning_egeria.training.adapter import ObserverCallback
 from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.notices import Notices
-from lightning_egeria.training.observers import Observer
+from lightning_egeria.training.observers import Observer, ObserverCallback
 
 
 class CacheSession(Observer):

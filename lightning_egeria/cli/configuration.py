@@ -14,13 +14,14 @@ from yaml import YAMLError
 
 from lightning_egeria.cli.signatures import check_value, line_of, parameters_of
 from lightning_egeria.errors import ArgumentError, EgeriaError, near_match
+from lightning_egeria.training.methods import METHODS
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel carries conf/ inside the package; a checkout has it beside the package.
 CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 CONFIG_NAME = "train"
 # Groups that wrap the data module, from the innermost to the outermost.
-WRAPPERS = ("goodput", "cache", "selecting")
+WRAPPERS = tuple(method.group for method in METHODS.values() if method.wraps_data)
 _OWN = {"seed": int, "ckpt_path": str | None, "optimized_metric": str | None, "run_dir": str}
 _EXTRAS = {"hydra/sweeper/optuna": "optuna", "hydra/launcher/submitit": "submitit"}
 

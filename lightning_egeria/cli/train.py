@@ -33,7 +33,7 @@ _TRACEBACKS = os.environ.get(_FULL_ERROR) == "1"  # the user asks for them
 
 
 def train(config: DictConfig) -> dict[str, Any]:
-    """Train as configured, and write `savings.json` and the record for `egeria-report` into `config.run_dir`.
+    """Train as configured, and write `savings.json` and the record for `egeria report` into `config.run_dir`.
 
     Returns:
         The content of `savings.json`: `savings` (`Savings.to_dict()`; None without freezing), `cache` (the fields of

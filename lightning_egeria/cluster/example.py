@@ -6,7 +6,7 @@ import itertools
 import random
 from pathlib import Path
 
-from lightning_egeria.cluster.goodput import BatchLimits
+from lightning_egeria.cluster.goodput import BatchLimits, gain
 from lightning_egeria.cluster.tables import write_rows
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.cluster.workloads import Submission, write_workload
@@ -82,7 +82,7 @@ def _write_traces(folder: Path, model: ThroughputModel, noise: float) -> None:
         scale, iteration, rows = size / BATCH_SIZES[0], 0.0, []
         for epoch in range(EPOCHS):
             variance = noise * (1 + epoch)
-            iteration += STEPS / ((variance + 1) / (variance / scale + 1))
+            iteration += STEPS / float(gain(1.0, variance, scale))
             rows.append((STEPS * (epoch + 1), round(iteration), 1 / (1 + epoch), 1, variance))
         write_rows(folder / f"validation-{size}.csv", ("progress", "iteration", "metric", "grad_sqr", "grad_var"), rows)
 

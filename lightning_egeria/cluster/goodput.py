@@ -10,12 +10,32 @@ import dataclasses
 import math
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_egeria.cluster.throughput import ThroughputModel
 
 BATCH_SIZES = 50  # tried between the smallest and the largest, in geometric steps
 _SLACK = 1e-8  # so that rounding errors do not round up
+
+
+def gain(squared_norm: ArrayLike, variance: ArrayLike, scale: ArrayLike) -> NDArray[np.float64]:
+    """Return how many steps at the initial batch size a step at ``scale`` times that size is worth.
+
+    ``(variance + squared_norm) / (variance / scale + squared_norm)`` of AdaScale (Johnson et al., arXiv:2007.05105):
+    1 at scale 1, and never above ``scale``. 1 also where both are 0.
+
+    Args:
+        squared_norm: of the gradient at the initial batch size, without its noise.
+        variance: of that gradient.
+        scale: batch size, as a multiple of the initial one.
+
+    >>> float(gain(1.0, 4.0, 2.0))
+    1.6666666666666667
+    """
+    noise = np.asarray(np.divide(variance, scale) + squared_norm, float)
+    worth: NDArray[np.float64] = np.ones_like(noise)
+    np.divide(np.add(variance, squared_norm), noise, out=worth, where=noise > 0)
+    return worth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +99,7 @@ class Goodput:
     def efficiency(self, batch_size: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return what a sample teaches, relative to the initial batch size: 1 there, less above."""
         scale = batch_size / self.limits.initial
-        noise = self.variance / scale + self.squared_norm
-        gain = np.divide(self.variance + self.squared_norm, noise, out=np.ones_like(scale), where=noise > 0)
-        return np.asarray(gain / scale)
+        return gain(self.squared_norm, self.variance, scale) / scale
 
     def goodput(self, nodes: int, replicas: int) -> float:
         """Return the goodput at the best batch size."""

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from lightning_egeria.cluster.freezing_runs import FreezingRun
-from lightning_egeria.cluster.goodput import BatchLimits, Goodput
+from lightning_egeria.cluster.goodput import BatchLimits, Goodput, gain
 from lightning_egeria.cluster.jobs import Allocation, JobView, devices_of
 from lightning_egeria.cluster.throughput import ThroughputModel, fit
 from lightning_egeria.cluster.traces import Application
@@ -183,9 +183,9 @@ class SimulatedJob:
             self._profile[configuration] = step, sync
             self._throughput = self._model = None
         scale = self.batch_size / self.application.initial_batch_size
-        gain = (variance + squared_norm) / (variance / scale + squared_norm)
         saved = (step - sync) * (1 - self._share)
-        return gain / (step - saved + (step - sync) * self._share * self.accumulation)
+        seconds = step - saved + (step - sync) * self._share * self.accumulation
+        return float(gain(squared_norm, variance, scale)) / seconds
 
     def _choose_batch_size(self) -> None:
         nodes, replicas = len(self.allocation), devices_of(self.allocation)

@@ -1,4 +1,4 @@
-"""Checking the arguments of `KnowledgeGuidedFreezing`, and naming the new place of those that it does not have."""
+"""Checking the arguments of `KnowledgeGuidedFreezing`, and naming the policy of those that belong to one."""
 
 from __future__ import annotations
 
@@ -14,22 +14,14 @@ from lightning_egeria.freezing.reference import Precision
 from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
 
-_GONE = {
-    "workers": "Pass background=True for a process beside training, or background=False for the training thread",
-    "threads_per_worker": "The reference process has one thread",
-    "max_frozen_fraction": "Pass freeze_until=0.5 to freeze at most the first half of the layer modules",
-    "never_freeze": "Pass freeze_until with the path of the last module that may freeze",
-    "trial_progress": "Pass max_loss_points to the callback, or FreezingPolicy(trial=False) for no trial",
-    "check_ranks": "The callback keeps the ranks equal without it",
-}
 _Self = TypeVar("_Self")
 _Parameters = ParamSpec("_Parameters")
 
 
-def explain_missing(
+def explain_arguments_of_policies(
     init: Callable[Concatenate[_Self, _Parameters], None],
 ) -> Callable[Concatenate[_Self, _Parameters], None]:
-    """Decorate ``__init__``: an argument of a policy, or one that is gone, raises an error that says where it went.
+    """Decorate ``__init__``: an argument that belongs to a policy raises an error that names the policy.
 
     The signature stays explicit, for LightningCLI, Hydra and editors.
     """
@@ -84,14 +76,14 @@ def check_max_loss(max_loss_points: float, policy: object) -> None:
 
 
 def policy_for(given: Policy | None, written_with: str | None) -> Policy:
-    """Return the policy of a `fit`: a copy of the one that was given.
+    """Return the policy of a `fit`, a copy of the given one.
 
     Args:
-        given: the policy; None is ``FreezingPolicy()``.
-        written_with: class of the policy that wrote the checkpoint; None without a checkpoint.
+        given: the policy of the callback; None is ``FreezingPolicy()``.
+        written_with: class name of the policy that wrote the checkpoint; None without a checkpoint.
 
     Raises:
-        CheckpointError: another policy wrote the checkpoint.
+        CheckpointError: if a policy of another class wrote the checkpoint.
     """
     policy = copy.deepcopy(given) if given is not None else FreezingPolicy()
     if written_with is not None and written_with != type(policy).__name__:
@@ -106,4 +98,4 @@ def _place(owner: str, name: str) -> str | None:
     for policy in (FreezingPolicy, SlopePolicy, ScriptedPolicy):
         if name in inspect.signature(policy).parameters:
             return f"It belongs to the policy: {owner}({policy.__name__}({name}=...))"
-    return _GONE.get(name)
+    return None

@@ -10,23 +10,31 @@ from rich import get_console
 from torch import Tensor
 
 from lightning_egeria.errors import NothingTrainedError
-from lightning_egeria.freezing.arguments import check_arguments, check_max_loss, explain_missing, policy_for
-from lightning_egeria.freezing.comparison import LastEvaluation, ReferenceComparison
-from lightning_egeria.freezing.comparison_setup import set_up_comparison
-from lightning_egeria.freezing.display import MetricsLog, share_of_step, tell_why_nothing_froze
-from lightning_egeria.freezing.guide import Guide
+from lightning_egeria.freezing.arguments import (
+    check_arguments,
+    check_max_loss,
+    explain_arguments_of_policies,
+    policy_for,
+)
+from lightning_egeria.freezing.comparison import ReferenceComparison, comparison_of
+from lightning_egeria.freezing.decide import Decider, LastEvaluation
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import answer_auto, evidence
 from lightning_egeria.freezing.reference import Precision
-from lightning_egeria.freezing.savings import Savings, savings_table
-from lightning_egeria.freezing.summary import summarize
+from lightning_egeria.freezing.savings import (
+    MetricsLog,
+    Savings,
+    savings_table,
+    share_of_step,
+    summarize,
+)
 from lightning_egeria.freezing.trial import Frontier
 from lightning_egeria.network.normalisation import normalisation_layers
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.callback import PrefixFreezing
-from lightning_egeria.training.combinations import methods_of
 from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
+from lightning_egeria.training.methods import methods_of
 from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
 from lightning_egeria.upstream.lightning import data_fetcher, loaders_keep_their_place
@@ -50,11 +58,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             lost at most so much on the tasks of the proof. No promise: compare with a run with ``freeze_until=0``.
         evaluate_every_n_steps: optimizer steps between two evaluations; None is a fiftieth of the run, at least 8.
             Plasticity is the change over this interval, so a shorter one needs a lower tolerance.
-        evaluation_samples: samples of a batch to compare, at most; at least 2.
-        reference_precision: ``"float32"``, ``"bf16"``, ``"int8"``, or ``"auto"`` for the fastest whose rounding does
-            not show in plasticity. A deterministic run takes float32.
+        evaluation_samples: largest number of samples of a batch to compare; at least 2.
+        reference_precision: ``"float32"``, ``"bf16"``, ``"int8"``, or ``"auto"``, which takes the fastest that changes
+            plasticity by a tenth at most. In a deterministic run, ``"auto"`` is float32.
         background: where the reference model runs. True: in a process beside training. False: in the training thread,
-            with the same result. None: in a process if a core is idle.
+            with the same result. None: in a process if a core is idle, until its answers come late.
         timeout_s: seconds after which a reference process that has not answered is replaced.
         deterministic: wait for each result, so that two runs with one seed freeze at the same steps, and store the
             reference's weights in checkpoints. None follows ``torch.are_deterministic_algorithms_enabled()``.
@@ -70,7 +78,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
 
     measures_plasticity = True
 
-    @explain_missing
+    @explain_arguments_of_policies
     def __init__(
         self,
         policy: Policy | None = None,
@@ -96,14 +104,14 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self.background = background
         self.timeout_s = timeout_s
         self.deterministic = deterministic
-        self._guide: Guide | None = None
+        self._decider: Decider | None = None
         self._accumulation = 1
         self._norms: dict[str, bool] | None = None  # as training found them; None before
 
     @property
     def last_evaluation(self) -> LastEvaluation | None:
         """The latest comparison with the reference; None before the first, and on every rank but 0."""
-        return self._guide.last_evaluation if self._guide is not None else None
+        return self._decider.last_evaluation if self._decider is not None else None
 
     @property
     def latest_plasticity(self) -> tuple[int, Sequence[float]] | None:
@@ -114,35 +122,35 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     @property
     def active_policy(self) -> Policy | None:
         """The policy of this `fit`, a copy of ``policy``; None before the first training step."""
-        return self._guide.policy if self._guide is not None else None
+        return self._decider.policy if self._decider is not None else None
 
     @property
     def comparison(self) -> ReferenceComparison | None:
         """The comparison of the network with the reference model; None before the first training step."""
-        return self._guide.comparison if self._guide is not None else None
+        return self._decider.comparison if self._decider is not None else None
 
     @property
     def frontier(self) -> Frontier | None:
-        """The losses that the trial of pre-trained weights saw at each depth; None before, and without a trial."""
-        return self._guide.frontier if self._guide is not None else None
+        """The losses at each depth in the trial of pre-trained weights; None before it ends, and without a trial."""
+        return self._decider.frontier if self._decider is not None else None
 
     def savings(self) -> Savings:
-        """Return what freezing did in the last `fit`, so far.
+        """Return the savings of the last `fit`, so far.
 
         Raises:
             NothingTrainedError: before the first training step.
         """
-        if self._guide is None:
+        if self._decider is None:
             raise NothingTrainedError("savings() has nothing to report before the first training step")
-        return summarize(self._guide, self.events)
+        return summarize(self._decider, self.events)
 
     def will_compare(self, batches_ahead: int) -> bool:
         """Whether the network's real input is needed for the batch ``batches_ahead`` after the last one."""
-        return self._guide is not None and self._guide.needs_input(batches_ahead, self._accumulation)
+        return self._decider is not None and self._decider.needs_input(batches_ahead, self._accumulation)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the normalisation layers before the first forward moves their statistics, unless a checkpoint has."""
-        self._guide = None
+        self._decider = None
         super().on_train_start(trainer, pl_module)
         if self._norms is None:
             self._norms = normalisation_layers(pl_module)
@@ -154,11 +162,11 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         self._norms = None
 
     def own_state(self) -> dict[str, Any]:
-        """Return also how training found the normalisation layers, from the first step on."""
+        """Return also which normalisation layers had left their initial values before the first step."""
         return {**super().own_state(), "norms": self._norms}
 
     def read_own_state(self, state: dict[str, Any]) -> None:
-        """Take also what the start showed; a checkpoint before version 0.2 does not tell."""
+        """Take also the normalisation layers at the start; a checkpoint before version 0.2 lacks them."""
         super().read_own_state(state)
         self._norms = {str(path): bool(left) for path, left in (state.get("norms") or {}).items()}
 
@@ -175,14 +183,14 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Warn of batches that depths were tried on, where the loader keeps its own position."""
+        """Warn if the loader stores a position behind batches that training has not taken yet, after a trial."""
         feed = data_fetcher(trainer)
         ahead = len(feed.ahead.kept) if isinstance(feed, Feed) else 0
         if ahead and ("selecting" in methods_of(trainer) or loaders_keep_their_place(trainer)):
             self.notices.warn(
-                f"the training loader keeps its own position, and it is {ahead} batches ahead in the checkpoint of "
-                f"step {trainer.global_step}, because depths were tried on them. A run that resumes there misses these "
-                "batches; the next checkpoint after them has all"
+                f"the training loader stores its own position, which is {ahead} batches ahead of training in the "
+                f"checkpoint of step {trainer.global_step}, because depths were tried on these batches. A run that "
+                f"resumes from it skips them. Resume from a checkpoint at least {ahead} batches later"
             )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -191,7 +199,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         Feed.remove(trainer, self)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave nothing on the Trainer."""
+        """Remove everything from the Trainer."""
         super().teardown(trainer, pl_module, stage)
         Feed.remove(trainer, self)
 
@@ -199,14 +207,14 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         if getattr(trainer, "fast_dev_run", False):
             return
         policy = FreezingPolicy() if self.policy is None else self.policy
-        trial = self._guide.trial if self._guide is not None and self.freezer is not None else None
+        trial = self._decider.trial if self._decider is not None and self.freezer is not None else None
         may_want_one = isinstance(policy, FreezingPolicy) and policy.pretrained and policy.trial
         wanted = may_want_one if self.freezer is None else trial is not None and not trial.over
         if wanted and Branches.possible(trainer):
             feed = Feed.install(trainer, self, lambda: self._try_depths(trainer, feed))
 
     def _try_depths(self, trainer: pl.Trainer, feed: Feed) -> None:
-        decision = self._guide.try_depths(feed) if self._guide is not None and self.freezer is not None else None
+        decision = self._decider.try_depths(feed) if self._decider is not None and self.freezer is not None else None
         if decision is None or self.freezer is None:
             return
         self.freezer.step = trainer.global_step
@@ -223,7 +231,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
     def start_method(
         self, trainer: pl.Trainer, freezer: Freezer, gathered: Mapping[str, Tensor] | None, state: Any
     ) -> Sequence[Observer]:
-        """Take the first reference, or restore the one from the checkpoint."""
+        """Take the first snapshot, or restore the one from the checkpoint."""
         policy = policy_for(self.policy, None if state is None else state["policy"]["class"])
         norms = evidence(self._norms or {}, freezer.prefix.module, freezer.chain)
         if state is None:
@@ -232,51 +240,69 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
             max_depth = state["max_depth"]
         policy.start(max_depth)
         before = None if state is None else state["comparison"]
-        comparison = set_up_comparison(trainer, freezer, policy, self.notices, before, self)
+        comparison = comparison_of(
+            trainer,
+            freezer,
+            policy,
+            self.notices,
+            before,
+            evaluate_every_n_steps=self.evaluate_every_n_steps,
+            samples=self.evaluation_samples,
+            precision=self.reference_precision,
+            background=self.background,
+            timeout_s=self.timeout_s,
+            deterministic=self.deterministic,
+        )
         # From here on, `stop_method` cleans up after an error.
-        self._guide = Guide(freezer, policy, comparison, max_depth)
+        self._decider = Decider(freezer, policy, comparison, max_depth)
         if state is not None:
-            self._guide.load_state_dict(state)
+            self._decider.load_state_dict(state)
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
-        self._guide.start_trial(trainer, norms, self.max_loss_points)
-        return [comparison, MetricsLog(trainer, self._guide)]
+        self._decider.start_trial(trainer, norms, self.max_loss_points)
+        return [comparison, MetricsLog(trainer, self._decider)]
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""
-        if self._guide is not None:
-            self._guide.comparison.close()
+        if self._decider is not None:
+            self._decider.comparison.close()
 
     def method_state(self) -> dict[str, Any]:
-        """Return the state of policy and comparison, and in a deterministic run the reference's weights."""
-        assert self._guide is not None  # `start_method` has made it
-        return self._guide.state_dict()
+        """Return the state of policy and comparison; in a deterministic run, also the reference's weights."""
+        assert self._decider is not None  # `start_method` has made it
+        return self._decider.state_dict()
 
     def compares_weights(self, step: int) -> bool:
         """Whether an evaluation is due."""
-        return self._guide is not None and self._guide.comparison.is_due(step)
+        return self._decider is not None and self._decider.comparison.is_due(step)
 
     def stop_deciding(self) -> None:
         """Stop comparing."""
-        if self._guide is not None:
-            self._guide.comparison.stop()
+        if self._decider is not None:
+            self._decider.comparison.stop()
 
     def choose_depth(self, step: int) -> Decision | None:
         """Return the decision of the policy."""
-        return self._guide.decide(step, self.learning_rate) if self._guide is not None else None
+        return self._decider.decide(step, self.learning_rate) if self._decider is not None else None
 
     def report(self, event: FreezingEvent) -> None:
         """Log a freeze or unfreeze, and the share of a step that the frozen layer modules took."""
-        share = share_of_step(self._guide, event.depth) if self._guide is not None and event.kind == "freeze" else None
+        share = (
+            share_of_step(self._decider, event.depth) if self._decider is not None and event.kind == "freeze" else None
+        )
         text = event.describe(self.layer_modules)
         log_line(text if share is None else f"{text}; they took {share:.0%} of a step")
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the savings and the last metrics."""
         super().on_fit_end(trainer, pl_module)
-        if self._guide is not None and not self.events:
-            tell_why_nothing_froze(self._guide, self.notices)
-        if self._guide is not None and trainer.is_global_zero:
-            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            # Use the console of Rich's progress bar; the bar draws over text from other consoles.
-            get_console().print(savings_table(self.savings(), metrics))
+        if self._decider is None or not trainer.is_global_zero:
+            return
+        savings = self.savings()
+        if savings.why_nothing_froze is not None:
+            held_back = getattr(self._decider.policy, "held_back", None) is not None
+            tell = self.notices.warn if held_back else self.notices.inform
+            tell(f"nothing froze: {savings.why_nothing_froze}")
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        # Use the console of Rich's progress bar; the bar draws over text from other consoles.
+        get_console().print(savings_table(savings, metrics))

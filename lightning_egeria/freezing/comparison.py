@@ -1,40 +1,31 @@
-"""Comparing the network in training with the reference model, step by step."""
+"""When the network in training is compared with the reference model, and with which snapshot."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from lightning_egeria.distributed.gathering import GatheredWeights
-from lightning_egeria.freezing.capture import StepCapture
-from lightning_egeria.freezing.evaluations import Evaluations
+from lightning_egeria.freezing.evaluation import EvaluationQueue
 from lightning_egeria.freezing.policy import Policy
-from lightning_egeria.freezing.runner import ReferenceRunner
+from lightning_egeria.freezing.reference import Precision, ReferenceModel
+from lightning_egeria.freezing.runner import ReferenceRunner, has_idle_core
 from lightning_egeria.network.sharding import holds_shards
 from lightning_egeria.profiling.costs import StepCosts
 from lightning_egeria.training.freezer import Freezer
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.observers import Observer
 
-
-@dataclasses.dataclass(frozen=True)
-class LastEvaluation:
-    """The latest comparison with the reference.
-
-    Attributes:
-        step: number of optimizer steps when the policy saw the result.
-        plasticity: plasticity of each layer module; NaN where not measured.
-        slopes: slope of each layer module's smoothed plasticity, for `SlopePolicy`; NaN elsewhere.
-    """
-
-    step: int
-    plasticity: tuple[float, ...]
-    slopes: tuple[float, ...]
+EVALUATIONS_PER_RUN = 50  # bounds their cost, however long the run
+EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100
+LEAST_STEPS_BETWEEN_EVALUATIONS = 8  # in fewer steps, layers that still learn hardly move either
+UNANSWERED_TO_CHANGE = 3  # evaluations in a row; one answer is late whenever a new snapshot has to be prepared first
 
 
 class ReferenceComparison(Observer):
@@ -42,7 +33,7 @@ class ReferenceComparison(Observer):
 
     An evaluation step captures the inputs of the network, and then its weights. The reference works on them while
     training continues. `collect` returns the answer after the first step that finds one; with ``wait_s``, always at the
-    next evaluation step.
+    next evaluation step. `EvaluationQueue` shows the life of an evaluation.
 
     With several ranks, only rank 0 compares. All ranks know when an evaluation is due.
 
@@ -51,9 +42,10 @@ class ReferenceComparison(Observer):
         policy: decides whether to keep a reference, and how long.
         runner: runs the reference model.
         evaluate_every_n_steps: optimizer steps between two evaluations.
-        samples: samples of a batch to compare, at most.
+        samples: largest number of samples of a batch to compare.
         wait_s: seconds to wait for an answer that is due, so that decisions do not depend on timing; 0 does not wait.
-        adapt: evaluate half as often after two late answers in a row.
+        adapt: whether the interval may grow where answers come late.
+        may_move: whether the reference may move to the training thread where answers come late.
         notices: takes log lines and warnings.
 
     Attributes:
@@ -72,12 +64,13 @@ class ReferenceComparison(Observer):
         samples: int,
         wait_s: float = 0.0,
         adapt: bool = False,
+        may_move: bool = False,
         notices: Notices | None = None,
     ) -> None:
         self.runner = runner
         self.costs = StepCosts()
         self.notices = notices if notices is not None else Notices("freezing")
-        self.evaluations = Evaluations(freezer.prefix, runner, self.costs, samples, wait_s, self.notices)
+        self.evaluations = EvaluationQueue(freezer.prefix, runner, self.costs, samples, wait_s, self.notices)
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.next_evaluation = freezer.step + evaluate_every_n_steps
         self.reference_age = 0
@@ -85,15 +78,17 @@ class ReferenceComparison(Observer):
         self._prefix = freezer.prefix
         self._policy = policy
         self._adapt = adapt
+        self._may_move = may_move
+        self._moved = False  # to the training thread, because answers came late
+        self._longest_interval = 2 * evaluate_every_n_steps  # where the reference may move instead
         self._version = freezer.prefix.version
-        self._capture: StepCapture | None = None
         self._gathered: GatheredWeights | None = None
         self._snapshot_due = False
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._device = next(freezer.prefix.module.parameters()).device
         self._step_before = freezer.step - 1
-        self._steps_per_batch = 1
+        self._steps_per_batch = 1  # more than one with several optimizers
 
     @property
     def wants_reference(self) -> bool:
@@ -104,6 +99,11 @@ class ReferenceComparison(Observer):
     def waits(self) -> bool:
         """Whether training waits for each answer, so that decisions do not depend on timing."""
         return self.evaluations.wait_s > 0
+
+    @property
+    def _compares(self) -> bool:
+        """Whether this rank compares, and has a reference."""
+        return self.runner.has_snapshot and self.wants_reference
 
     def will_compare(self, batches_ahead: int, accumulation: int = 1) -> bool:
         """Whether the batch that comes ``batches_ahead`` after the last one may be captured.
@@ -131,20 +131,15 @@ class ReferenceComparison(Observer):
         if self._snapshot_due and self._gathered is None:
             self._gathered = GatheredWeights(self._prefix.module)
             self._gathered.start()
-        due = step + self._steps_per_batch >= self.next_evaluation
-        if due and self._capture is None and self.runner.has_snapshot and self.wants_reference:
-            if not self.waits and not self.runner.ready():
-                return  # the reference is still busy and could not take the step
-            self._capture = self.evaluations.capture()
-            self._capture.start()
+        if step + self._steps_per_batch >= self.next_evaluation and self._compares:
+            self.evaluations.capture()
 
     def forward_end(self, loss: Tensor) -> None:
         """Add the loss, and stop capturing."""
         value = loss.detach()
         self._loss_sum = value if self._loss_sum is None else self._loss_sum + value
         self._loss_count += 1
-        if self._capture is not None:
-            self._capture.stop()
+        self.evaluations.forward_ended()
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
             gathered.stop()
@@ -152,39 +147,37 @@ class ReferenceComparison(Observer):
                 self._take_snapshot({**gathered.weights, **gathered.buffers})
 
     def backward_end(self) -> None:
-        """Mark the end of the backward."""
-        if self._capture is not None:
-            self._capture.backward_ended()
+        """Mark the end of the backward pass."""
+        self.evaluations.backward_ended()
 
     def batch_end(self) -> None:
         """Add the time of the batch."""
-        if self._capture is not None:
-            self._capture.stop()
-        self.costs.batch_end(self._device, self._prefix.depth, evaluated=self._capture is not None)
+        self.evaluations.forward_ended()
+        self.costs.batch_end(self._device, self._prefix.depth, evaluated=self.evaluations.is_capturing)
 
     def abort(self) -> None:
         """Drop the captured batch."""
-        if self._capture is not None:
-            self._capture.stop()
+        self.evaluations.abort()
         if self._gathered is not None:
             self._gathered.stop()
-        self._capture = self._gathered = None
+            self._gathered = None
 
     def collect(self, step: int) -> tuple[float, ...] | None:
         """Return the plasticity of each layer module from the oldest pending evaluation; None without an answer.
 
-        Call it after each optimizer step ``step``, before `optimizer_step`.
+        Call it after each optimizer step ``step``, before the decision and `optimizer_step`. At an evaluation step it
+        also sends the captured step, so that a reference in this thread answers at once. If training waits for
+        answers, `optimizer_step` sends it after the decision: a change of the prefix would void the answer, and the
+        worker would be busy with it.
         """
-        self._steps_per_batch = step - self._step_before  # more than one with several optimizers
         due = self.is_due(step)
-        plasticity = self.evaluations.collect(due)
+        plasticity = self.evaluations.collect(step, due)
         if due and not self.waits:
-            self._send()
+            if self.evaluations.unanswered_in_a_row >= UNANSWERED_TO_CHANGE:
+                self._get_answers_in_time(step)
+            self._send(step)
             if plasticity is None:  # a reference in this thread has answered already
-                plasticity = self.evaluations.collect(due=False)
-        # One answer is late whenever the reference has a new snapshot to prepare first.
-        if self._adapt and self.evaluations.late_in_a_row >= 2:
-            self._evaluate_half_as_often()
+                plasticity = self.evaluations.collect(step, due=False)
         return plasticity
 
     def layer_shares(self) -> list[float] | None:
@@ -215,11 +208,10 @@ class ReferenceComparison(Observer):
             self.next_evaluation = step + self.evaluate_every_n_steps
             if self._freezer.ranks.leads:
                 if self.waits:
-                    # Not before the decision: a change of the prefix would void the answer and keep the worker busy.
-                    self._send()
+                    self._send(step)
                 with self.costs.evaluating():
                     self.refresh_reference()
-        self._capture = None
+        self.evaluations.abort()  # a captured step that was not an evaluation step in the end
 
     def refresh_reference(self, gathered: Mapping[str, Tensor] | None = None) -> None:
         """Take a new snapshot if one is due. The first one has the initial weights.
@@ -269,6 +261,7 @@ class ReferenceComparison(Observer):
             "loss_sum": None if self._loss_sum is None else float(self._loss_sum),
             "loss_count": self._loss_count,
             "snapshot_due": self._snapshot_due,
+            "moved": self._moved,
             "reference": self.runner.snapshot_tensors() if with_reference else None,
         }
 
@@ -282,6 +275,7 @@ class ReferenceComparison(Observer):
         if self._adapt:
             self.evaluate_every_n_steps = state["evaluate_every_n_steps"]
         self.reference_age = state["reference_age"]
+        self._moved = _has_moved(state)
         self._loss_sum = None if state["loss_sum"] is None else torch.tensor(state["loss_sum"])
         self._loss_count = state["loss_count"]
         self.evaluations.load_state_dict(state, with_answers=self._freezer.ranks.leads)
@@ -295,13 +289,9 @@ class ReferenceComparison(Observer):
 
     # --- the work ----------------------------------------------------------------------------------------------------
 
-    def _send(self) -> None:
-        capture, self._capture = self._capture, None
+    def _send(self, step: int) -> None:
         with self.costs.evaluating():
-            if self.runner.has_snapshot and self.wants_reference:
-                self.evaluations.send(capture)
-            else:
-                self.evaluations.skip()
+            self.evaluations.send(step, self._compares)
 
     def _take_snapshot(self, weights: Mapping[str, Tensor] | None) -> None:
         self._snapshot_due = False
@@ -310,16 +300,103 @@ class ReferenceComparison(Observer):
         except Exception as error:  # packing runs the user's code, which may raise anything
             self.evaluations.failed(f"{type(error).__name__}: {error}")
 
-    def _evaluate_half_as_often(self) -> None:
-        self.evaluations.late_in_a_row = 0
-        self.evaluate_every_n_steps *= 2
-        self.notices.inform(
-            "the reference takes longer than the interval between two evaluations; evaluating every "
-            f"{self.evaluate_every_n_steps} steps from now on"
-        )
+    def _get_answers_in_time(self, step: int) -> None:
+        """Evaluate less often, or in the training thread: what costs less and brings answers in time.
+
+        A longer interval costs the training thread nothing. It suffices if the process took at most twice the interval
+        for a late answer. In the training thread no answer is late, and an evaluation takes about as long as one or two
+        steps if training runs on the CPU, too. Where it does not, the reference stays in its process, and the interval
+        grows as far as it has to. What the user has set stays.
+        """
+        every, queue = self.evaluate_every_n_steps, self.evaluations
+        queue.unanswered_in_a_row = 0
+        late = f"{UNANSWERED_TO_CHANGE} evaluations in a row had no answer from the reference process in time"
+        longer = max(2 * every, queue.late_steps or 0)
+        suffices = queue.late_steps is not None and longer <= self._longest_interval
+        if self._adapt and (suffices or not self._may_move):
+            self.evaluate_every_n_steps = longer
+            self.notices.inform(f"{late}. Evaluations are {longer} steps apart from now on")
+        elif self._may_move:
+            self._may_move, self._moved = False, True
+            with self.costs.evaluating():
+                queue.move_to_thread()
+            self.notices.inform(
+                f"{late}. From step {step} on, the reference runs in the training thread, where an evaluation takes "
+                "about as long as one or two steps. To keep it in a process, leave a core idle: use fewer threads or "
+                "data-loader workers, and pass background=True"
+            )
+        else:
+            self.notices.warn(
+                f"{late}, and without answers nothing freezes. Leave out evaluate_every_n_steps, which you set to "
+                f"{every}, or leave a core idle for the process",
+                once="late",
+            )
 
 
-def slopes_of(policy: Policy, depth: int) -> tuple[float, ...]:
-    """Return the slopes of a `SlopePolicy`, NaN for the first ``depth`` layer modules; NaN or empty for others."""
-    slopes = list(getattr(policy, "slopes", ()))
-    return tuple([math.nan] * depth + slopes[depth:])
+def _has_moved(state: Mapping[str, Any] | None) -> bool:
+    """Whether the reference had moved to the training thread in the run that wrote a checkpoint."""
+    return state is not None and bool(state.get("moved", False))
+
+
+def comparison_of(
+    trainer: pl.Trainer,
+    freezer: Freezer,
+    policy: Policy,
+    notices: Notices,
+    state: Mapping[str, Any] | None,
+    *,
+    evaluate_every_n_steps: int | None,
+    samples: int,
+    precision: Precision,
+    background: bool | None,
+    timeout_s: float,
+    deterministic: bool | None,
+) -> ReferenceComparison:
+    """Return the comparison for one run, with a value for each argument of the callback that is None.
+
+    Args:
+        trainer: the Trainer, with its data loaders.
+        freezer: freezer of the model.
+        policy: the policy, after `Policy.start`.
+        notices: takes log lines and warnings.
+        state: state of the comparison in the checkpoint, whose precision replaces ``precision``; None without one.
+        evaluate_every_n_steps: as for `KnowledgeGuidedFreezing`, like all that follow.
+        samples: as ``evaluation_samples``.
+        precision: as ``reference_precision``.
+        background: where the reference runs.
+        timeout_s: seconds after which a reference process that has not answered is replaced.
+        deterministic: whether training waits for each result.
+    """
+    waits = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    crops, reason = None, "as requested"
+    if state is not None:
+        precision, crops = state["precision"] or precision, state["crops"] or None
+    if precision == "auto" and waits:
+        precision, reason = "float32", "the run is deterministic"  # the fastest may differ from run to run
+    make = functools.partial(ReferenceModel, freezer.chain, samples, precision, crops, reason)
+    runs_beside = background
+    if runs_beside is None:
+        runs_beside = has_idle_core(trainer.strategy.root_device, trainer.num_devices) and not _has_moved(state)
+    return ReferenceComparison(
+        freezer,
+        policy,
+        ReferenceRunner(make, freezer.chain.entries, runs_beside, timeout_s),
+        evaluate_every_n_steps or evaluation_interval(trainer),
+        samples,
+        wait_s=timeout_s if waits else 0.0,
+        adapt=evaluate_every_n_steps is None,
+        may_move=background is None and runs_beside and trainer.strategy.root_device.type == "cpu",
+        notices=notices,
+    )
+
+
+def evaluation_interval(trainer: pl.Trainer) -> int:
+    """Return the optimizer steps between two evaluations that suit the length of the run.
+
+    Args:
+        trainer: the Trainer, with its data loaders.
+    """
+    steps = trainer.estimated_stepping_batches
+    if math.isinf(steps) or steps < 0:
+        return EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN
+    return max(LEAST_STEPS_BETWEEN_EVALUATIONS, round(steps / EVALUATIONS_PER_RUN))

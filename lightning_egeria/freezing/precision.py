@@ -1,4 +1,4 @@
-"""A network in a lower precision, without gradients and in evaluation mode, for measuring."""
+"""The network of a snapshot in evaluation mode and a chosen precision, and the Gram matrices at its boundaries."""
 
 from __future__ import annotations
 
@@ -12,13 +12,40 @@ from torch import Tensor, nn
 from lightning_egeria.batches.tree import change_leaves, tensor_leaves
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing.int8 import Int8Layers, has_layers
-from lightning_egeria.freezing.recording import GramRecorder
+from lightning_egeria.freezing.similarity import gram_matrix
 from lightning_egeria.network.calls import EarlierOutput, NetworkCall
 from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.passing import BoundaryObserver
 from lightning_egeria.snapshots.packing import copied
 from lightning_egeria.upstream.torch import BatchNorm
 
 Lower = Literal["bf16", "int8"]
+
+
+class GramRecorder(BoundaryObserver):
+    """Computes the Gram matrix of each boundary activation while the network runs.
+
+    Args:
+        modules: modules of the network, by path.
+        chain: layer chain of the network.
+        samples: largest number of samples in a Gram matrix.
+        first: index of the first layer module to record.
+
+    Attributes:
+        grams: Gram matrix of each boundary, ``[samples, samples]``; None where the network did not reach it.
+        batch_size: batch size of the last activation.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], chain: LayerChain, samples: int, first: int = 0) -> None:
+        super().__init__(modules, chain, first)
+        self.samples = samples
+        self.grams: list[Tensor | None] = [None] * len(chain)
+        self.batch_size = 0
+
+    def boundary_reached(self, index: int, activation: Tensor) -> None:
+        """Compute the Gram matrix."""
+        self.batch_size = activation.shape[0]
+        self.grams[index] = gram_matrix(activation[: self.samples])
 
 
 class SnapshotNetwork:
@@ -30,7 +57,7 @@ class SnapshotNetwork:
     Args:
         entries: modules that the training step calls, by path; changed in place.
         chain: layer chain of the network.
-        samples: samples in a Gram matrix, at most.
+        samples: largest number of samples in a Gram matrix.
         precision: precision to run in.
 
     Attributes:

@@ -26,10 +26,10 @@ def evidence(norms: Mapping[str, bool], module: nn.Module, chain: LayerChain) ->
 
 
 def answer_auto(policy: Policy, norms: Mapping[str, bool], chain: LayerChain, ranks: Ranks, notices: Notices) -> int:
-    """Answer ``pretrained="auto"`` of a policy that begins, the same on all ranks; log what was seen.
+    """Answer ``pretrained="auto"`` at the start of a run, the same on all ranks, and log the reason.
 
     Args:
-        policy: the policy; others than `FreezingPolicy` are not asked.
+        policy: the policy; only a `FreezingPolicy` has the question.
         norms: output of `evidence`.
         chain: the layer chain; its front half counts.
         ranks: the answer of rank 0 counts.
@@ -50,7 +50,7 @@ def answer_auto(policy: Policy, norms: Mapping[str, bool], chain: LayerChain, ra
 
 
 def _trained_depth(norms: Mapping[str, bool], chain: LayerChain) -> int:
-    """How many layer modules lie in front of the end of those with trained statistics, and of the first with none."""
+    """Return the depth that ends with the last layer module with trained statistics, before the first with none."""
     depth = 0
     for index, layer_module in enumerate(chain.layer_modules):
         own = [norms[path] for path in layer_module.members if path in norms]
@@ -63,7 +63,7 @@ def _trained_depth(norms: Mapping[str, bool], chain: LayerChain) -> int:
 def untrained_behind(norms: Mapping[str, bool], chain: LayerChain, ranks: Ranks) -> str | None:
     """Return the path of an untrained normalisation layer behind a trained front half, the same on all ranks.
 
-    What a large untrained part learns at first, a decoder say, hides what the layers in front of it would learn.
+    A large untrained part, such as a decoder, learns fast at first, which hides what layers in front of it would learn.
 
     Args:
         norms: output of `evidence`.

@@ -23,6 +23,7 @@ NOISE_SHARE = 0.1  # a lower precision may change plasticity by this share of it
 NEGLIGIBLE = 1e-5  # a plasticity this low counts as converged with any tolerance
 TIMED_RUNS = 2
 ROUNDING_SHARE = 0.01  # of the largest output: devices round differently, and TF32 by about 0.001
+_Measure = Callable[[SnapshotNetwork, SnapshotNetwork], tuple[tuple[float, ...], int]]
 # Precisions to try before float32, in order.
 _CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
     "auto": ("bf16", "int8"),
@@ -32,15 +33,15 @@ _CANDIDATES: dict[Precision, tuple[Lower, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """A network to compare with the reference, and the inputs to compare on.
+class EvaluationRequest:
+    """The request for an evaluation: a network to compare with the reference, and its inputs.
 
     Attributes:
         calls: calls that a training step made to the network.
         network: the called modules by path, with the weights after the step.
         first: index of the first layer module that still trains.
-        expected: what these calls return in the process that trains, in evaluation mode and float32; None if the
-            reference need not compare that with what they return where it runs.
+        expected: outputs of these calls in the training process, in evaluation mode and float32, to compare with those
+            where the reference runs; None compares nothing.
     """
 
     calls: list[NetworkCall]
@@ -50,7 +51,7 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class EvaluationResult:
     """The result of an evaluation.
 
     Attributes:
@@ -83,16 +84,16 @@ class ReferenceModel:
     the statistics of the compared samples in both. Running statistics would come from different batches, and their
     difference would hide small changes.
 
-    A new snapshot comes with its first evaluation. The reference lowers its precision, so that the training thread has
-    no work with it.
+    A new snapshot comes with its first evaluation. The reference itself lowers the precision of the snapshot, which
+    spares the training thread that work.
 
     Args:
         chain: layer chain of the model.
-        samples: samples of a batch to compare, at most.
+        samples: largest number of samples of a batch to compare.
         precision: ``"auto"`` takes the fastest. A precision that changes plasticity by more than `NOISE_SHARE` of it,
-            and by more than `NEGLIGIBLE`, is replaced by a higher one for good.
+            and by more than `NEGLIGIBLE`, gives way to a higher one for good.
         crops: whether the reference needs only the compared samples of a batch; None finds out.
-        reason: for the precision, where it is not ``"auto"``.
+        reason: why this precision, unless it is ``"auto"``.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ReferenceModel:
         self._crops = crops
         self._takes_batch_statistics: bool | None = None
 
-    def __call__(self, evaluation: Evaluation, snapshot: Mapping[str, nn.Module] | None) -> Comparison:
+    def __call__(self, evaluation: EvaluationRequest, snapshot: Mapping[str, nn.Module] | None) -> EvaluationResult:
         """Compare a network with the reference.
 
         Args:
@@ -125,13 +126,13 @@ class ReferenceModel:
         with eager():  # compiling for a few forwards costs more than it saves
             return self._compare(evaluation, snapshot)
 
-    def outputs(self, evaluation: Evaluation) -> list[Tensor]:
+    def outputs(self, evaluation: EvaluationRequest) -> list[Tensor]:
         """Return what the network returns in evaluation mode and float32; changes its modules in place."""
         with eager():
             network = SnapshotNetwork(evaluation.network, self._chain, self._samples)
             return [output for call in network.outputs(evaluation.calls) for output in call]
 
-    def _compare(self, evaluation: Evaluation, snapshot: Mapping[str, nn.Module] | None) -> Comparison:
+    def _compare(self, evaluation: EvaluationRequest, snapshot: Mapping[str, nn.Module] | None) -> EvaluationResult:
         started = time.perf_counter()
         if snapshot is not None:
             self._network = SnapshotNetwork(snapshot, self._chain, self._samples)
@@ -145,21 +146,21 @@ class ReferenceModel:
         differs = _difference(moved, evaluation.calls, evaluation.expected) if evaluation.expected is not None else 0.0
         if self._takes_batch_statistics is None and moved.batch_norms:
             self._takes_batch_statistics = _takes_batch_statistics(moved, calls)
-        compare = functools.partial(
-            compare_networks,
+        measure = functools.partial(
+            plasticity_between,
             calls=calls,
             first=evaluation.first,
             by_batch=moved.batch_norms if self._takes_batch_statistics else (),
         )
         if not self._lowered and self._precision != "float32":
-            self._network, plasticity = self._lower(self._network, moved, calls, compare)
+            self._network, (plasticity, samples) = self._lower(self._network, moved, calls, measure)
         else:
             moved = moved if self._precision == "float32" else moved.lowered(_lower_of(self._precision))
-            plasticity = compare(self._network, moved)
+            plasticity, samples = measure(self._network, moved)
         self._lowered = True
-        return Comparison(
-            plasticity=self._chain.over_left_out(plasticity.values),
-            samples=plasticity.samples,
+        return EvaluationResult(
+            plasticity=self._chain.over_left_out(plasticity),
+            samples=samples,
             crops=self._crops,
             precision=self._precision,
             reason=self._reason,
@@ -182,18 +183,18 @@ class ReferenceModel:
         )
 
     def _lower(
-        self, full: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], compare: Compare
-    ) -> tuple[SnapshotNetwork, NetworksCompared]:
-        """Choose the precision; return the reference in it, and its comparison with ``moved``."""
+        self, full: SnapshotNetwork, moved: SnapshotNetwork, calls: list[NetworkCall], measure: _Measure
+    ) -> tuple[SnapshotNetwork, tuple[tuple[float, ...], int]]:
+        """Choose the precision; return the reference in it, with the plasticity and the number of samples."""
         asked, self._precision = self._precision, "float32"
         reasons = []
-        wanted = compare(full, moved)
+        wanted = measure(full, moved)
         best, found, best_seconds = full, wanted, seconds_of(full, calls) if asked == "auto" else math.inf
         full_seconds = best_seconds
         for precision in _CANDIDATES[asked]:
             try:
                 low = full.lowered(precision)
-                compared = compare(low, moved.lowered(precision))
+                measured = measure(low, moved.lowered(precision))
             except Exception as error:  # the user's modules may raise anything, and some operations have no other dtype
                 reasons.append(f"the network fails in {precision} ({type(error).__name__}: {error})")
                 continue
@@ -201,10 +202,10 @@ class ReferenceModel:
                 reasons.append(low.fallback)
                 if not low.runs_in_int8:
                     continue
-            if any(math.isfinite(a) > math.isfinite(b) for a, b in zip(wanted.values, compared.values, strict=True)):
-                reasons.append(f"in {precision} some boundaries give no finite values")
+            if any(math.isfinite(a) > math.isfinite(b) for a, b in zip(wanted[0], measured[0], strict=True)):
+                reasons.append(f"in {precision}, some boundary activations are not finite")
                 continue
-            share = noise_share(wanted.values, compared.values)
+            share = noise_share(wanted[0], measured[0])
             if share > NOISE_SHARE:
                 reasons.append(f"{precision} changes plasticity by {share:.0%}")
                 continue
@@ -213,32 +214,21 @@ class ReferenceModel:
                 speed = f"is {full_seconds / seconds:.1f} times as fast as float32"
                 reasons.append(f"{precision} {speed} and changes plasticity by {share:.1%}")
             if seconds < best_seconds:
-                best, found, best_seconds, self._precision = low, compared, seconds, precision
+                best, found, best_seconds, self._precision = low, measured, seconds, precision
             if asked != "auto":
                 break
         self._reason = "; ".join(reasons) or self._reason
         return best, found
 
 
-@dataclasses.dataclass(frozen=True)
-class NetworksCompared:
-    """Plasticity of each layer module, and the number of compared samples."""
-
-    values: tuple[float, ...]
-    samples: int
-
-
-Compare = Callable[[SnapshotNetwork, SnapshotNetwork], NetworksCompared]
-
-
-def compare_networks(
+def plasticity_between(
     reference: SnapshotNetwork,
     moved: SnapshotNetwork,
     calls: list[NetworkCall],
     first: int,
     by_batch: Collection[str] = (),
-) -> NetworksCompared:
-    """Return the plasticity of each layer module, NaN before index ``first``.
+) -> tuple[tuple[float, ...], int]:
+    """Return the plasticity of each layer module, NaN before index ``first``, and the number of compared samples.
 
     Args:
         reference: the earlier network.
@@ -250,7 +240,7 @@ def compare_networks(
     before, _ = reference.boundary_grams(calls, first, by_batch)
     after, _ = moved.boundary_grams(calls, first, by_batch)
     samples = max((gram.shape[0] for gram in after if gram is not None), default=0)
-    return NetworksCompared(tuple(samples * value for value in distances(before, after)), samples)
+    return tuple(samples * value for value in distances(before, after)), samples
 
 
 def _difference(network: SnapshotNetwork, calls: list[NetworkCall], expected: list[Tensor]) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_egeria.distributed.gathering import fill
 from lightning_egeria.errors import CheckpointError
-from lightning_egeria.freezing.reference import Comparison, Evaluation, ReferenceModel
+from lightning_egeria.freezing.reference import EvaluationRequest, EvaluationResult, ReferenceModel
 from lightning_egeria.snapshots.module_attributes import CodeValues
 from lightning_egeria.snapshots.packing import PackedObject, copied, pack, unpack
 from lightning_egeria.snapshots.random_state import preserved_random_state
@@ -22,10 +22,14 @@ from lightning_egeria.snapshots.worker import Worker
 
 
 def has_idle_core(device: torch.device, processes: int = 1) -> bool:
-    """Whether training on ``device``, in so many processes on this machine, leaves a core idle.
+    """Return whether the threads of training leave a core of this machine idle.
 
-    If training uses all cores, a process of low priority answers late or never, while the training thread does the same
-    work in time.
+    If training uses all cores, a process of low priority answers late or never, and the training thread does the same
+    work in time. Data-loader workers and other programs are not counted: `ReferenceComparison` acts on late answers.
+
+    Args:
+        device: device that trains; on other devices than the CPU, a core is taken to be idle.
+        processes: number of processes that train on this machine.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return device.type != "cpu" or processes * torch.get_num_threads() < cores
@@ -33,7 +37,7 @@ def has_idle_core(device: torch.device, processes: int = 1) -> bool:
 
 @contextlib.contextmanager
 def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo what running the code of copies of a network changes outside of them: random state, globals and the like."""
+    """Restore what code of copies of a network may change outside of them, such as random state and globals."""
     values = CodeValues(modules)
     with preserved_random_state():
         try:
@@ -42,18 +46,18 @@ def untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
             values.restore()
 
 
-class _Place:
+class _Host:
     """One reference model, in a process or in the calling thread."""
 
     def __init__(self, make: Callable[[], ReferenceModel], background: bool) -> None:
         self._make = make
         self._snapshot = -1  # number of the snapshot that the reference has
-        self._answer: Future[Comparison] | None = None  # of the last evaluation
+        self._answer: Future[EvaluationResult] | None = None  # of the last evaluation
         self._inline = None if background else make()
         self.worker = Worker(make) if background else None
         self.busy_since = 0.0
 
-    def evaluate(self, evaluation: PackedObject, snapshot: PackedObject, number: int) -> Future[Comparison]:
+    def evaluate(self, evaluation: PackedObject, snapshot: PackedObject, number: int) -> Future[EvaluationResult]:
         if self._answer is not None and self._answer.exception() is not None:
             self._snapshot = -1  # the snapshot with that evaluation may not have arrived
         newer = snapshot if number != self._snapshot else pack(None, for_process=self.worker is not None)
@@ -110,7 +114,7 @@ class ReferenceRunner:
         self._timeout_s = timeout_s
         self._make = make
         self._background = background
-        self._place: _Place | None = None
+        self._host: _Host | None = None
         self.snapshot: PackedObject | None = None
         self._named: dict[str, int] = {}  # weights and buffers among its tensors
         self._number = 0
@@ -124,7 +128,7 @@ class ReferenceRunner:
     @property
     def worker(self) -> Worker | None:
         """The reference process; None if there is none."""
-        return self._place.worker if self._place is not None else None
+        return self._host.worker if self._host is not None else None
 
     def take_snapshot(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         """Make the current network the reference, from the next evaluation on.
@@ -148,7 +152,7 @@ class ReferenceRunner:
         if self.snapshot is None:
             return None
         self.snapshot.wait()
-        return {name: self.snapshot.tensors[place] for name, place in self._named.items()}
+        return {name: self.snapshot.tensors[index] for name, index in self._named.items()}
 
     def restore_snapshot(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Restore a snapshot from the structure of ``module`` and the tensors of `snapshot_tensors`.
@@ -163,11 +167,11 @@ class ReferenceRunner:
         packed = pack(network, self._background)
         self._name(network, packed)
         names = _names(network)
-        for place, now in enumerate(packed.tensors):
+        for index, now in enumerate(packed.tensors):
             name = names.get(id(now))
             then = tensors.get(name) if name is not None else None
             if then is not None and then.shape == now.shape:
-                packed.tensors[place] = then
+                packed.tensors[index] = then
             elif name is not None and isinstance(now, nn.Parameter):
                 found = "no such weight" if then is None else f"{tuple(then.shape)}"
                 raise CheckpointError(
@@ -176,17 +180,34 @@ class ReferenceRunner:
                 )
         self._keep(packed.to_host())
 
+    def move_to_thread(self, module: nn.Module) -> None:
+        """End the process, and run the reference in the calling thread from now on, with the same weights.
+
+        Args:
+            module: the model, with the structure of the snapshot.
+
+        Raises:
+            Exception: if a part of the network cannot be copied.
+        """
+        tensors = self.snapshot_tensors()
+        self.drop_snapshot()
+        self._background = False
+        if tensors is not None:
+            self.restore_snapshot(module, tensors)
+
     def drop_snapshot(self) -> None:
         """Drop the snapshot and end the process. Safe to call twice."""
         if self.worker is not None:
             self.worker.close()
-        self._place = self.snapshot = None
+        self._host = self.snapshot = None
 
     def ready(self) -> bool:
         """Whether the reference is free. Ends a process that hangs, and replaces one that has ended."""
-        return self._free_place() is not None
+        return self._free_host() is not None
 
-    def submit(self, evaluation: Evaluation, weights: Mapping[str, Tensor] | None = None) -> Future[Comparison] | None:
+    def submit(
+        self, evaluation: EvaluationRequest, weights: Mapping[str, Tensor] | None = None
+    ) -> Future[EvaluationResult] | None:
         """Start an evaluation. The calling thread copies its tensors.
 
         Args:
@@ -200,17 +221,17 @@ class ReferenceRunner:
             Exception: if an argument cannot be pickled.
         """
         assert self.snapshot is not None, "an evaluation needs a snapshot first"
-        place = self._free_place()
-        if place is None:
+        host = self._free_host()
+        if host is None:
             return None
         if self._background and not self._is_checked and weights is None:
             self._is_checked = True
             evaluation = dataclasses.replace(evaluation, expected=self._expected(evaluation))
         packed = _gathered(pack(evaluation, self._background), evaluation.network, weights).to_host()
         self.evaluation_bytes = packed.size_bytes
-        return place.evaluate(packed, self.snapshot, self._number)
+        return host.evaluate(packed, self.snapshot, self._number)
 
-    def _expected(self, evaluation: Evaluation) -> list[Tensor] | None:
+    def _expected(self, evaluation: EvaluationRequest) -> list[Tensor] | None:
         """Return what the network returns in this process, for the reference process to compare once."""
         try:
             here = copied(evaluation, to_host=False)
@@ -219,25 +240,25 @@ class ReferenceRunner:
         except Exception:  # the user's modules may raise anything; the reference process reports it
             return None
 
-    def _free_place(self) -> _Place | None:
-        place = self._place
-        if place is None:
+    def _free_host(self) -> _Host | None:
+        host = self._host
+        if host is None:
             return None
-        worker = place.worker
-        if worker is not None and not worker.idle and time.monotonic() - place.busy_since > self._timeout_s:
+        worker = host.worker
+        if worker is not None and not worker.idle and time.monotonic() - host.busy_since > self._timeout_s:
             worker.kill(f"no answer within {self._timeout_s:g} s; the process was ended")
-        place.revive()
-        return place if place.worker is None or place.worker.idle else None
+        host.revive()
+        return host if host.worker is None or host.worker.idle else None
 
     def _network(self, module: nn.Module) -> dict[str, nn.Module]:
         return {path: module.get_submodule(path) for path in self._entries}
 
     def _name(self, network: Mapping[str, nn.Module], packed: PackedObject) -> None:
         names = _names(network)
-        self._named = {names[id(tensor)]: place for place, tensor in enumerate(packed.tensors) if id(tensor) in names}
+        self._named = {names[id(tensor)]: index for index, tensor in enumerate(packed.tensors) if id(tensor) in names}
 
     def _keep(self, packed: PackedObject) -> None:
-        self._place = self._place or _Place(self._make, self._background)
+        self._host = self._host or _Host(self._make, self._background)
         self.snapshot, self.snapshot_bytes = packed, packed.size_bytes
         self._number += 1
 

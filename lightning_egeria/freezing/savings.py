@@ -1,13 +1,21 @@
-"""The savings of a run, as numbers and as a table."""
+"""What a run of knowledge-guided freezing reports: metrics, the savings, the closing table, and why nothing froze."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 from rich.table import Table
 from rich.text import Text
+
+from lightning_egeria.freezing.decide import Decider
+from lightning_egeria.freezing.slopes import SlopePolicy, Stage
+from lightning_egeria.training.freezer import FreezingEvent
+from lightning_egeria.training.observers import Observer
+from lightning_egeria.upstream.lightning import logging_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +53,7 @@ class Savings:
         bytes_per_snapshot: bytes of the last snapshot of the weights; 0 if there was none.
         gradient_bytes_before: bytes of gradients that a step exchanges with nothing frozen; None with one process.
         gradient_bytes_after: bytes of gradients that a step exchanges at the final depth; None with one process.
-        held_back: why the policy measured nothing; None if it did, or if something froze.
+        why_nothing_froze: one or two sentences from `why_nothing_froze`; None if something froze, or nothing is known.
         points_lost_in_proof: the most that ``max_loss_points`` cost as set, on a task of the proof; None if another
             rule has set the depth.
     """
@@ -64,7 +72,7 @@ class Savings:
     bytes_per_snapshot: int
     gradient_bytes_before: int | None = None
     gradient_bytes_after: int | None = None
-    held_back: str | None = None
+    why_nothing_froze: str | None = None
     points_lost_in_proof: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,6 +80,44 @@ class Savings:
         state = dataclasses.asdict(self)
         state["layer_modules"] = list(state["layer_modules"])
         return state
+
+
+def summarize(decider: Decider, events: Sequence[FreezingEvent]) -> Savings:
+    """Return the savings so far.
+
+    Args:
+        decider: decider of the run.
+        events: every freeze and unfreeze of the run.
+    """
+    freezer, comparison = decider.freezer, decider.comparison
+    costs, names = comparison.costs, freezer.chain.names
+    shares = costs.layer_shares(len(names))
+    modules = []
+    for index, name in enumerate(names):
+        frozen_at = None
+        for event in events:
+            frozen_at = (event.step if frozen_at is None else frozen_at) if event.depth > index else None
+        modules.append(LayerModuleSavings(name, frozen_at, shares[index]))
+    saved = costs.seconds_saved()
+    depth = events[-1].depth if events else 0
+    return Savings(
+        layer_modules=tuple(modules),
+        frozen_depth=depth,
+        step_seconds_before=costs.median_seconds(0),
+        step_seconds_after=costs.median_seconds(depth) if depth else None,
+        evaluation_seconds=costs.evaluation_seconds,
+        seconds_saved=None if saved is None else saved - costs.evaluation_seconds,
+        evaluations_done=comparison.evaluations.counts.done,
+        evaluations_late=comparison.evaluations.counts.late,
+        evaluations_dropped=comparison.evaluations.counts.dropped,
+        reference_precision=comparison.evaluations.precision,
+        bytes_per_evaluation=comparison.runner.evaluation_bytes,
+        bytes_per_snapshot=comparison.runner.snapshot_bytes,
+        gradient_bytes_before=freezer.prefix.gradient_bytes(0) if freezer.ranks.several else None,
+        gradient_bytes_after=freezer.prefix.gradient_bytes(depth) if freezer.ranks.several else None,
+        why_nothing_froze=why_nothing_froze(decider) if not events else None,
+        points_lost_in_proof=decider.points_lost_in_proof if depth else None,
+    )
 
 
 def savings_table(savings: Savings, metrics: Mapping[str, float], details: bool = False) -> Table:
@@ -143,3 +189,124 @@ def _size(count: int) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def share_of_step(decider: Decider, depth: int) -> float | None:
+    """Return the first ``depth`` layer modules' share of a step with nothing frozen; None if not measured."""
+    values = decider.comparison.costs.layer_shares(len(decider.freezer.chain))[:depth]
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def why_nothing_froze(decider: Decider) -> str | None:
+    """Return why the run froze nothing, and what to do, for the log and the report.
+
+    Args:
+        decider: decider of a run without a freeze.
+
+    Returns:
+        A clause and what to do, without a full stop at the end; None on every rank but 0, and for a policy that asked
+        for no freeze.
+    """
+    policy, queue, trial = decider.policy, decider.comparison.evaluations, decider.trial
+    every, counts = decider.comparison.evaluate_every_n_steps, queue.counts
+    lost = counts.late + counts.dropped
+    evaluations = lost + counts.failed + counts.done
+    if not decider.freezer.ranks.leads:
+        return None
+    if decider.max_depth == 0:
+        return "no layer module may freeze, because of freeze_until or of weights that several layers share"
+    if trial is not None and not trial.over:
+        return "the run ended before depths could be tried. Train longer, or pass FreezingPolicy(trial=False)"
+    if decider.declined is not None:
+        return decider.declined
+    if (held_back := getattr(policy, "held_back", None)) is not None:
+        return (
+            f"{held_back}. A model trained from scratch freezes only after its learning rate has dropped to half its "
+            "peak. Use a decaying schedule, or FreezingPolicy(pretrained=True) if you fine-tune trained weights"
+        )
+    if isinstance(policy, SlopePolicy) and policy.stage is Stage.BOOTSTRAP:
+        return (
+            "the training loss has not settled, and SlopePolicy waits for that. Train longer, or pass bootstrap=False"
+        )
+    if queue.stopped or counts.failed > counts.done:
+        return f"the reference model failed in {counts.failed} of {evaluations} evaluations. A warning has the error"
+    if not policy.wants_reference:
+        return None
+    if evaluations == 0:
+        return f"the run ended before the first evaluation, after {every} steps. Lower evaluate_every_n_steps"
+    if lost > counts.done and counts.late:
+        return (
+            f"{lost} of {evaluations} evaluations came late or were dropped. Leave a core idle for the reference "
+            "model, raise evaluate_every_n_steps, or set background=False"
+        )
+    if lost > counts.done:
+        return f"{lost} of {evaluations} evaluations were dropped. A warning says why"
+    return (
+        f"in {counts.done} evaluations, no layer module stayed below the tolerance for long enough. Train longer, or "
+        "raise the tolerance"
+    )
+
+
+class MetricsLog(Observer):
+    """Logs the state to the Trainer's loggers, under ``egeria/``, after each evaluation step and change of depth.
+
+    Add it behind the comparison.
+
+    Args:
+        trainer: the Trainer.
+        decider: decider of the run.
+    """
+
+    def __init__(self, trainer: pl.Trainer, decider: Decider) -> None:
+        self._trainer = trainer
+        self._decider = decider
+        self._logged = self._now()
+
+    def optimizer_step(self, step: int) -> None:
+        """Log if there is something new."""
+        now = self._now()
+        if now != self._logged:
+            self._logged = now
+            log_metrics(self._trainer, self._decider)
+
+    def _now(self) -> tuple[int, int]:
+        return len(self._decider.freezer.events), self._decider.comparison.next_evaluation
+
+
+def log_metrics(trainer: pl.Trainer, decider: Decider) -> None:
+    """Log the state to the Trainer's loggers, under ``egeria/``."""
+    if not trainer.loggers:
+        return
+    prefix, comparison = decider.freezer.prefix, decider.comparison
+    chain, depth, counts = prefix.chain, prefix.depth, comparison.evaluations.counts
+    metrics: dict[str, float] = {
+        "egeria/frozen_depth": depth,
+        "egeria/frozen_parameters": _frozen_share_of_parameters(decider),
+        "egeria/evaluations_done": counts.done,
+        "egeria/evaluations_late": counts.late,
+        "egeria/evaluations_dropped": counts.dropped,
+        "egeria/reference_age": comparison.reference_age,
+    }
+    if decider.freezer.ranks.several:
+        active = prefix.gradient_bytes(depth)
+        metrics["egeria/gradient_bytes"] = active
+        metrics["egeria/gradient_bytes_saved"] = prefix.gradient_bytes(0) - active
+    frozen_time = share_of_step(decider, depth)
+    if frozen_time is not None:
+        metrics["egeria/frozen_step_time"] = frozen_time
+    slopes = decider.last_evaluation.slopes if decider.last_evaluation is not None else ()
+    for kind, values in (("plasticity", decider.plasticity or ()), ("slope", slopes)):
+        for name, value in list(zip(chain.names, values, strict=False))[depth:]:
+            if math.isfinite(value):
+                metrics[f"egeria/{kind}/{name}"] = value
+    step = logging_step(trainer)
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)
+
+
+def _frozen_share_of_parameters(decider: Decider) -> float:
+    module, chain = decider.freezer.prefix.module, decider.freezer.chain
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    frozen = sum(sizes[name] for name in chain.prefix_parameters(decider.freezer.depth))
+    return frozen / max(1, sum(sizes.values()))

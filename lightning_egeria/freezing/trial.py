@@ -17,8 +17,8 @@ from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.training.branches import Branches
 from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.freezer import Decision, Freezer
+from lightning_egeria.training.isolation import saving_later
 from lightning_egeria.training.notices import Notices
-from lightning_egeria.training.unseen import saving_later
 
 STEPS_BEFORE = 2  # of the run, before the trial
 ENOUGH = 3 / 4  # of the trial's steps have to be left in the epoch

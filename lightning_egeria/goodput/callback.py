@@ -30,8 +30,7 @@ from lightning_egeria.profiling.phases import PhaseTimer, exposed_communication
 from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.callback import freezing_of
 from lightning_egeria.training.checkpoints import checkpoint_read
-from lightning_egeria.training.epoch_length import set_epoch_length
-from lightning_egeria.training.loops import count_epoch_behind_an_end
+from lightning_egeria.training.loops import count_epoch_behind_an_end, set_epoch_length
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.progress import BarEntry
 

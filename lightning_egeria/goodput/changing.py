@@ -10,11 +10,12 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.errors import RowsError
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.goodput.decision import Division
 from lightning_egeria.goodput.memory import enlarged, fits_in_memory
 from lightning_egeria.training.adapted_loader import AdaptedLoader
-from lightning_egeria.training.epoch_length import set_epoch_length
+from lightning_egeria.training.loops import set_epoch_length
 from lightning_egeria.training.notices import Notices
 
 
@@ -125,10 +126,11 @@ class BatchSizeChanges:
         """Try a batch that is larger than any so far; all ranks return the same."""
         if division.local <= self._largest_tried:
             return True
-        larger = enlarged(batch, samples, division.local)
-        if larger is None:
+        try:
+            larger = enlarged(batch, samples, division.local)
+        except RowsError:
             self._notices.warn(
-                "no tensor of the batch has one row for each sample, so larger batches are not tried in memory before "
+                "no part of the batch has one row for each sample, so larger batches are not tried in memory before "
                 "they are used. Set local_batch_sizes to what fits",
                 once="not tried",
             )

@@ -13,24 +13,24 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
-from lightning_egeria.errors import ArgumentError, CheckpointError, EgeriaError, UnsupportedError, check_integers
+from lightning_egeria.errors import ArgumentError, EgeriaError, UnsupportedError, check_integers
 from lightning_egeria.goodput.callback import BatchSizeSteps, Settings, Start
 from lightning_egeria.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.goodput.decision import LargestGoodput, ScriptedBatchSizes
 from lightning_egeria.goodput.display import panels_of
 from lightning_egeria.goodput.learning_rate import LearningRateRule, rule_of
-from lightning_egeria.goodput.memory import is_out_of_memory
 from lightning_egeria.goodput.progress import COUNTS
 from lightning_egeria.goodput.sizes import Sizes, are_limits, first_sizes
 from lightning_egeria.training.adapted_loader import AdaptedLoader
-from lightning_egeria.training.checkpoints import checkpoint_read
-from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.checkpoints import check_version, checkpoint_read
+from lightning_egeria.training.methods import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.panels import Panel
+from lightning_egeria.training.support import check_setup
 from lightning_egeria.training.wrapping import WrappingDataModule
+from lightning_egeria.upstream.torch import is_out_of_memory
 
 STATE_VERSION = 1
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class AdaptiveBatchSize(WrappingDataModule):
@@ -205,11 +205,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         state = state_dict.get("goodput")
         if state is None or self._steps is None:
             return
-        if state.get("version") != STATE_VERSION:
-            raise CheckpointError(
-                f"the checkpoint holds {self.egeria_method} state of version {state.get('version')!r}, expected "
-                f"version {STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
-            )
+        check_version(state, STATE_VERSION, self.egeria_method)
         self._state = dict(state)
 
     def _begin(self, trainer: pl.Trainer) -> Start:
@@ -255,16 +251,7 @@ def _check(trainer: Any) -> None:
     Raises:
         UnsupportedError: if it is not; the message has the alternative.
     """
-    strategy = type(trainer.strategy).__name__
-    if strategy not in _STRATEGIES:
-        raise UnsupportedError(
-            f"the gradient noise scale is not measured with {strategy}. Use one device, or strategy='ddp'"
-        )
-    if not trainer.lightning_module.automatic_optimization:
-        raise UnsupportedError(
-            "AdaptiveBatchSize sets the learning rate of each step, and with manual optimization nobody knows which "
-            "steps belong together. Use automatic optimization"
-        )
+    check_setup(trainer, "goodput")
     if trainer.overfit_batches:
         raise UnsupportedError("overfit_batches replaces the sampler whose batches AdaptiveBatchSize cuts. Remove one")
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):

@@ -4,78 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from lightning_egeria.batches.tree import change_leaves, tensor_leaves
+from lightning_egeria.batches.rows import Rows
 from lightning_egeria.distributed.reducer import wrapped_by_ddp
 from lightning_egeria.profiling.clock import mark
-from lightning_egeria.training.rehearsal import apart, rehearsal, with_callbacks
+from lightning_egeria.training.isolation import dry_run, outside_batch, with_callbacks
+from lightning_egeria.upstream.torch import is_out_of_memory
 
 Gradients = dict[nn.Parameter, Tensor]
 Mark = float | torch.cuda.Event
 
-_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ended, on any device.
-
-    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes"))
-    (True, False)
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MESSAGES)
-
-
-def with_samples(batch: Any, samples: int, wanted: Sequence[int]) -> Any:
-    """Return a batch of other samples of a batch; None if no tensor has one row a sample.
-
-    Lists of one text a sample follow.
+def enlarged(batch: Any, samples: int, wanted: int) -> Any:
+    """Return a batch of ``wanted`` samples: those of a batch, over and over.
 
     Args:
         batch: a batch.
         samples: number of its samples.
-        wanted: their numbers in the batch to return; some may come again.
+        wanted: number of samples to return.
 
-    >>> with_samples((torch.tensor([[1], [2]]), torch.tensor(7.0)), samples=2, wanted=[0, 1, 0])
+    Raises:
+        RowsError: if nothing in the batch has one row a sample.
+
+    >>> enlarged((torch.tensor([[1], [2]]), torch.tensor(7.0)), samples=2, wanted=3)
     (tensor([[1],
             [2],
             [1]]), tensor(7.))
     """
-    rows = [leaf for leaf in tensor_leaves(batch) if leaf.ndim and leaf.shape[0] == samples]
-    if not rows:
-        return None
-
-    def chosen(leaf: Tensor) -> Tensor:
-        if not leaf.ndim or leaf.shape[0] != samples:
-            return leaf
-        return leaf.index_select(0, torch.tensor(wanted, device=leaf.device))
-
-    def of_samples(node: Any) -> bool:
-        return (
-            type(node) in (list, tuple)
-            and len(node) == samples
-            and all(isinstance(item, (str, bytes)) for item in node)
-        )
-
-    def chosen_texts(node: Any) -> Any:
-        return type(node)(node[number] for number in wanted) if of_samples(node) else node
-
-    return pytree.tree_map(chosen_texts, change_leaves(batch, Tensor, chosen), is_leaf=of_samples)
-
-
-def enlarged(batch: Any, samples: int, wanted: int) -> Any:
-    """Return a batch of ``wanted`` samples, those of ``batch`` over and over; None as for `with_samples`."""
-    return with_samples(batch, samples, [number % samples for number in range(wanted)])
+    return Rows.of(batch, samples).take(np.arange(wanted) % samples).batch()
 
 
 @contextlib.contextmanager
@@ -111,7 +76,7 @@ def repeating(trainer: pl.Trainer, batch_idx: int) -> Iterator[Callable[[Any], G
     if wrapped is not None:
         wrapped.require_forward_param_sync = False
     try:
-        with apart(), with_callbacks(trainer, *bars), rehearsal(module), unsynchronised:
+        with outside_batch(), with_callbacks(trainer, *bars), dry_run(module), unsynchronised:
             yield run
     finally:
         if wrapped is not None:
@@ -141,12 +106,11 @@ def run_in_halves(trainer: pl.Trainer, batch: Any, samples: int, batch_idx: int)
     """Run the two halves of a batch without a trace.
 
     Raises:
-        ValueError: if no tensor of the batch has one row a sample.
+        RowsError: if nothing in the batch has one row a sample.
     """
     middle, device = samples // 2, trainer.strategy.root_device
-    first, second = (with_samples(batch, samples, part) for part in (range(middle), range(middle, samples)))
-    if first is None:
-        raise ValueError("no tensor of the batch has one row for each sample")
+    rows = Rows.of(batch, samples)
+    first, second = (rows.take(np.arange(*part)).batch() for part in ((0, middle), (middle, samples)))
     with repeating(trainer, batch_idx) as run:
         began = mark(device)
         return Halves(run(first), run(second), began, mark(device))

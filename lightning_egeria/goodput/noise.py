@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lightning_egeria.cluster.goodput import gain
+
 Values = NDArray[np.float64]
 SMOOTHING = 0.999  # of an estimate from one initial batch
 
@@ -67,13 +69,13 @@ class GradientNoise:
     def gains(self, scale: float) -> Values:
         """For each group, return how many initial steps a step at ``scale`` times the initial batch size is worth.
 
-        The gain ``(var + sqr) / (var / scale + sqr)`` of AdaScale; exactly 1 at scale 1, and never above ``scale``.
+        As `gain`, of the estimates so far.
         """
-        return _gain(np.maximum(self._average(self._norms), 0), np.maximum(self._average(self._variances), 0), scale)
+        return gain(np.maximum(self._average(self._norms), 0), np.maximum(self._average(self._variances), 0), scale)
 
     def gain(self, scale: float) -> float:
         """Return the same over all groups."""
-        return float(_gain(np.array(self.squared_norm), np.array(self.variance), scale))
+        return float(gain(self.squared_norm, self.variance, scale))
 
     def add(
         self, local: ArrayLike, total: ArrayLike, count: int, scale: float, biased: bool = False, steps: int = 1
@@ -127,8 +129,3 @@ class GradientNoise:
 
     def _average(self, values: Values) -> Values:
         return values / self._weight if self._weight else values
-
-
-def _gain(norm: Values, variance: Values, scale: float) -> Values:
-    whole = variance + norm
-    return np.divide(whole, variance / scale + norm, out=np.ones_like(whole), where=whole > 0)

@@ -14,6 +14,8 @@ from lightning_egeria.network.tracing import ModuleCall, StepTrace
 class Members:
     """The modules that freeze with each layer module: those that its boundary follows from, with their parts.
 
+    Call `up_to` once for each layer module, in the order of the chain: each call returns what no earlier one has.
+
     Args:
         trace: trace of a training step.
         graph: autograd nodes that its loss follows from.
@@ -31,7 +33,7 @@ class Members:
         self._last_end = {path: max(ends[path] or [calls[-1].end]) for path, calls in self._calls.items()}
         self._waiting = sorted(self._last_end, key=self._last_end.__getitem__)
         self._assigned: set[str] = set()
-        self._passed: set[str] = set()  # paths whose boundary they are upstream of was found
+        self._passed: set[str] = set()  # paths of modules upstream of a boundary found so far
         self._before: set[ModuleCall] = set()  # calls whose output, without a gradient, went into those
 
     def up_to(self, boundary: Boundary, upstream: set[Node]) -> list[str]:
@@ -88,7 +90,7 @@ class Units:
     """The outermost calls that make up each layer module, the last of which ends at its boundary.
 
     So do calls without a gradient, of layers that the user has frozen, if all calls that get their output make up this
-    layer module or earlier ones.
+    layer module or earlier ones. Call `up_to` once for each layer module, in the order of the chain.
 
     Args:
         trace: trace of a training step.
@@ -116,37 +118,18 @@ class Units:
         }
         self._around.update(boundary.calls)
         self._taken |= between
-        between |= self._take(self._readers.keys() - self._taken, self._around).keys()
+        between |= self._take(self._readers.keys() - self._taken)
         outermost = (call for call in self._calls if call in between and call.parent not in between)
         return tuple(dict.fromkeys(call.path for call in outermost))
 
-    def in_front(self) -> tuple[ModuleCall, tuple[str, ...]] | None:
-        """Return the last call of frozen layers in front of all that trains, with the paths of those that make it up.
-
-        If no call gets the output of one, as with a function between, that may be it, too.
-        """
-        frozen = self._readers.keys() | {call for call in self._calls if call.makes_output and _is_frozen(call.module)}
-        still = {call for call in frozen - self._trained if not _moves(call.module)}
-        readers = self._take(still, self._trained)
-        ends = [call for call, own in readers.items() if not own or own & self._trained]
-        if not ends:
-            return None
-        last = max(ends, key=lambda call: (bool(readers[call]), call.end))
-        behind, waiting = {last}, [last]
-        for call in waiting:
-            new = (call.sources & self._taken) - behind
-            behind |= new
-            waiting.extend(new)
-        return last, tuple(dict.fromkeys(call.path for call in self._calls if call in behind))
-
-    def _take(self, calls: Set[ModuleCall], known: Set[ModuleCall]) -> dict[ModuleCall, set[ModuleCall]]:
-        """Take those whose output only ``known`` or taken calls get, and return them with these."""
-        found = {}
+    def _take(self, calls: Set[ModuleCall]) -> set[ModuleCall]:
+        """Take and return those whose output only taken calls and calls around a boundary get."""
+        found = set()
         for call in sorted(calls, key=lambda call: -call.end):  # behind its readers
             readers = self._readers.get(call, set())
-            if not self._is_taken(call.parent) and all(one in known or self._is_taken(one) for one in readers):
+            if not self._is_taken(call.parent) and all(one in self._around or self._is_taken(one) for one in readers):
                 self._taken.add(call)
-                found[call] = readers
+                found.add(call)
         return found
 
     def _is_taken(self, call: ModuleCall | None) -> bool:
@@ -161,16 +144,6 @@ def keeps_its_mode(module: nn.Module) -> bool:
     nested tensors to layers that still train.
     """
     return isinstance(module, nn.TransformerEncoderLayer)
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    parameters = list(module.parameters())
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
-
-def _moves(module: nn.Module) -> bool:
-    """Whether it has statistics that each call changes."""
-    return any(part.training and any(b.is_floating_point() for b in part.buffers(False)) for part in module.modules())
 
 
 def _subtree(call: ModuleCall) -> list[ModuleCall]:

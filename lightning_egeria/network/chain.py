@@ -152,31 +152,6 @@ class LayerChain:
         chain = cls(described, tuple(entries), min(max_depth, len(boundaries) - 1), tuple(notes), absent)
         return chain if layer_modules is not None else _with_left_out(chain, trace.module)
 
-    @classmethod
-    def of_frozen(cls, trace: StepTrace, loss: Tensor) -> LayerChain | None:
-        """Return the layers that the user has frozen in front of all that trains, as a chain of one layer module.
-
-        It has no parameters and no members, so that to freeze it changes nothing; but its output can be cached.
-
-        Args:
-            trace: trace of the forward, stopped.
-            loss: scalar tensor with a ``grad_fn``.
-
-        Returns:
-            The chain; None if there are no such layers.
-        """
-        found = Units(trace, set(walk([loss.grad_fn], set()))).in_front() if loss.grad_fn is not None else None
-        if found is None:
-            return None
-        call, units = found
-        layer = LayerModule(call.path, call.path, min(call.read, default=0), (), (), units, last_use=1)
-        return cls((layer,), (call.root.path,), max_depth=1)
-
-    @property
-    def learns(self) -> bool:
-        """Whether something in it trains, or did before it froze; not so in one of layers that the user has frozen."""
-        return any(layer.parameters for layer in self.layer_modules)
-
     def prefix_parameters(self, depth: int) -> tuple[str, ...]:
         """Return the names of the trainable parameters in the first ``depth`` layer modules."""
         return tuple(name for layer_module in self.layer_modules[:depth] for name in layer_module.parameters)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_egeria.errors import LayerChainError, TooFewLayersError
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.tracing import StepTrace
+from lightning_egeria.network.tracing import StepTrace, walk
+from lightning_egeria.network.trainable import without_part_in
 
 
 def find_chain(
@@ -124,6 +125,33 @@ def one_optimizer(
                 depth = min(chain.max_depth, index)
                 return dataclasses.replace(chain, max_depth=depth, notes=(*chain.notes, note))
     return chain
+
+
+def other_network(
+    trace: StepTrace, loss: Tensor, optimizers: Sequence[Optimizer], trainable: Collection[nn.Parameter]
+) -> str | None:
+    """Return the first layer of a network with an optimizer of its own that a loss does not reach; None without one.
+
+    In a GAN whose discriminator trains first, that is the generator. One layer alone is no network that could freeze.
+
+    Args:
+        trace: trace of the forward, stopped.
+        loss: loss of the forward, before the backward.
+        optimizers: all optimizers of the run.
+        trainable: parameters that trained when the batch began; a program may toggle some off in the step.
+    """
+    if len(optimizers) < 2 or loss.grad_fn is None:
+        return None
+    graph = set(walk([loss.grad_fn], set()))
+    reached = {call.path for call in trace.calls if call.nodes_in(graph)}
+    absent = set(without_part_in(loss, trace.module))
+    for optimizer in optimizers:
+        own = {one for group in optimizer.param_groups for one in group["params"]}
+        names = [name for name, one in trace.parameters.items() if one in own]
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in names if trace.parameters[name].ndim > 1)
+        if len(layers) > 1 and absent.issuperset(names) and reached.isdisjoint(layers) and own & set(trainable):
+            return next(iter(layers))
+    return None
 
 
 def _place(chain: LayerChain, path: str) -> int:

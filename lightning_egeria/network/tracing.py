@@ -37,7 +37,6 @@ class ModuleCall:
         sources: calls that it was given outputs of, or views of them. To follow them through functions, too, would need
             a mode of torch, which changes kernels, and so bits.
         makes_output: whether it returned another tensor than it was given, as a module in place does not.
-        read: numbers of the tensors of its output that other calls were given.
         end: place in the order of completion.
     """
 
@@ -48,7 +47,6 @@ class ModuleCall:
     outputs: tuple[Node | None, ...] = ()
     sources: set[ModuleCall] = dataclasses.field(default_factory=set)
     makes_output: bool = False
-    read: set[int] = dataclasses.field(default_factory=set)
     end: int = -1
 
     @property
@@ -99,7 +97,7 @@ class StepTrace:
         self.parameters = dict(module.named_parameters())
         self.parameter_names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         self._stacks = defaultdict[int, list[ModuleCall]](list)  # of each thread
-        self._made: dict[int, tuple[weakref.ref[Tensor], ModuleCall, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], ModuleCall]] = {}
         self._replacements = ForwardReplacements()
 
     @property
@@ -132,11 +130,11 @@ class StepTrace:
                 stack.pop()
             call.outputs = tuple(leaf.grad_fn for leaf in tensor_leaves(output))
             given = {id(tensor) for leaf in tensor_leaves((args, kwargs)) for tensor in _with_base(leaf)}
-            for number, leaf in enumerate(tensor_leaves(output)):
+            for leaf in tensor_leaves(output):
                 call.makes_output = call.makes_output or id(leaf) not in given
                 for tensor in _with_base(leaf):
                     if id(tensor) not in given:
-                        self._made[id(tensor)] = weakref.ref(tensor), call, number
+                        self._made[id(tensor)] = weakref.ref(tensor), call
             call.end = len(self.calls)
             self.calls.append(call)
             if call.parent is not None:
@@ -149,10 +147,9 @@ class StepTrace:
         found: set[ModuleCall] = set()
         for leaf in tensor_leaves(given):
             for tensor in _with_base(leaf):
-                reference, call, number = self._made.get(id(tensor), (None, None, 0))
+                reference, call = self._made.get(id(tensor), (None, None))
                 if reference is not None and call is not None and reference() is tensor:
                     found.add(call)
-                    call.read.add(number)
                     break
         return found
 

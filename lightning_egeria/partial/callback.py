@@ -8,15 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_egeria.distributed.contributors import ContributorMean
-from lightning_egeria.distributed.exchange import GradientExchange
-from lightning_egeria.distributed.groups import RankGroups
-from lightning_egeria.distributed.rescaled import RescaledMean
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.compilation import is_compiled
 from lightning_egeria.partial.arguments import PartialArguments
 from lightning_egeria.partial.display import panels_of_savings
+from lightning_egeria.partial.exchange import ContributorMean, GradientExchange, RankGroups, RescaledMean
 from lightning_egeria.partial.grading import GradedPlan, Grading
 from lightning_egeria.partial.measuring import SuffixMeasures
 from lightning_egeria.partial.plans import GivenPlan, SuffixPlan, TemporalPlan
@@ -83,7 +80,7 @@ class StructuredPartialBackprop(LayerFinding):
         return panels_of_savings(savings) if savings is not None else []
 
     @property
-    def depth(self) -> int:
+    def paused_modules(self) -> int:
         """Number of layer modules in front of the suffix of this rank, in the latest batch."""
         return self._steps.depth if self._steps is not None else 0
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_egeria.distributed.exchange import GradientExchange
 from lightning_egeria.distributed.reducer import ReducerSwitch
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.paused import PausedPrefix
+from lightning_egeria.partial.exchange import GradientExchange
 from lightning_egeria.partial.plans import SuffixPlan
 from lightning_egeria.training.observers import Observer
 

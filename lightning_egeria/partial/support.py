@@ -15,14 +15,8 @@ from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.partial.arguments import PartialArguments
 from lightning_egeria.partial.plans import SuffixPlan
 from lightning_egeria.training.callback import freezing_of
-
-SUPPORTED = ("SingleDeviceStrategy", "DDPStrategy")
-_REASONS = {
-    "ModelParallelStrategy": "FSDP2 gathers weights and exchanges gradients in the backward of each layer, so a rank "
-    "with a shorter suffix would leave the others waiting",
-    "FSDPStrategy": "FSDP1 flattens several layers into one parameter, which has a gradient as a whole",
-    "DeepSpeedStrategy": "DeepSpeed exchanges gradients in buckets that it fixes at the start",
-}
+from lightning_egeria.training.support import check_setup
+from lightning_egeria.upstream.ddp import settings_of
 
 
 def check_trainer(trainer: pl.Trainer, arguments: PartialArguments, layer_modules: Sequence[str] | None) -> None:
@@ -39,25 +33,9 @@ def check_trainer(trainer: pl.Trainer, arguments: PartialArguments, layer_module
         ArgumentError: if depths are given for another number of ranks or follow a plasticity that nobody measures, or
             if layer modules are named beside freezing.
     """
-    strategy, kind = trainer.strategy, type(trainer.strategy).__name__
-    if kind not in SUPPORTED:
-        reason = _REASONS.get(kind, f"partial backprop is not tested with {kind}")
-        raise UnsupportedError(f"{reason}. Use strategy='ddp', or devices=1")
-    if not trainer.lightning_module.automatic_optimization:
-        raise UnsupportedError(
-            "partial backprop needs one backward for each batch, and manual optimization may have others. Use "
-            "automatic optimization"
-        )
-    settings = getattr(strategy, "_ddp_kwargs", {})
-    if settings.get("static_graph"):
-        raise UnsupportedError(
-            "static_graph=True promises DDP that all steps have the same gradients, but partial backprop changes them. "
-            "Leave static_graph out"
-        )
-    if getattr(strategy, "_model_averaging_period", None) is not None:
-        raise UnsupportedError(
-            "post-local SGD lets ranks differ between averages, and partial backprop needs them equal. Use plain DDP"
-        )
+    check_setup(trainer, "partial")
+    is_ddp = type(trainer.strategy).__name__ == "DDPStrategy"
+    settings = settings_of(trainer.strategy) if is_ddp else {}
     if settings.get("find_unused_parameters") and arguments.exchange != "all":
         raise UnsupportedError(
             "find_unused_parameters=True lets ranks lack gradients that the others wait for. Leave it out, or use "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import PipelineError, UnsupportedError
 
 _DTYPES = (
@@ -23,7 +26,6 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-_MOST_DIMENSIONS = 8
 FAILED = object()
 """Sent instead of a value by a rank that has failed."""
 
@@ -49,14 +51,14 @@ def check_sendable(value: Any) -> None:
     """Refuse a tree with leaves that cannot be sent.
 
     Raises:
-        UnsupportedError: if a leaf is neither None nor a tensor, or has a dtype or dimensions that are not known, or
-            the tree has a type that `torch.utils._pytree` cannot write.
+        UnsupportedError: if a leaf is neither None nor a tensor, or has a dtype that is not known, or the tree has a
+            type that `torch.utils._pytree` cannot write.
     """
     leaves, spec = pytree.tree_flatten(value)
     for leaf in leaves:
         if leaf is None:
             continue
-        if not isinstance(leaf, Tensor) or leaf.dtype not in _DTYPES or leaf.ndim > _MOST_DIMENSIONS:
+        if not isinstance(leaf, Tensor) or leaf.dtype not in _DTYPES:
             raise _refusal(leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__)
     try:
         is_kept = pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
@@ -73,39 +75,78 @@ def _refusal(kind: object) -> UnsupportedError:
     )
 
 
+def send_data(data: bytes, rank: int) -> None:
+    """Send bytes, at least one, to a rank that calls `receive_data`."""
+    dist.send(torch.tensor(len(data)), rank)
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
+
+
+def receive_data(rank: int) -> bytes:
+    """Return the bytes that a rank has sent."""
+    size = torch.empty((), dtype=torch.int64)
+    dist.recv(size, rank)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, rank)
+    return data.numpy().tobytes()
+
+
 def send(value: Any, rank: int) -> None:
     """Send a tree of tensors and None, or `FAILED`, to a rank that calls `receive`."""
     if value is FAILED:
-        dist.send(torch.tensor([-1, 0]), rank)
+        send_data(b"null", rank)
         return
     leaves, spec = pytree.tree_flatten(value)
-    text = pytree.treespec_dumps(spec).encode()
-    dist.send(torch.tensor([len(leaves), len(text)]), rank)
-    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), rank)
+    forms = [None if leaf is None else [_DTYPES.index(leaf.dtype), *leaf.shape] for leaf in leaves]
+    send_data(json.dumps([pytree.treespec_dumps(spec), forms]).encode(), rank)
     for leaf in leaves:
-        if leaf is None:
-            dist.send(torch.full((_MOST_DIMENSIONS + 2,), -1), rank)
-            continue
-        shape = [*leaf.shape, *[0] * (_MOST_DIMENSIONS - leaf.ndim)]
-        dist.send(torch.tensor([leaf.ndim, _DTYPES.index(leaf.dtype), *shape]), rank)
-        dist.send(leaf.detach().contiguous(), rank)
+        if leaf is not None:
+            dist.send(leaf.detach().contiguous(), rank)
 
 
 def receive(rank: int) -> Any:
     """Return what a rank has sent."""
-    sizes = torch.empty(2, dtype=torch.int64)
-    dist.recv(sizes, rank)
-    if int(sizes[0]) < 0:
+    described = json.loads(receive_data(rank))
+    if described is None:
         return FAILED
-    text = torch.empty(int(sizes[1]), dtype=torch.uint8)
-    dist.recv(text, rank)
-    leaves: list[Tensor | None] = []
-    for _ in range(int(sizes[0])):
-        header = torch.empty(_MOST_DIMENSIONS + 2, dtype=torch.int64)
-        dist.recv(header, rank)
-        dimensions, dtype, *shape = header.tolist()
-        leaf = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype]) if dimensions >= 0 else None
-        leaves.append(leaf)
+    spec, forms = described
+    leaves = [None if form is None else torch.empty(form[1:], dtype=_DTYPES[form[0]]) for form in forms]
+    for leaf in leaves:
         if leaf is not None:
             dist.recv(leaf, rank)
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(bytes(text.numpy()).decode()))
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
+
+
+def saved(value: Any) -> bytes:
+    """Return tensors in plain containers as bytes, for `loaded`."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
+def loaded(data: bytes, device: torch.device | None = None) -> Any:
+    """Return what `saved` was given; nothing in it can run code."""
+    return torch.load(io.BytesIO(data), weights_only=True, map_location=device)
+
+
+class Processes(Ranks):
+    """All processes of a pipeline. A call that does not reach another one is a `PipelineError`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def group(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of some ranks, which all processes make together at the first call."""
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks))
+        return self._groups[ranks]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """As `Ranks.broadcast`."""
+        with lost_connection("another rank"):
+            return super().broadcast(tensor, source)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """As `Ranks.gather`."""
+        with lost_connection("another rank"):
+            return super().gather(tensor)

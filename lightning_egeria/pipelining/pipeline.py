@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import ArgumentError, PipelineError, PlanError, UnsupportedError
 from lightning_egeria.pipelining.executor import StageExecutor, form_of
+from lightning_egeria.pipelining.messages import Processes
 from lightning_egeria.pipelining.plan import Plan, plan_of_named
 from lightning_egeria.pipelining.planner import Limits, plan_graph
 from lightning_egeria.pipelining.preparation import prepared
-from lightning_egeria.pipelining.processes import Processes
 from lightning_egeria.pipelining.splitting import split
 from lightning_egeria.pipelining.stage_step import Loss, StepResult
-from lightning_egeria.pipelining.stages import Homes, works
+from lightning_egeria.pipelining.stages import Placement, rank_stages
 from lightning_egeria.pipelining.timeline import Span
 from lightning_egeria.pipelining.tracing import Forward
 from lightning_egeria.pipelining.units import check_stages
@@ -82,8 +82,8 @@ class GraphPipeline:
         self._recompute, self._is_planned = recompute, stages is None and plan is None
         self._check_same_model()
         for tensor in (*model.parameters(), *model.buffers()):
-            self._processes.shared(tensor.data)
-        self._seed = int(self._processes.shared(torch.tensor(torch.initial_seed() % 2**62)))
+            self._processes.broadcast(tensor.data)
+        self._seed = int(self._processes.broadcast(torch.tensor(torch.initial_seed() % 2**62)))
         example = split(example_batch, self._limits.micro_batches)[0][0]
         if stages is not None:
             check_stages(model, stages)
@@ -128,13 +128,13 @@ class GraphPipeline:
     def _check_same_model(self) -> None:
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         text = " ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
-        texts = self._processes.texts(str(xxhash.xxh3_64_hexdigest(text.encode())))
+        texts = self._processes.each(str(xxhash.xxh3_64_hexdigest(text.encode())))
         other = [rank for rank, found in enumerate(texts) if found != texts[0]]
         if other:
             raise PipelineError(f"rank {other[0]} has another model than rank 0. Create the same one on all ranks")
 
     def _plan_of_rank_0(self, plan: Plan) -> Plan:
-        return Plan.from_json(self._processes.text(plan.to_json()))
+        return Plan.from_json(self._processes.share(plan.to_json()))
 
     def _use(self, plan: Plan) -> None:
         self.plan = plan
@@ -149,8 +149,8 @@ class GraphPipeline:
         stage_of = {unit: home[node] for node, group in enumerate(self._prepared.groups) for unit in group}
         traced = self._prepared.traced
         last = traced.reads(traced.output)[-1]
-        homes = Homes(traced, plan, stage_of, stage_of[traced.unit_of[last]])
-        ranks = works(homes, self._seed, self._recompute)
+        placement = Placement(traced, plan, stage_of, stage_of[traced.unit_of[last]])
+        ranks = rank_stages(placement, self._seed, self._recompute)
         # None where the plan needs fewer processes than there are: it exchanges what all exchange, and holds nothing.
         own = ranks[self._processes.rank] if self._processes.rank < plan.devices else None
         self._executor = StageExecutor(own) if own is not None else None
@@ -298,7 +298,7 @@ class GraphPipeline:
         for leaf in tensor_leaves(batch):
             digest.update(bytes_of(leaf))
         own = torch.tensor(digest.intdigest() >> 1)
-        if len({int(one) for one in self._processes.gathered(own)}) > 1:
+        if len({int(one) for one in self._processes.gather(own)}) > 1:
             raise PipelineError(
                 "the ranks did not get the same batch, froze other parameters, or compute other numbers between "
                 "modules. Give each rank the whole batch: no DistributedSampler, and the same seed for shuffling"
@@ -306,11 +306,11 @@ class GraphPipeline:
 
     def _agree(self, failure: Exception | None, loss: float) -> float:
         """Return the sum of the losses of all ranks; raise the same error on all if one failed."""
-        found = self._processes.gathered(torch.tensor([failure is not None, loss], dtype=torch.float64))
+        found = self._processes.gather(torch.tensor([failure is not None, loss], dtype=torch.float64))
         failed = [rank for rank, (flag, _) in enumerate(found) if flag]
         if failed:
             rank = failed[0]
-            told = self._processes.text(f"{type(failure).__name__}: {failure}"[:_MESSAGE], rank)
+            told = self._processes.share(f"{type(failure).__name__}: {failure}"[:_MESSAGE], rank)
             stage = self.plan.stages[self.plan.place(rank)[0]].name
             raise PipelineError(f"rank {rank}, stage {stage!r}, failed: {told}") from failure
         return float(sum(value for _, value in found))

@@ -136,7 +136,7 @@ class Plan:
     def bottleneck_s(self) -> float:
         """Seconds of the slowest stage for one micro-batch, when its devices share the micro-batches."""
         return max(
-            sum(self.seconds(number)) * turns(self.micro_batches, stage.width)
+            sum(self.seconds(number)) * busiest_share(self.micro_batches, stage.width)
             for number, stage in enumerate(self.stages)
         )
 
@@ -213,10 +213,10 @@ def _count(value: Any) -> int:
     return value
 
 
-def turns(micro_batches: int, width: int) -> float:
+def busiest_share(micro_batches: int, width: int) -> float:
     """Return the share of the micro-batches that the busiest of ``width`` devices has.
 
-    >>> turns(8, 1), turns(8, 3)
+    >>> busiest_share(8, 1), busiest_share(8, 3)
     (1.0, 0.375)
     """
     return math.ceil(micro_batches / width) / micro_batches

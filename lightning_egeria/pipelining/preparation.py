@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.pipelining.costs import learning_now, measured_graph
 from lightning_egeria.pipelining.graph import ComputationGraph
-from lightning_egeria.pipelining.tracing import CutForward, Forward, TracedModel, tensors_of
+from lightning_egeria.pipelining.tracing import Forward, TracedModel, tensors_of
+from lightning_egeria.pipelining.training_step import TrainingStep
 from lightning_egeria.pipelining.units import find_units
 from lightning_egeria.snapshots.random_state import preserved_random_state
 
@@ -63,7 +64,7 @@ def prepared(
     if not traced.reads(traced.output):
         raise UnsupportedError("the output of the model depends on no module with parameters. Return it from forward")
     with unchanged(buffers):
-        expected = traced.expected(example)
+        expected = call.expected(example) if isinstance(call, TrainingStep) else call(model, example)
     before = [buffer.clone() for buffer in buffers]
     with unchanged(buffers):
         _check_alike(expected, traced.find_random(example))
@@ -76,7 +77,7 @@ def _traced(
     model: nn.Module, call: Forward, example: Any, stages: Mapping[str, Sequence[str]] | None, processes: int
 ) -> TracedModel:
     def trace(units: list[str]) -> TracedModel:
-        cut = call.cut(units, example) if isinstance(call, CutForward) else None
+        cut = call.cut(units, example) if isinstance(call, TrainingStep) else None
         return TracedModel(model, call, units, cut)
 
     if stages is not None:

@@ -16,7 +16,7 @@ Edge = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Homes:
+class Placement:
     """Where the operations of a model run.
 
     Attributes:
@@ -36,7 +36,7 @@ class StageWork:
     """The share of one rank in the operations of a model.
 
     Args:
-        homes: where operations run.
+        placement: where operations run.
         rank: the rank.
         seed: seeds the random numbers of operations, the same on all ranks.
         recompute: keep only what is received, and repeat the forward before the backward.
@@ -51,25 +51,25 @@ class StageWork:
             keeps what it needs.
     """
 
-    def __init__(self, homes: Homes, rank: int, seed: int, recompute: bool = False) -> None:
-        self.homes, self.rank, self.seed = homes, rank, seed
-        traced, plan = homes.traced, homes.plan
+    def __init__(self, placement: Placement, rank: int, seed: int, recompute: bool = False) -> None:
+        self.placement, self.rank, self.seed = placement, rank, seed
+        traced, plan = placement.traced, placement.plan
         self.traced, self.plan = traced, plan
         self.stage, _ = plan.place(rank)
         self.learns = plan.learns[self.stage]
-        self.has_loss = self.stage == homes.loss_stage
+        self.has_loss = self.stage == placement.loss_stage
         self.recomputes = recompute and self.learns and not self.has_loss
         held: list[list[fx.Node]] = [[] for _ in plan.stages]
         for node, unit in traced.unit_of.items():
-            held[homes.stage_of[unit]].append(node)
-        held[homes.loss_stage].append(traced.output)
+            held[placement.stage_of[unit]].append(node)
+        held[placement.loss_stage].append(traced.output)
         self.sent: dict[Edge, list[fx.Node]] = {edge: [] for edge in plan.edges}
         self._computed: list[fx.Node] = []
         for stage, wanted in enumerate(held):
-            units = [unit for unit, home in homes.stage_of.items() if home == stage]
+            units = [unit for unit, home in placement.stage_of.items() if home == stage]
             computed, received = traced.needed(wanted, units)
             for node in received:
-                self.sent[homes.stage_of[traced.unit_of[node]], stage].append(node)
+                self.sent[placement.stage_of[traced.unit_of[node]], stage].append(node)
             if stage == self.stage:
                 self._computed = computed
         self._places = {node: place for place, node in enumerate(traced.nodes)}
@@ -101,6 +101,6 @@ class StageWork:
         return list(found.values())
 
 
-def works(homes: Homes, seed: int, recompute: bool) -> Sequence[StageWork]:
+def rank_stages(placement: Placement, seed: int, recompute: bool) -> Sequence[StageWork]:
     """Return the shares of all ranks."""
-    return [StageWork(homes, rank, seed, recompute) for rank in range(homes.plan.devices)]
+    return [StageWork(placement, rank, seed, recompute) for rank in range(placement.plan.devices)]

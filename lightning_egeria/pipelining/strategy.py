@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -20,14 +19,13 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_egeria.errors import ArgumentError, check_integers
+from lightning_egeria.pipelining.messages import Processes
 from lightning_egeria.pipelining.pipeline import GraphPipeline
 from lightning_egeria.pipelining.planner import Limits
-from lightning_egeria.pipelining.processes import Processes
 from lightning_egeria.pipelining.strategy_support import check_support
 from lightning_egeria.pipelining.training_log import log_everywhere
 from lightning_egeria.pipelining.training_step import TrainingStep
 from lightning_egeria.snapshots.random_state import RandomState
-from lightning_egeria.training.combinations import check_combination, methods_of
 
 
 class GraphPipelineStrategy(DDPStrategy):
@@ -91,15 +89,13 @@ class GraphPipelineStrategy(DDPStrategy):
         self._share_random_state()
 
     def _share_random_state(self) -> None:
-        text = Processes().text(json.dumps(RandomState.current().to_plain()))
-        RandomState.from_plain(json.loads(text)).restore()
+        RandomState.from_plain(Processes().share(RandomState.current().to_plain())).restore()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the set-up and leave the model as it is."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        check_combination(methods_of(trainer))
         check_support(trainer, self.lightning_module)
         self.pipeline, self._failed = None, False
         # All processes get the same batches: those that the user's loader yields in one process.
@@ -209,7 +205,7 @@ class GraphPipelineStrategy(DDPStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return the same decision in all processes."""
-        votes = [bool(vote) for vote in Processes().gathered(torch.tensor(decision))]
+        votes = [bool(vote) for vote in Processes().gather(torch.tensor(decision))]
         return sum(votes) == len(votes) if all else any(votes)
 
     def on_exception(self, exception: BaseException) -> None:

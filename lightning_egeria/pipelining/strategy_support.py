@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch.optim import LBFGS, Optimizer
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.training.loops import fetches_batches
+from lightning_egeria.training.support import check_setup
 
 _WEIGHT_READERS = ("WeightAveraging", "StochasticWeightAveraging")
 _PLAIN = (bool, int, float, str, type(None))
@@ -37,18 +37,13 @@ def check_support(trainer: pl.Trainer, module: pl.LightningModule, optimizers: S
             f"a graph pipeline needs one number of processes, got Trainer(devices={asked}) and "
             f"{trainer.num_devices} of the strategy. Leave one out"
         )
-    if not module.automatic_optimization:
-        raise UnsupportedError(
-            "a graph pipeline needs automatic optimization. With manual optimization, use GraphPipeline itself"
-        )
+    check_setup(trainer, "pipelining")
     precision = str(strategy.precision_plugin.precision)
     if precision not in ("32-true", "bf16-mixed"):
         raise UnsupportedError(
             f"a graph pipeline needs precision='32-true' or 'bf16-mixed', got {precision!r}. A scaler of gradients "
             "would skip a step in one process and not in another"
         )
-    if fetches_batches(module.training_step):
-        raise UnsupportedError("a graph pipeline splits batches: training_step must get a batch, not dataloader_iter")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         found = [one.__name__ for one in type(callback).__mro__ if one.__name__ in _WEIGHT_READERS]
         if found:

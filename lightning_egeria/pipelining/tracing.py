@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -33,20 +33,6 @@ class Cut:
 
     calls: tuple[str, ...]
     outputs: tuple[int, ...]
-
-
-@runtime_checkable
-class CutForward(Protocol):
-    """A forward of which only the operations up to a cut are shared out."""
-
-    def cut(self, units: Collection[str], batch: Any) -> Cut:
-        """Return where a trace with these units ends."""
-
-    def expected(self, batch: Any) -> Any:
-        """Return the output of the trace, computed without it."""
-
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """Run the forward, under a trace up to the cut."""
 
 
 class _Enough(Exception):  # noqa: N818 - ends a trace, and is no error
@@ -158,10 +144,6 @@ class TracedModel:
                 "for every batch"
             )
         return root, list(graph.nodes)
-
-    def expected(self, batch: Any) -> Any:
-        """Return the output of the model, computed without the trace."""
-        return self._forward.expected(batch) if isinstance(self._forward, CutForward) else self._root(batch)
 
     def refresh(self) -> str:
         """Trace again, and take over whatever numbers changed between units, such as a weight that is annealed.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import json
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
+from lightning_egeria.pipelining.messages import Processes, loaded, saved
 from lightning_egeria.pipelining.metric_calls import Call, MetricCalls
-from lightning_egeria.pipelining.processes import Processes
 from lightning_egeria.pipelining.strategy_support import check_logged
 from lightning_egeria.pipelining.training_step import Logged
 
@@ -28,23 +25,15 @@ def log_everywhere(
     """
     processes = Processes()
     found = [(name, value, check_logged(name, given), samples) for name, value, given, samples in logged]
-    texts = [json.loads(text) for text in processes.texts(json.dumps([found, any(calls)]))]
-    callers = [rank for rank, (_, called) in enumerate(texts) if called]
+    each = processes.each([found, any(calls)])
+    callers = [rank for rank, (_, called) in enumerate(each) if called]
     if callers:
-        parts = [_shared(calls, rank, processes, module.device) for rank in callers]
+        data = saved(calls)
+        parts: list[list[list[Call]]] = [loaded(processes.data(data, rank), module.device) for rank in callers]
         # Devices of a stage take turns with the micro-batches.
         longest = max(map(len, parts))
         metrics.repeat([part[turn] for turn in range(longest) for part in parts if turn < len(part)])
-    _log([entry for entries, _ in texts for entry in entries], module)
-
-
-def _shared(calls: list[list[Call]], rank: int, processes: Processes, device: torch.device) -> list[list[Call]]:
-    data = io.BytesIO()
-    if processes.rank == rank:
-        torch.save(calls, data)
-    shared = processes.data(data.getvalue(), rank)
-    found: list[list[Call]] = torch.load(io.BytesIO(shared), weights_only=True, map_location=device)
-    return found
+    _log([entry for entries, _ in each for entry in entries], module)
 
 
 def _log(entries: list[Logged], module: pl.LightningModule) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,8 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_egeria.errors import PipelineError
 from lightning_egeria.network.forwards import Forward, ForwardReplacements
-from lightning_egeria.pipelining.messages import lost_connection
-from lightning_egeria.pipelining.processes import Processes
+from lightning_egeria.pipelining.messages import Processes, loaded, lost_connection, receive_data, saved, send_data
 
 Holders = tuple[int, ...]
 
@@ -84,7 +82,7 @@ class StageWeights:
                     tensor.shape, self._strides[name], dtype=tensor.dtype, device=tensor.device
                 )
             sent = tensor.detach().contiguous()
-            self._processes.shared(sent, ranks[0])
+            self._processes.broadcast(sent, ranks[0])
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(sent)
         self._strides.clear()
@@ -127,7 +125,7 @@ class StageWeights:
             first = self.holders.get(name, (0,))[0]
             if weight.grad is not None and first == self._processes.rank:
                 own += weight.grad.detach().double().square().sum()
-        return math.sqrt(sum(float(one) for one in self._processes.gathered(own)))
+        return math.sqrt(sum(float(one) for one in self._processes.gather(own)))
 
     # optimizer state
 
@@ -180,16 +178,9 @@ class StageWeights:
         rank = self._processes.rank
         with lost_connection("another rank"):
             if rank == source:
-                data = io.BytesIO()
-                torch.save(state or None, data)
-                flat = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
+                data = saved(state or None)
                 for receiver in receivers:
-                    dist.send(torch.tensor(flat.numel()), receiver)
-                    dist.send(flat, receiver)
+                    send_data(data, receiver)
             elif rank in receivers:
-                size = torch.zeros((), dtype=torch.int64)
-                dist.recv(size, source)
-                flat = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(flat, source)
-                return torch.load(io.BytesIO(flat.numpy().tobytes()), weights_only=True)
+                return loaded(receive_data(source))
         return None

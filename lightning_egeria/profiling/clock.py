@@ -10,7 +10,10 @@ from lightning_egeria.profiling.forking import keep_garbage_in_forks
 
 
 def mark(device: torch.device) -> float | torch.cuda.Event:
-    """Mark this moment: on the host's clock, or on the current CUDA stream, without waiting for the GPU."""
+    """Mark this moment: on the host's clock, or on the current CUDA stream, without waiting for the GPU.
+
+    With CUDA, processes that are forked from then on keep what they inherit: see `keep_garbage_in_forks`.
+    """
     if device.type != "cuda":
         return time.perf_counter()
     keep_garbage_in_forks()
@@ -44,7 +47,7 @@ def reached(moment: float | torch.cuda.Event) -> bool:
 
 
 def seconds_of_product(dtype: torch.dtype, size: int = 256) -> float:
-    """Return the seconds that this CPU multiplies two square matrices in: the least of five times.
+    """Return the fastest of five timings of a square matrix product on this CPU.
 
     >>> seconds_of_product(torch.float32, 4) < 1
     True

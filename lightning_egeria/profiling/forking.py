@@ -1,4 +1,4 @@
-"""What a process is born with that was forked from one that uses a GPU."""
+"""Fork safety: CUDA objects that a child process inherits must not be collected there."""
 
 from __future__ import annotations
 

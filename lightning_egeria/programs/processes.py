@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from lightning_egeria.errors import JobError
+from lightning_egeria.errors import ProgramError
 from lightning_egeria.programs import files
 
 MARK = "EGERIA_JOB_FOLDER"
+PREEMPTED = 75  # exit status of a program that has saved and wants to go on later: EX_TEMPFAIL of sysexits.h
+CHECKPOINT = "last.ckpt"  # of an experiment, in the job's folder of checkpoints
 _POLL_S = 0.05
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -37,7 +39,7 @@ class ProgramProcess:
         returncode: exit status, minus the number of the signal that ended it; None while it runs.
 
     Raises:
-        JobError: the program cannot be started.
+        ProgramError: the program cannot be started.
         OSError: the log cannot be written, or is a link.
     """
 
@@ -68,7 +70,7 @@ class ProgramProcess:
                 )
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-                raise JobError(f"the command {arguments[0]!r} cannot be started: {reason}") from error
+                raise ProgramError(f"the command {arguments[0]!r} cannot be started: {reason}") from error
         if self._process.stdout is not None:
             os.set_blocking(self._process.stdout.fileno(), False)
 

@@ -1,51 +1,50 @@
-"""`egeria-report`: figures of one or more runs, on one page and as files."""
+"""`egeria report`: figures of one or more runs, on one page and as files."""
 
 from __future__ import annotations
 
 import argparse
 import io
-import sys
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from lightning_egeria.errors import EgeriaError, RecordError
+from lightning_egeria.errors import RecordError
 from lightning_egeria.programs.files import write_whole
 from lightning_egeria.programs.terminal import printable
-from lightning_egeria.report.comparison import summary_table, why_nothing_froze
+from lightning_egeria.report.comparison import summary_of, summary_table, why_nothing_froze
 from lightning_egeria.report.naming import with_short_names
 from lightning_egeria.report.record import FILE_NAME, RunRecord
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="egeria-report",
-        description="Draw the freezes, times and metrics of runs: one self-contained report.html, and PNGs. With "
-        "several runs, the others are compared with the first, so name the plain run first.",
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("run_dir", nargs="+", type=Path, help=f"directory with {FILE_NAME} in or below it")
     parser.add_argument("--out", type=Path, help="directory to write to; default: report/ in the last run's directory")
     parser.add_argument("--metric", help="logged metric to compare runs by; default: an accuracy")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each run, and draw nothing")
+    parser.description = (
+        "Draw the freezes, times and metrics of runs: one self-contained report.html, and PNGs. With several runs, the "
+        "others are compared with the first, so name the plain run first."
+    )
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    found = [path for folder in options.run_dir for path in _records_below(folder)]
+    records = with_short_names([RunRecord.read(path) for path in found], found)
+    if options.json:
+        for record in records:
+            print(json.dumps(summary_of(record)))
+        return 0
+    out = options.out or _beside(found[-1])
     try:
-        found = [path for folder in options.run_dir for path in _records_below(folder)]
-        records = with_short_names([RunRecord.read(path) for path in found], found)
-        out = options.out or _beside(found[-1])
         count = write_report(records, out, options.metric)
-    except EgeriaError as error:
-        print(f"egeria-report: {printable(error)}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        print("egeria-report needs matplotlib: pip install 'lightning-egeria[report]'", file=sys.stderr)
-        return 2
     except OSError as error:
-        said = f"cannot write to {out}: {error.strerror or error}. Choose another directory with --out"
-        print(f"egeria-report: {printable(said)}", file=sys.stderr)
-        return 2
+        raise RecordError(
+            f"cannot write to {out}: {error.strerror or error}. Choose another directory with --out"
+        ) from error
     Console().print(summary_table(records, options.metric))
     for record in records:
         if (reason := why_nothing_froze(record)) is not None:
@@ -106,7 +105,3 @@ def _records_below(folder: Path) -> list[Path]:
             "already"
         )
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -99,27 +100,10 @@ def why_nothing_froze(record: RunRecord) -> str | None:
     """Return the reason in one or two sentences; None if the run froze something, or had no freezing callback."""
     if record.events or not record.layer_modules:
         return None
-    savings = record.savings
-    if savings is None:
+    if record.savings is None:
         return "The run ended before its summary was written."
-    if savings.held_back is not None:
-        reason = f"{savings.held_back[:1].upper()}{savings.held_back[1:]}"
-        return (
-            f"{reason}. A model trained from scratch freezes only after its "
-            "learning rate has dropped to half its peak; use FreezingPolicy(pretrained=True) for pre-trained weights."
-        )
-    if savings.evaluations_done == 0:
-        lost = savings.evaluations_late + savings.evaluations_dropped
-        if not lost:
-            return "The run ended before its first evaluation. Lower evaluate_every_n_steps."
-        return (
-            f"No evaluation was completed; {lost} were late or dropped. Leave a core idle for the reference model, or "
-            "set background=False."
-        )
-    return (
-        f"In {savings.evaluations_done} evaluations, no layer module stayed below the tolerance long enough. Train "
-        "longer, or raise the tolerance."
-    )
+    reason = record.savings.why_nothing_froze
+    return f"{reason[:1].upper()}{reason[1:]}." if reason is not None else "The record gives no reason."
 
 
 def summary(records: Sequence[RunRecord], metric: str | None = None) -> list[list[str]]:
@@ -145,6 +129,21 @@ def summary(records: Sequence[RunRecord], metric: str | None = None) -> list[lis
         reached = "not reached" if one.seconds is None else f"{one.seconds:.1f} s{ratio}"
         row += [f"{last_value(record, metric):.4f}", reached]
     return rows
+
+
+def summary_of(record: RunRecord) -> dict[str, Any]:
+    """Return the facts of one run as plain values, for JSON."""
+    metrics: dict[str, float] = {}
+    for point in record.metrics:
+        metrics |= point.values
+    return {
+        "run": record.name,
+        "frozen": record.events[-1]["depth"] if record.events else 0,
+        "layer_modules": len(record.layer_modules),
+        "seconds": record.metrics[-1].seconds if record.metrics else None,
+        "seconds_saved": record.savings.seconds_saved if record.savings is not None else None,
+        "metrics": metrics,
+    }
 
 
 def summary_table(records: Sequence[RunRecord], metric: str | None = None) -> Table:

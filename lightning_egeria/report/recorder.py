@@ -28,12 +28,12 @@ from lightning_egeria.report.record import (
     StepTimes,
     finite,
 )
-from lightning_egeria.training.combinations import parts_of
+from lightning_egeria.training.methods import parts_of
 from lightning_egeria.training.panels import panels_of
 
 
 class RunRecorder(pl.Callback):
-    """Records step times, freezes, plasticity and logged metrics for ``egeria-report`` and `figures`.
+    """Records step times, freezes, plasticity and logged metrics for ``egeria report`` and `figures`.
 
     Training is unchanged. It also works without freezing: add it to the plain run you compare with.
 

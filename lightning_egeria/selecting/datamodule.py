@@ -12,26 +12,24 @@ from torch.utils.data import DataLoader
 
 from lightning_egeria.batches.reading import BatchSource
 from lightning_egeria.errors import ArgumentError, UnsupportedError, check_integers
+from lightning_egeria.selecting.callback import SelectionCallback
 from lightning_egeria.selecting.figures import figures_of
-from lightning_egeria.selecting.follower import Follower
 from lightning_egeria.selecting.loader import SelectedBatches
 from lightning_egeria.selecting.losses import LossTable
 from lightning_egeria.selecting.rule import SelectionRule, Settings
 from lightning_egeria.selecting.scoring import PerSampleLoss
-from lightning_egeria.selecting.side import Moved, TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
+from lightning_egeria.selecting.trainer_access import TrainerAccess, Transferred
 from lightning_egeria.selecting.window import Window
 from lightning_egeria.training.checkpoints import checkpoint_read
-from lightning_egeria.training.combinations import check_combination, methods_of
-from lightning_egeria.training.loops import fetches_batches, is_asked_by_loop
+from lightning_egeria.training.loops import is_asked_by_loop
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.panels import Panel
+from lightning_egeria.training.support import check_setup
 from lightning_egeria.training.wrapping import WrappingDataModule
 
 MODES = ("queue", "in_batch")
 SCHEDULES = ("seen", "used")
-_IN_PROCESS = ("SingleDeviceStrategy", "DDPStrategy")  # each rank scores on its own
-_STRATEGIES = {"queue": _IN_PROCESS, "in_batch": (*_IN_PROCESS, "ModelParallelStrategy")}
 
 
 class SelectiveBackprop(WrappingDataModule):
@@ -108,7 +106,7 @@ class SelectiveBackprop(WrappingDataModule):
         self._notices = Notices("selective backprop")
         self.losses = LossTable(staleness)
         self._batches: SelectedBatches | None = None
-        self._follower: Follower | None = None
+        self._callback: SelectionCallback | None = None
         self._resumed: list[dict[str, Any]] | None = None  # from a checkpoint, until there is a loader
         self.wrap(datamodule, val_dataloaders)
 
@@ -136,8 +134,8 @@ class SelectiveBackprop(WrappingDataModule):
         # The training step shows the losses of training forwards only to one who can read them off.
         table = self.losses if self.staleness and self.per_sample_loss is None else None
         by_seen = self.schedule == "seen" if self.mode == "queue" else None
-        self._follower = Follower(lambda: self._batches, self.selection, table, by_seen)
-        trainer.callbacks.insert(0, self._follower)
+        self._callback = SelectionCallback(lambda: self._batches, self.selection, table, by_seen)
+        trainer.callbacks.insert(0, self._callback)
 
     def train_dataloader(self) -> Any:
         """Return the batches to train.
@@ -148,7 +146,7 @@ class SelectiveBackprop(WrappingDataModule):
         """
         loader = self.datamodule.train_dataloader()
         trainer = self.trainer
-        if self._follower is None or trainer is None or not is_asked_by_loop():
+        if self._callback is None or trainer is None or not is_asked_by_loop():
             return loader
         if isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader":
             raise UnsupportedError(
@@ -168,7 +166,7 @@ class SelectiveBackprop(WrappingDataModule):
         if before is not None:
             before.close()
         settings = Settings(self.make_rule(), self.window, self.share, self.seed)
-        side = TrainerSide(trainer, self.per_sample_loss, from_cache=source.lookahead is not None)
+        side = TrainerAccess(trainer, self.per_sample_loss, from_cache=source.lookahead is not None)
         self._batches = SelectedBatches(loader, settings, self.losses, side, self.selection)
         if before is not None:
             self._batches.go_on_from(before)
@@ -209,12 +207,12 @@ class SelectiveBackprop(WrappingDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """As the user's, of the data module or the model."""
-        if isinstance(batch, Moved):
+        if isinstance(batch, Transferred):
             return batch.batch
         return self._hook("on_after_batch_transfer", batch, dataloader_idx)
 
     def _hook(self, name: str, batch: Any, *arguments: Any) -> Any:
-        if isinstance(batch, Moved):
+        if isinstance(batch, Transferred):
             return batch
         trainer = self.trainer
         if trainer is None or trainer.lightning_module is None:
@@ -250,31 +248,20 @@ class SelectiveBackprop(WrappingDataModule):
 
     def _check_trainer(self) -> Any:
         trainer: Any = self.trainer
-        check_combination(methods_of(trainer))
         module, strategy = trainer.lightning_module, type(trainer.strategy).__name__
         if trainer.datamodule is not self:
             raise UnsupportedError(
                 "SelectiveBackprop is inside another wrapper. Turn them around: "
                 "SelectiveBackprop(FrozenPrefixCache(datamodule))"
             )
-        if strategy not in _STRATEGIES[self.mode]:
-            alternatives = " or ".join(_STRATEGIES[self.mode])
-            other = " or mode='in_batch'" if strategy in _STRATEGIES["in_batch"] else ""
+        check_setup(trainer, "selecting")
+        if strategy == "ModelParallelStrategy" and self.mode == "queue":
             raise UnsupportedError(
-                f"selective backprop with mode={self.mode!r} is not tested with {strategy}. Use {alternatives}{other}"
-            )
-        if strategy == "ModelParallelStrategy" and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:
-            raise UnsupportedError(
-                "with tensor parallelism several ranks train one batch, and each would select its own samples of it. "
-                "Use tensor_parallel_size=1"
+                "with FSDP2 all ranks score together, and with mode='queue' they do not. Use mode='in_batch', or DDP"
             )
         if strategy == "ModelParallelStrategy" and self.staleness:
             raise UnsupportedError(
                 "with FSDP2 all ranks score together, and with staleness they do not. Use staleness=0"
-            )
-        if fetches_batches(module.training_step):
-            raise UnsupportedError(
-                "the training step takes dataloader_iter and fetches its own batches. Take a batch instead"
             )
         if not module.automatic_optimization and self.per_sample_loss is None and self.make_rule().needs_losses:
             raise UnsupportedError(
@@ -288,15 +275,15 @@ class SelectiveBackprop(WrappingDataModule):
         return trainer
 
     def _close(self) -> None:
-        if self._follower is not None:
-            self._follower.close()
+        if self._callback is not None:
+            self._callback.close()
             callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
-            if self._follower in callbacks:
+            if self._callback in callbacks:
                 # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
-                self.trainer.callbacks = [one for one in callbacks if one is not self._follower]  # type: ignore[union-attr]  # not None
+                self.trainer.callbacks = [one for one in callbacks if one is not self._callback]  # type: ignore[union-attr]  # not None
         if self._batches is not None:
             self._batches.close()
-        self._follower = self._batches = None
+        self._callback = self._batches = None
 
 
 class _AlwaysOurs(_DataHookSelector):

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from lightning_egeria.batches.reading import BatchSource, Lookahead
+from lightning_egeria.batches.reading import BatchSource
 from lightning_egeria.batches.rows import Layout, Rows, check_forms, layout_of_both, layout_of_default
 from lightning_egeria.selecting.collating import Collated, InOrder, WithSamples
-from lightning_egeria.selecting.queue import Piece, joined
-from lightning_egeria.selecting.side import Moved, TrainerSide
+from lightning_egeria.selecting.queue import SelectedSamples, joined
+from lightning_egeria.selecting.trainer_access import TrainerAccess, Transferred
 from lightning_egeria.snapshots.random_state import RandomState
+
+if TYPE_CHECKING:
+    from lightning_egeria.caching.loader import CachedLookahead
 
 
 class Joining:
@@ -38,7 +41,7 @@ class Joining:
         layout: what the columns of a batch are, as far as batches have shown.
     """
 
-    def __init__(self, loader: Any, side: TrainerSide, in_queue: bool, in_order: bool) -> None:
+    def __init__(self, loader: Any, side: TrainerAccess, in_queue: bool, in_order: bool) -> None:
         self._loader, self._side = loader, side
         self._in_queue, self._in_order = in_queue, in_order
         self.source = BatchSource(loader, self._collate)
@@ -117,7 +120,7 @@ class Joining:
         return part
 
     @property
-    def _lookahead(self) -> Lookahead | None:
+    def _lookahead(self) -> CachedLookahead | None:
         """What joins samples so that a cache knows them. Behind hooks for batches, they are no longer what it knows."""
         return None if self._side.has_batch_hooks else self.source.lookahead
 
@@ -131,7 +134,7 @@ class Joining:
         rows: NDArray[np.int64],
         random: RandomState,
         collated: Collated | None,
-    ) -> Piece:
+    ) -> SelectedSamples:
         """Return some samples of the last batch.
 
         Args:
@@ -151,16 +154,16 @@ class Joining:
             raw = self.source.lookahead.samples(self.source.lookahead.last(self.rows(batch, samples)), rows)
         if (lookahead := self._lookahead) is not None:
             whole = self.rows(batch, samples)
-            return Piece(number, rows, chosen, whole.take(rows), random, lookahead.last(whole), raw)
+            return SelectedSamples(number, rows, chosen, whole.take(rows), random, lookahead.last(whole), raw)
         if moved is not None:
             some, hooks = self.moved_rows(moved[0], samples).take(rows), moved[1]
         else:
             hooks = RandomState.current()
             part = self._side.moved(self.rows(batch, samples).take(rows).batch())
             some = self.moved_rows(part, len(rows))
-        return Piece(number, rows, chosen, some, random, raw=raw, moved=moved is not None, hooks=hooks)
+        return SelectedSamples(number, rows, chosen, some, random, raw=raw, moved=moved is not None, hooks=hooks)
 
-    def batch_of(self, pieces: Sequence[Piece]) -> Moved:
+    def batch_of(self, pieces: Sequence[SelectedSamples]) -> Transferred:
         """Return samples as one batch.
 
         Raises:
@@ -171,12 +174,12 @@ class Joining:
             batch = lookahead.joined([(piece.looked, piece.rows) for piece in pieces])
             if batch is not None:
                 lookahead.trains()
-                return Moved(self._side.moved(batch))
+                return Transferred(self._side.moved(batch))
             given = [piece.raw or lookahead.samples(piece.looked, piece.rows) for piece in pieces]
         else:
             given = [piece.raw for piece in pieces]
         known = [samples for samples in given if samples is not None]
         if len(known) == len(pieces):
-            return Moved(self._side.moved(self._loader.collate_fn(list(itertools.chain(*known)))))
+            return Transferred(self._side.moved(self._loader.collate_fn(list(itertools.chain(*known)))))
         batch = joined(pieces)
-        return Moved(batch if lookahead is None else self._side.moved(batch))
+        return Transferred(batch if lookahead is None else self._side.moved(batch))

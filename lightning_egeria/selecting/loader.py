@@ -18,10 +18,10 @@ from lightning_egeria.errors import ArgumentError
 from lightning_egeria.selecting.collating import Collated
 from lightning_egeria.selecting.joining import Joining
 from lightning_egeria.selecting.losses import LossTable
-from lightning_egeria.selecting.queue import Emitted, Piece, SelectionQueue, Waiting, waiting_of
+from lightning_egeria.selecting.queue import QueuedRows, SelectedSamples, SelectionQueue, TrainingBatchInfo, queued_rows
 from lightning_egeria.selecting.rule import Settings, draw, draw_fixed
-from lightning_egeria.selecting.side import TrainerSide
 from lightning_egeria.selecting.stats import SelectionStats
+from lightning_egeria.selecting.trainer_access import TrainerAccess
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.training.loops import is_asked_by_loop
 
@@ -29,7 +29,9 @@ CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are comp
 SCORED_PARTS = 4  # of a batch: so many sizes of batches of stale samples
 _Ids = tuple[Any, ...] | None
 _WasMoved = tuple[Any, RandomState] | None
-_Out = tuple[int, Emitted, Any]  # forward batches that are over by then, what is known of the batch, the batch
+
+# Forward batches that are over by then, what is known of the training batch, and the batch.
+_Out = tuple[int, TrainingBatchInfo, Any]
 
 
 class SelectedBatches:
@@ -47,16 +49,16 @@ class SelectedBatches:
     """
 
     def __init__(
-        self, loader: Any, settings: Settings, table: LossTable, side: TrainerSide, stats: SelectionStats
+        self, loader: Any, settings: Settings, table: LossTable, side: TrainerAccess, stats: SelectionStats
     ) -> None:
         vars(self).update(_loader=loader)
-        self.emitted: deque[Emitted] = deque()
+        self.emitted: deque[TrainingBatchInfo] = deque()
         self._settings, self._table, self._side, self._stats = settings, table, side, stats
         self._joining = Joining(loader, side, in_queue=settings.share is None, in_order=bool(table.staleness))
         self._queue = SelectionQueue()
         self._begun = RandomState.current()
         self._position = self._size = self._checked = 0
-        self._waiting: dict[int, Waiting] = {}  # of a checkpoint, until their batches are loaded again
+        self._waiting: dict[int, QueuedRows] = {}  # of a checkpoint, until their batches are loaded again
         self._ahead: dict[int, RandomState] = {}  # in which the batches behind its position had been loaded
         self._loaded: deque[tuple[int, RandomState]] = deque(maxlen=2)
         self._random = self._begun  # in which the last batch was loaded
@@ -101,7 +103,7 @@ class SelectedBatches:
         self._joining.know(before._joining.forms, before._joining.keeps_samples, before._joining.layout)
 
     def take_resumed(self) -> int:
-        """Return, once, `Emitted.seen` of the last batch before a checkpoint in this epoch; else 0."""
+        """Return, once, `TrainingBatchInfo.seen` of the last batch before a checkpoint in this epoch; else 0."""
         resumed, self._resumed_seen = self._resumed_seen, 0
         return resumed
 
@@ -150,7 +152,7 @@ class SelectedBatches:
         if own["position"]:
             self._position, self._resumed_seen = int(own["position"]), int(own["seen"])
             self._begun = RandomState.from_plain(own["begun"])
-            self._waiting = waiting_of(own["queue"])
+            self._waiting = queued_rows(own["queue"])
             self._ahead = {int(number): RandomState.from_plain(random) for number, random in own["ahead"]}
 
     def _batches(self, arriving: Iterator[tuple[Any, _Ids]] | None) -> Iterator[Any]:
@@ -250,7 +252,7 @@ class SelectedBatches:
             rows = np.arange(count)
             batch, ids = self._joining.rows(batch, samples).take(rows).batch(), ids[:count] if ids is not None else None
         self._joining.trains_whole()
-        return number + 1, Emitted(seen, last, ids, count, whole=True), batch
+        return number + 1, TrainingBatchInfo(seen, last, ids, count, whole=True), batch
 
     def _queued(self, number: int, is_end: bool, more: bool) -> Iterator[_Out]:
         """Yield batches of the queue: full ones, and at the end what is left; a single sample only to end the epoch.
@@ -265,7 +267,7 @@ class SelectedBatches:
             count, last, seen = self._agreed(size, goes_on, number - (is_end and goes_on))
             pieces = self._queue.pop(count)
             ids = tuple(one for piece in pieces for one in piece.ids or ())
-            emitted = Emitted(seen, last, ids if len(ids) == count else None, count)
+            emitted = TrainingBatchInfo(seen, last, ids if len(ids) == count else None, count)
             yield number + 1, emitted, self._joining.batch_of(pieces)
 
     def _agreed(self, samples: int, more: bool, number: int) -> tuple[int, bool, int]:
@@ -287,7 +289,11 @@ class SelectedBatches:
             piece = self._piece(number, batch, moved, ids, samples, rows)
         if rule.needs_losses:
             self._stats.count_losses(losses, np.isin(np.arange(samples), rows))
-        return number + 1, Emitted(number + 1, is_end, piece.ids, count), self._joining.batch_of([piece])
+        return (
+            number + 1,
+            TrainingBatchInfo(number + 1, is_end, piece.ids, count),
+            self._joining.batch_of([piece]),
+        )
 
     def _select(self, number: int, batch: Any, ids: _Ids, samples: int, is_end: bool) -> None:
         """Put the samples of a batch that are kept into the queue."""
@@ -303,7 +309,7 @@ class SelectedBatches:
             self._stats.count_losses(losses, kept)
 
     def _losses(self, number: int, batch: Any, ids: _Ids, samples: int) -> tuple[NDArray[np.float64], _WasMoved]:
-        """The loss of each sample; and the batch on its device, if all of it went there, with `Piece.hooks`."""
+        """The loss of each sample; and the batch on its device with `SelectedSamples.hooks`, if it went there."""
         side, table, epoch = self._side, self._table, self._side.epoch
         if not self._settings.rule.needs_losses:
             return np.zeros(samples), None
@@ -331,7 +337,7 @@ class SelectedBatches:
 
     def _piece(
         self, number: int, batch: Any, moved: _WasMoved, ids: _Ids, samples: int, rows: NDArray[np.int64]
-    ) -> Piece:
+    ) -> SelectedSamples:
         return self._joining.piece(number, batch, moved, ids, samples, rows, self._random, self._collated)
 
     def _refill(self, number: int, batch: Any, ids: _Ids) -> None:

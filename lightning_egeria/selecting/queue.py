@@ -15,7 +15,7 @@ from lightning_egeria.snapshots.random_state import RandomState
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class SelectedSamples:
     """Selected samples of one forward batch.
 
     Attributes:
@@ -42,8 +42,8 @@ class Piece:
     hooks: RandomState | None = None
     gone: tuple[int, ...] = ()
 
-    def take(self, places: slice) -> Piece:
-        """Return a part of the piece, without what is in front of it or behind it."""
+    def take(self, places: slice) -> SelectedSamples:
+        """Return a part of these, without what is in front of it or behind it."""
         return dataclasses.replace(
             self,
             rows=self.rows[places],
@@ -55,7 +55,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Emitted:
+class TrainingBatchInfo:
     """What is known of a training batch.
 
     Attributes:
@@ -81,12 +81,12 @@ class SelectionQueue:
     """
 
     def __init__(self) -> None:
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[SelectedSamples] = deque()
 
     def __len__(self) -> int:
         return sum(len(piece.rows) for piece in self._pieces)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: SelectedSamples) -> None:
         """Add samples at the end."""
         if len(piece.rows):
             self._pieces.append(piece)
@@ -101,7 +101,7 @@ class SelectionQueue:
             is_end: no more samples come.
 
         >>> queue = SelectionQueue()
-        >>> queue.add(Piece(0, np.arange(9), None, Rows.of(np.zeros(9), 9), RandomState.current()))
+        >>> queue.add(SelectedSamples(0, np.arange(9), None, Rows.of(np.zeros(9), 9), RandomState.current()))
         >>> queue.next_size(8, False), queue.next_size(8, True), queue.next_size(4, False)
         (0, 5, 4)
         """
@@ -110,7 +110,7 @@ class SelectionQueue:
             return -(-waiting // -(-waiting // size)) if waiting else 0
         return size if waiting >= size + max(1, size // 4) else 0
 
-    def pop(self, count: int) -> list[Piece]:
+    def pop(self, count: int) -> list[SelectedSamples]:
         """Remove and return the first ``count`` samples."""
         popped = []
         while count:
@@ -140,8 +140,8 @@ class SelectionQueue:
         }
 
 
-class Waiting(NamedTuple):
-    """What a queue held of a forward batch; as in `Piece`."""
+class QueuedRows(NamedTuple):
+    """What a queue held of a forward batch; as in `SelectedSamples`."""
 
     rows: NDArray[np.int64]
     random: RandomState
@@ -150,10 +150,10 @@ class Waiting(NamedTuple):
     gone: NDArray[np.int64]
 
 
-def waiting_of(state: dict[str, list[Any]]) -> dict[int, Waiting]:
+def queued_rows(state: dict[str, list[Any]]) -> dict[int, QueuedRows]:
     """Return what a queue held, by the number of the forward batch."""
     return {
-        int(number): Waiting(
+        int(number): QueuedRows(
             np.asarray(rows, np.int64),
             RandomState.from_plain(random),
             bool(moved),
@@ -164,6 +164,6 @@ def waiting_of(state: dict[str, list[Any]]) -> dict[int, Waiting]:
     }
 
 
-def joined(pieces: Sequence[Piece]) -> Any:
+def joined(pieces: Sequence[SelectedSamples]) -> Any:
     """Return the samples of several pieces as one batch."""
     return Rows.joined([piece.samples for piece in pieces]).batch()

@@ -14,15 +14,15 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_egeria.batches.per_sample_loss import per_sample_losses
 from lightning_egeria.batches.rows import Rows
 from lightning_egeria.batches.tree import tensor_leaves
 from lightning_egeria.errors import PerSampleLossError
 from lightning_egeria.network.trainable import nothing_trains
+from lightning_egeria.selecting.per_sample_loss import per_sample_losses
 from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.training.callback import freezing_of
+from lightning_egeria.training.isolation import dry_run
 from lightning_egeria.training.notices import Notices
-from lightning_egeria.training.rehearsal import rehearsal
 
 PerSampleLoss = Callable[[pl.LightningModule, Any], Tensor]
 
@@ -135,7 +135,7 @@ class Scorer:
         """Let the module be in evaluation mode, without gradients and traces."""
         module = self._trainer.lightning_module
         without = nothing_trains(module) if self._from_cache else torch.no_grad()
-        with rehearsal(module), without, self._trainer.precision_plugin.train_step_context():
+        with dry_run(module), without, self._trainer.precision_plugin.train_step_context():
             as_trained = [(part, part.training) for part in self._with_own_mode()]
             module.eval()
             for part, mode in as_trained:

@@ -27,8 +27,8 @@ from lightning_egeria.snapshots.random_state import GENERATORS, state_of
 MAX_OBJECTS = 20_000
 MAX_ITEMS = 10_000  # of a list of objects; numbers and texts are read whole
 MAX_BYTES = 2**28  # of one array; a larger one is sampled
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_VALUES = (*_PLAIN, np.generic, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # what cannot change
+_VALUES = (*PLAIN, np.generic, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
 _MEMORY = (bytearray, memoryview, array.array, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 _FLOATS = (torch.float16, torch.float32, torch.float64)  # of numpy
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
@@ -192,7 +192,7 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _is_flat(value: Any) -> bool:
     """Whether it is a list of many numbers or texts, such as labels or file names."""
-    return isinstance(value, (list, tuple)) and len(value) > 16 and isinstance(value[0], _PLAIN)
+    return isinstance(value, (list, tuple)) and len(value) > 16 and isinstance(value[0], PLAIN)
 
 
 def _digest_of_any(value: Any, across_runs: bool = False) -> str:

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from lightning_egeria.errors import CacheError
 from lightning_egeria.network.forwards import users_forward
-from lightning_egeria.snapshots.contents import code_of, digests_of
+from lightning_egeria.snapshots.contents import PLAIN, code_of, digests_of
 from lightning_egeria.snapshots.digests import Copies, bytes_of, checksums, digest, divided, is_dense
 from lightning_egeria.snapshots.module_attributes import ModuleAttributes
-
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class FrozenState:
@@ -302,8 +300,8 @@ def _is_attribute(name: str, value: Any) -> bool:
     if name == "training":
         return False
     if isinstance(value, (tuple, list)):
-        return all(isinstance(one, _PLAIN) for one in value)
-    return isinstance(value, _PLAIN)
+        return all(isinstance(one, PLAIN) for one in value)
+    return isinstance(value, PLAIN)
 
 
 def _is_other(name: str, value: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_egeria.snapshots.contents import slots_of
+from lightning_egeria.snapshots.contents import PLAIN, slots_of
 from lightning_egeria.snapshots.digests import has_values, same_bits
 from lightning_egeria.snapshots.random_state import GENERATORS, set_state, state_of
 
@@ -31,7 +31,7 @@ _BASES = (collections.OrderedDict, dict, list, set, collections.deque, tuple)
 _ARRAYS = (np.ndarray, bytearray, array.array)
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _Holder: TypeAlias = "dict[str, Any] | type | types.CellType | None"  # of globals, class attributes, closures
-_CONSTANTS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_CONSTANTS = {*PLAIN, torch.Size}
 
 
 class ModuleAttributes:

@@ -1,51 +1,53 @@
-"""`egeria-cache`: what lies in a cache directory, whether it is sound, and how to be rid of it."""
+"""`egeria cache`: what lies in a cache directory, whether it is sound, and how to be rid of it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_egeria.errors import ArgumentError, EgeriaError, StoreError
+from lightning_egeria.errors import StoreError
+from lightning_egeria.programs.arguments import period
 from lightning_egeria.programs.terminal import printable
-from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.stores.directory import CacheDirectory, StoreSummary, default_cache_dir
 
 DAY_S = 86400
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command; exit code 1 if something is damaged, 2 after a mistake of the caller.
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    Raises:
-        SystemExit: always in the end.
-    """
-    parser = argparse.ArgumentParser(prog="egeria-cache", description="Cached outputs of frozen layers.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="ls|verify|prune")
-    listing = commands.add_parser("ls", help="list the stores: for which model and data, how large, how full")
-    checking = commands.add_parser("verify", help="read every entry and compare it with its checksum")
-    pruning = commands.add_parser("prune", help="delete the stores that no run has open")
-    pruning.add_argument("--unused-days", type=float, default=0.0, help="only those that were not used for so long")
-    for command in (listing, checking, pruning):
-        command.add_argument("directory", nargs="?", type=Path, metavar="DIR")
-    options = parser.parse_args(arguments)
-    try:
-        # The default one may not be there yet; one that is named must be.
-        directory = CacheDirectory(options.directory or default_cache_dir(), make=options.directory is None)
-        if options.command == "prune":
-            code = _prune(directory, options.unused_days)
-        else:
-            code = _verify(directory) if options.command == "verify" else _list(directory)
-    except EgeriaError as error:
-        print(f"egeria-cache: {printable(error)}", file=sys.stderr)
-        code = 2
-    raise SystemExit(code)
+    def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
+        added.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="default: that of the user")
+        added.set_defaults(run=lambda options: run(options, _directory(options)))
+        return added
+
+    listing = command("ls", _list, "list the stores: for which model and data, how large, how full")
+    listing.add_argument("--json", action="store_true", help="print one JSON object a line")
+    command("verify", _verify, "read every entry and compare it with its checksum; status 1 if one is damaged")
+    pruning = command("prune", _prune, "delete the stores that no run has open")
+    pruning.add_argument("--older-than", type=period, default=0, metavar="PERIOD", help="only those unused for so long")
 
 
-def _list(directory: CacheDirectory) -> int:
+def _directory(options: argparse.Namespace) -> CacheDirectory:
+    # The default one may not be there yet; one that is named must be.
+    return CacheDirectory(options.directory or default_cache_dir(), make=options.directory is None)
+
+
+def _list(options: argparse.Namespace, directory: CacheDirectory) -> int:
+    if options.json:
+        for summary in directory.summaries():
+            print(json.dumps(_facts(summary)))
+        return 0
     columns = ("store", "frozen modules", "data", "entry", "entries", "on disk", "last used")
     table = Table(*columns, title=escape(printable(directory.path)))
     summaries = directory.summaries()
@@ -65,7 +67,20 @@ def _list(directory: CacheDirectory) -> int:
     return 0
 
 
-def _verify(directory: CacheDirectory) -> int:
+def _facts(summary: StoreSummary) -> dict[str, Any]:
+    manifest = summary.manifest  # None if it is damaged
+    return {
+        "store": summary.folder.name,
+        "about": dict(manifest.about) if manifest is not None else None,
+        "entries": manifest.entries if manifest is not None else None,
+        "present": summary.present,
+        "bytes": summary.bytes_on_disk,
+        "in_use": summary.in_use,
+        "used_seconds_ago": summary.used_seconds_ago,
+    }
+
+
+def _verify(options: argparse.Namespace, directory: CacheDirectory) -> int:
     damaged = 0
     for summary in directory.summaries():
         try:
@@ -77,18 +92,16 @@ def _verify(directory: CacheDirectory) -> int:
         print(f"{summary.folder.name}: {sound} entries are sound, {bad} are damaged")
         damaged += bad
     if damaged:
-        print("A damaged entry is a miss for the runs that use it; `egeria-cache prune` removes whole stores.")
+        print("A damaged entry is a miss for the runs that use it; `egeria cache prune` removes whole stores.")
     return 1 if damaged else 0
 
 
-def _prune(directory: CacheDirectory, unused_days: float) -> int:
-    if not unused_days >= 0:  # NaN is neither
-        raise ArgumentError(f"--unused-days must be at least 0, got {unused_days}")
+def _prune(options: argparse.Namespace, directory: CacheDirectory) -> int:
     freed = 0
     for summary in directory.summaries():
         if summary.in_use:
             print(f"{summary.folder.name}: kept, a run uses it")
-        elif summary.used_seconds_ago < unused_days * DAY_S:
+        elif summary.used_seconds_ago < options.older_than:
             print(f"{summary.folder.name}: kept, used {_ago(summary.used_seconds_ago)}")
         elif directory.remove(summary.folder):
             freed += summary.bytes_on_disk
@@ -127,7 +140,3 @@ def _ago(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min ago"
     return f"{seconds / 3600:.0f} h ago" if seconds < 2 * DAY_S else f"{seconds / DAY_S:.0f} days ago"
-
-
-if __name__ == "__main__":
-    main()

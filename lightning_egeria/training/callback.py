@@ -19,7 +19,7 @@ from lightning_egeria.training.notices import log_line
 from lightning_egeria.training.observers import Observer
 from lightning_egeria.training.progress import BarEntry
 from lightning_egeria.training.saving import SavesUnder, check_has_frozen, state_of
-from lightning_egeria.training.support import check_optimizers, check_strategy
+from lightning_egeria.training.support import check_optimizers, check_setup
 
 
 class PrefixFreezing(LayerFinding):
@@ -31,8 +31,7 @@ class PrefixFreezing(LayerFinding):
     Args:
         layer_modules: paths of the layer modules, in execution order; None finds them.
         freeze_until: limit of the prefix. A path: up to and including that module. A number in [0, 1]: that share of
-            the layer modules at most; 0 freezes nothing and lets a cache serve what you have frozen. None sets no
-            limit. The last layer module never freezes.
+            the layer modules at most. None sets no limit. The last layer module never freezes.
         allow_untested: train with a strategy that is refused otherwise, with a warning.
 
     Attributes:
@@ -113,19 +112,9 @@ class PrefixFreezing(LayerFinding):
         """Number of frozen layer modules, now or when `fit` ended."""
         return self.events[-1].depth if self.events else 0
 
-    @property
-    def layer_modules(self) -> list[str]:
-        """Names of the layer modules, front to back; empty before the first training step, and if too few train."""
-        return super().layer_modules if self.chain is not None and self.chain.learns else []
-
-    @property
-    def takes_frozen_layers(self) -> bool:
-        """Whether something uses outputs of frozen layers."""
-        return any(observer.uses_outputs for observer in self.observers)
-
     def check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse an unsupported strategy."""
-        check_strategy(trainer, self.allow_untested)
+        """Refuse what `METHODS` excludes."""
+        check_setup(trainer, "freezing", self.allow_untested)
 
     def forget_fit(self) -> None:
         """Drop what is left of an earlier `fit`."""
@@ -235,7 +224,7 @@ class PrefixFreezing(LayerFinding):
     def before_optimizer_step_observers(self, trainer: pl.Trainer) -> None:
         """Call `choose_depth` and apply the decision."""
         freezer = self.freezer
-        if freezer is None or self._stage is not Stage.READY or not freezer.chain.learns or self._gave_up:
+        if freezer is None or self._stage is not Stage.READY or self._gave_up:
             return
         freezer.step = trainer.global_step
         if freezer.depth and (found := freezer.moved(self.compares_weights(trainer.global_step))) is not None:
@@ -310,16 +299,11 @@ class PrefixFreezing(LayerFinding):
     def chain_found(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
     ) -> None:
-        """Create the freezer and start the method; none for layers that the user has frozen."""
+        """Create the freezer and start the method."""
         strategy, step = trainer.strategy, trainer.global_step
         freezer = Freezer(pl_module, chain, self.ranks, strategy, self.events, step, self.notices)
         self.freezer = freezer
         self.observers.add(freezer, position=0)
-        if not chain.learns:
-            self._own_observers = [freezer]
-            freezer.prefix.set_depth(len(chain))
-            self._tell_of_modes()
-            return
         self._saves = SavesUnder(trainer, freezer.prefix.shown)
         self._search.trainable.follow(chain.prefix_parameters(len(chain))[0], trainer.optimizers)
         self.learning_rate = self._search.trainable.learning_rate(trainer.optimizers)  # it was another group's
@@ -330,13 +314,17 @@ class PrefixFreezing(LayerFinding):
         self._own_observers = [freezer, *self.start_method(trainer, freezer, self._search.gathered, before)]
         for observer in self._own_observers[1:]:
             self.observers.add(observer)
+        if state is not None and freezer.depth:
+            last = chain.names[freezer.depth - 1]
+            frozen = f"{freezer.depth} of {len(chain)} layer modules are frozen again, up to {last!r}"
+            self.notices.inform(f"resumed at step {step}: {frozen}")
         if less is not None:
             self.report(less)
         self._tell_of_modes()
 
     def start_over(self) -> None:
         """Unfreeze everything and find the layer chain again."""
-        if self.freezer is not None and self.freezer.chain.learns:
+        if self.freezer is not None:
             self.freezer.freeze_to(0, "more parameters started training")
         super().start_over()
         self.freezer = None
@@ -367,7 +355,7 @@ class PrefixFreezing(LayerFinding):
         freezer = self.freezer
         return {
             "prefix": freezer.prefix.state_dict() if freezer is not None else None,
-            "method": self.method_state() if freezer is not None and freezer.chain.learns else None,
+            "method": self.method_state() if freezer is not None else None,
             "events": [vars(event) for event in self.events],
             "gave_up": self._gave_up,
         }

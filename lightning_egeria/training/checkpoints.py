@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lightning_egeria.errors import CheckpointError
 
@@ -29,6 +30,24 @@ def checkpoint_read(topic: str = "freezing") -> Iterator[None]:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         text = f"the {topic} state in the checkpoint is damaged: {type(error).__name__}: {error}"
         raise CheckpointError(text) from error
+
+
+def check_version(state: Mapping[str, Any], expected: int, topic: str) -> None:
+    """Check that this version of the package can read a state.
+
+    Args:
+        state: of a checkpoint.
+        expected: its ``"version"``.
+        topic: name of the state, for the message.
+
+    Raises:
+        CheckpointError: if it has another version, or none.
+    """
+    if state.get("version") != expected:
+        raise CheckpointError(
+            f"the checkpoint holds {topic} state of version {state.get('version')!r}, expected version {expected}. "
+            "Leave out ckpt_path, or use the lightning_egeria that wrote it"
+        )
 
 
 def count_of(value: object, least: int = 0, most: float = math.inf) -> int:

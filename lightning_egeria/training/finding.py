@@ -11,14 +11,14 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import ArgumentError, CheckpointError, first_of
+from lightning_egeria.errors import ArgumentError, first_of
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.limits import depth_limit
-from lightning_egeria.training.adapter import ObserverCallback
-from lightning_egeria.training.checkpoints import checkpoint_read
-from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.checkpoints import check_version, checkpoint_read
 from lightning_egeria.training.freezer import tell_what_trains
+from lightning_egeria.training.methods import check_combination, methods_of
 from lightning_egeria.training.notices import Notices
+from lightning_egeria.training.observers import ObserverCallback
 from lightning_egeria.training.search import LayerSearch
 from lightning_egeria.upstream.checks import check
 from lightning_egeria.upstream.lightning import only_recomputes_statistics
@@ -91,7 +91,8 @@ class LayerFinding(ObserverCallback):
         self._followed: LayerChain | None = None  # of `chain_source`, when it was last looked at
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse a Trainer that the method does not support. Does nothing by default."""
+        """Refuse a Trainer that the method does not support: by default, one with other methods that it excludes."""
+        check_combination(methods_of(trainer))
 
     def chain_found(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, chain: LayerChain, state: dict[str, Any] | None
@@ -131,11 +132,6 @@ class LayerFinding(ObserverCallback):
         return self._followed is not None
 
     @property
-    def takes_frozen_layers(self) -> bool:
-        """Whether a chain of layers that the user has frozen will do where too few others train; False here."""
-        return False
-
-    @property
     def is_searching(self) -> bool:
         """Whether the next step is observed to find the layer chain."""
         return self._stage is Stage.LOOKING
@@ -168,7 +164,6 @@ class LayerFinding(ObserverCallback):
             # reads a checkpoint to resume from after this.
             self._close()
             self.forget_fit()
-        check_combination(methods_of(trainer))
         self.check_trainer(trainer)
         check(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)
@@ -235,7 +230,7 @@ class LayerFinding(ObserverCallback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Find the layer chain after the first forward."""
         if self._search.is_looking:
-            chain = self._search.chain(pl_module, loss, trainer.optimizers, self.takes_frozen_layers)
+            chain = self._search.chain(pl_module, loss, trainer.optimizers)
             if chain is not None:
                 self._start(trainer, pl_module, chain, None)
             else:
@@ -273,15 +268,14 @@ class LayerFinding(ObserverCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return layer chain and state of the method, in plain types and tensors.
 
-        Before training starts, this is the loaded state; after `fit`, the state at its end. A chain that does not learn
-        is left out, and found anew.
+        Before training starts, this is the loaded state; after `fit`, the state at its end.
         """
         kept = self._restored or self._final
         if kept is not None:
             return kept
         return {
             "version": STATE_VERSION,
-            "chain": self.chain.to_state() if self.chain is not None and self.chain.learns else None,
+            "chain": self.chain.to_state() if self.chain is not None else None,
             "layer_modules": self._named_layer_modules,
             "trained": self.trained_names(),
             "waiting": self._stage is Stage.WAITING,
@@ -302,11 +296,7 @@ class LayerFinding(ObserverCallback):
         """
         if self._fitting is False:
             return
-        if state_dict.get("version") != STATE_VERSION:
-            raise CheckpointError(
-                f"the checkpoint holds {self._topic} state of version {state_dict.get('version')!r}, expected version "
-                f"{STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
-            )
+        check_version(state_dict, STATE_VERSION, self._topic)
         self._restored = state_dict
         with checkpoint_read(self._topic):
             self.read_own_state(state_dict)
@@ -322,7 +312,7 @@ class LayerFinding(ObserverCallback):
     def _follow(self, trainer: pl.Trainer, pl_module: pl.LightningModule, source: LayerFinding) -> None:
         """Start with the layer chain of another callback, or start over if that has found another one."""
         chain = source.chain if source._stage is Stage.READY else None
-        if chain is None or chain is self._followed or not chain.learns:
+        if chain is None or chain is self._followed:
             return
         self._followed = chain
         if self.chain is not None and self.chain.names == chain.names:
@@ -346,7 +336,7 @@ class LayerFinding(ObserverCallback):
         new = [name for name in self._search.trainable.new_in(pl_module) if name not in known]  # a frozen one is known
         if not new:
             return
-        if self.chain is not None and self.chain.learns:
+        if self.chain is not None:
             self.notices.warn(
                 f"parameters started training after the layer modules were found: {first_of(new)}. Everything trains "
                 "now, and the layer modules are found again"

@@ -218,7 +218,7 @@ class Freezer(Observer):
     def looks_at_next_step(self) -> bool:
         """Whether the next step is the first one with this frozen prefix, in which its modules have hooks."""
         is_new = self._gated != self.prefix.version or not self._gate.is_checked
-        return self.depth > 0 and self.chain.learns and is_new
+        return self.depth > 0 and is_new
 
     def batch_start(self, batch: Any, step: int) -> None:
         """Keep frozen modules in evaluation mode."""
@@ -230,7 +230,7 @@ class Freezer(Observer):
             self._gate = FrontGate(self.prefix.module, self.chain)
             self._is_compiled = is_compiled(self.prefix.module)
             self._watches, self._suspects, self._before_step, self._when_due = True, False, None, None
-        if not (self.depth and self.chain.learns):
+        if not self.depth:
             return
         if self._when_due is None:
             self._when_due = self._sums()
@@ -242,7 +242,7 @@ class Freezer(Observer):
         if not self.ranks.several:  # else all ranks have it, and it is frozen after this step
             for appeared in self._gate.found:
                 self._gate.absent[appeared].grad = None
-        if self._watches and self.depth and self.chain.learns:
+        if self._watches and self.depth:
             self._before_step = self._sums()
         if (name := self.prefix.learning_parameter()) is not None:
             self._regained = name
@@ -263,7 +263,7 @@ class Freezer(Observer):
             self.ranks.share_buffers(self.prefix.buffers(self.depth))
             self.prefix.settle()
             self.update_reducer()
-        if self.depth and self.chain.learns:
+        if self.depth:
             self._judge()
 
     def _judge(self) -> None:

@@ -1,4 +1,4 @@
-"""What a method shows of itself in a report: plain numbers, which `RunRecorder` keeps and ``egeria-report`` draws."""
+"""What a method shows of itself in a report: plain numbers, which `RunRecorder` keeps and ``egeria report`` draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from lightning_egeria.training.combinations import parts_of
+from lightning_egeria.training.methods import parts_of
 
 LONGEST = 2000  # points of a series; beyond it, every second one is left out
 MOST_POINTS, MOST_SERIES = 50_000, 512  # of a panel; many series have fewer points each

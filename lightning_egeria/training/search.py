@@ -2,17 +2,99 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_egeria.distributed.gathering import GatheredWeights
 from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.errors import CheckpointError, TooFewLayersError, first_of
+from lightning_egeria.errors import CheckpointError, LayerChainError, TooFewLayersError, first_of
 from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.network.compilation import eager
+from lightning_egeria.network.limits import find_chain, other_network
+from lightning_egeria.network.sharding import holds_shards
+from lightning_egeria.network.tracing import StepTrace
 from lightning_egeria.network.trainable import TrainableParameters, without_part_in
-from lightning_egeria.training.first_step import FirstStep
 from lightning_egeria.training.notices import Notices
+
+
+class FirstStep:
+    """Observes one training step on rank 0; the other ranks receive the layer chain.
+
+    Args:
+        module: the model.
+        ranks: the processes of the job.
+
+    Attributes:
+        weights: the weights that FSDP2 gathered in this step; None without FSDP2, and on every rank but 0.
+        other: output of `other_network` once there is a chain.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        self.weights: GatheredWeights | None = None
+        self.other: str | None = None
+        self._trainable = {parameter for parameter in module.parameters() if parameter.requires_grad}
+        self._ranks = ranks
+        self._trace: StepTrace | None = None
+        self._context = contextlib.ExitStack()
+        if not ranks.leads:
+            return
+        self._context.enter_context(eager())
+        self._trace = StepTrace(module)
+        self._trace.start()
+        self._context.callback(self._trace.stop)
+        if holds_shards(module):
+            self.weights = GatheredWeights(module)
+            self.weights.start()
+            self._context.callback(self.weights.stop)
+
+    def stop(self) -> None:
+        """Stop observing. Safe to call twice."""
+        self._context.close()
+
+    def chain(
+        self,
+        loss: Tensor,
+        optimizers: Sequence[Optimizer],
+        layer_modules: Sequence[str] | None = None,
+        freeze_until: str | float | None = None,
+    ) -> LayerChain:
+        """Return the layer chain once the forward is over. Every rank must call it.
+
+        Args:
+            loss: loss of the step, before its backward.
+            optimizers: all optimizers of the run.
+            layer_modules: paths of the layer modules; None finds them.
+            freeze_until: limit of the prefix, as for `PrefixFreezing`.
+
+        Raises:
+            LayerChainError: if there is none; raised on all ranks.
+            TooFewLayersError: if fewer than two layer modules are trainable so far; raised on all ranks.
+        """
+        self.stop()
+        found: LayerChain | None = None
+        error: LayerChainError | None = None
+        if self._trace is not None:
+            try:
+                found = find_chain(self._trace, loss, optimizers, layer_modules, freeze_until)
+                self.other = other_network(self._trace, loss, optimizers, self._trainable)
+            except LayerChainError as failure:
+                error = failure
+        few = isinstance(error, TooFewLayersError)
+        told = self._ranks.share(
+            {"chain": found and found.to_state(), "error": error and str(error), "few": few, "other": self.other}
+        )
+        chain = found if found is not None or told["chain"] is None else LayerChain.from_state(told["chain"])
+        self.other = told["other"]
+        if error is not None:
+            raise error
+        if told["error"] is not None:
+            kind = TooFewLayersError if told["few"] else LayerChainError
+            raise kind(f"on rank 0: {told['error']}")
+        assert chain is not None  # rank 0 has found it
+        return chain
 
 
 class LayerSearch:
@@ -61,19 +143,17 @@ class LayerSearch:
             step.stop()
         return step is not None
 
-    def chain(
-        self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer], or_frozen: bool = False
-    ) -> LayerChain | None:
+    def chain(self, module: nn.Module, loss: Tensor, optimizers: Sequence[Optimizer]) -> LayerChain | None:
         """Return the layer chain once the forward is over. Every rank must call it.
 
         Args:
             module: the model.
             loss: loss of the step, before its backward.
             optimizers: all optimizers of the run.
-            or_frozen: whether `LayerChain.of_frozen` will do where too few layer modules train.
 
         Returns:
-            The chain; None if fewer than two layer modules are trainable so far.
+            The chain; None if fewer than two layer modules are trainable so far, or if it is one of several networks
+            with an optimizer each, and the user has not named the layer modules of one.
 
         Raises:
             LayerChainError: if the model has no layer chain, or too few of the named layer modules train and none may
@@ -81,13 +161,8 @@ class LayerSearch:
         """
         assert self._step is not None  # `start` comes first
         try:
-            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until, or_frozen)
+            chain = self._step.chain(loss, optimizers, self._layer_modules, self._freeze_until)
         except TooFewLayersError as error:
-            frozen = self._step.frozen
-            if or_frozen and frozen is not None and self._layer_modules is None:
-                text = f"{error}. Outputs of layers that you have frozen, up to {frozen.names[0]!r}, are cached"
-                self._notices.inform(text, once="few")
-                return frozen
             fixed = without_part_in(loss, module)
             if not fixed and self._layer_modules is not None:
                 raise
@@ -97,15 +172,34 @@ class LayerSearch:
                     f"Parameters that are not training yet: {first_of(fixed)}. The callback looks for layer modules "
                     "again at the start of each epoch"
                 )
-            self._notices.warn(f"{error}. {then}", once="few")
+            self._notices.warn(f"{self._why_few(module, str(error))}. {then}", once="few")
             return None
         finally:
             weights = self._step.weights
             self.gathered = weights.weights if weights is not None else None
+            other = self._step.other
             self._step = None
+        if other is not None and self._layer_modules is None and not isinstance(self._freeze_until, str):
+            self._notices.warn(
+                f"{type(module).__name__} trains several networks, with an optimizer each. The first backward pass "
+                f"reaches {chain.names[0]!r}, but not {other!r}. Name the layer modules of one network with "
+                "layer_modules=[...]. Training goes on as without the callback",
+                once="several networks",
+            )
+            return None
         for note in chain.notes:
             self._notices.warn(note)
         return chain
+
+    def _why_few(self, module: nn.Module, reason: str) -> str:
+        """Return why too few layer modules train: what the user has frozen comes first, with what serves it."""
+        held = [name for name, one in module.named_parameters() if not one.requires_grad]
+        if not held or self._layer_modules is not None:
+            return reason
+        return (
+            f"you have frozen {first_of(held)}. FrozenPrefixCache alone serves frozen layers, without this callback, "
+            f"which has nothing more to freeze: {reason.partition('. ')[0]}"
+        )
 
     def check_restored(self, chain: LayerChain, layer_modules: Sequence[str] | None) -> None:
         """Check that the chain of a checkpoint has the layer modules of this search.

@@ -11,8 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.programs import files
-from lightning_egeria.training.adapter import ObserverCallback
-from lightning_egeria.training.observers import Observer
+from lightning_egeria.training.observers import Observer, ObserverCallback
 
 
 class DeviceTurns(ObserverCallback):

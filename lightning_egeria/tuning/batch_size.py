@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.training.adapted_loader import AdaptedLoader
 from lightning_egeria.training.checkpoints import checkpoint_read
-from lightning_egeria.training.epoch_length import set_epoch_length
+from lightning_egeria.training.loops import set_epoch_length
 from lightning_egeria.tuning.setups import batches_before_validation
 from lightning_egeria.tuning.spaces import Choice, Space, Value
 

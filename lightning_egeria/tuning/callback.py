@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError, check_integers
-from lightning_egeria.training.checkpoints import checkpoint_read
-from lightning_egeria.training.combinations import check_combination, methods_of
+from lightning_egeria.training.checkpoints import check_version, checkpoint_read
 from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.loops import resumes_at_an_end
 from lightning_egeria.training.notices import Notices
@@ -27,7 +26,7 @@ from lightning_egeria.tuning.searchers import SEARCHERS, Searcher, SearcherFacto
 from lightning_egeria.tuning.setups import TOO_SHORT, check_schedulers, check_trainer, most_steps
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.trials import Trials
-from lightning_egeria.tuning.tunables import Custom, Tunables, freezer_of
+from lightning_egeria.tuning.tunables import CustomTunable, Tunables, freezer_of
 
 STATE_VERSION = 1
 
@@ -37,7 +36,8 @@ class BranchTuner(pl.Callback):
 
     Args:
         tunables: the values of each tunable, by name: ``"lr"``, ``"momentum"``, ``"dropout"``,
-            ``"gradient_clip_val"``, ``"frozen_depth"``, or any option of the optimizer. A `Custom` has its own setter.
+            ``"gradient_clip_val"``, ``"frozen_depth"``, or any option of the optimizer. A
+            `CustomTunable` has its own setter.
         searcher: ``"compass"`` (a few spread, then around the fastest), ``"random"``, ``"grid"``, with Optuna ``"tpe"``
             or ``"cmaes"``, or a function from spaces and a seed to a searcher.
         max_trials: most settings in a search.
@@ -63,7 +63,7 @@ class BranchTuner(pl.Callback):
 
     def __init__(
         self,
-        tunables: Mapping[str, Space | Custom],
+        tunables: Mapping[str, Space | CustomTunable],
         searcher: str | SearcherFactory = "compass",
         max_trials: int = 20,
         max_share: float = 1.0,
@@ -134,7 +134,6 @@ class BranchTuner(pl.Callback):
             return
         if again:
             self._forget()
-        check_combination(methods_of(trainer))
         check_trainer(trainer)
         self.ranks = Ranks(trainer.strategy.root_device)
         if self.tunables.batch_size is not None:
@@ -191,7 +190,7 @@ class BranchTuner(pl.Callback):
                 f"monitor={self.monitor!r} was not logged in validation; the metrics are "
                 f"{', '.join(sorted(trainer.callback_metrics)) or 'none'}"
             )
-        advice = self._plateau.told(float(self.ranks.share(float(value))))
+        advice = self._plateau.update(float(self.ranks.share(float(value))))
         if advice is Advice.TUNE:
             self._due = f"no better {self.monitor} for {self._plateau.waited} validations"
         elif advice is Advice.STOP:
@@ -245,11 +244,7 @@ class BranchTuner(pl.Callback):
         """
         if self._fitting is False:
             return
-        if state_dict.get("version") != STATE_VERSION:
-            raise CheckpointError(
-                f"the checkpoint holds tuning state of version {state_dict.get('version')!r}, expected version "
-                f"{STATE_VERSION}. Leave out ckpt_path, or use the lightning_egeria that wrote it"
-            )
+        check_version(state_dict, STATE_VERSION, "tuning")
         setting = state_dict.get("setting")
         if isinstance(setting, Mapping) and set(setting) != set(self.tunables.spaces):
             raise CheckpointError(

@@ -32,7 +32,7 @@ class Plateau:
         ArgumentError: if an argument is out of range.
 
     >>> plateau = Plateau("min", patience=2, stop_patience=3)
-    >>> [plateau.told(value).value for value in (1.0, 0.9, 0.9, 0.95, 0.92)]
+    >>> [plateau.update(value).value for value in (1.0, 0.9, 0.9, 0.95, 0.92)]
     ['go on', 'go on', 'go on', 'tune', 'stop']
     """
 
@@ -48,7 +48,7 @@ class Plateau:
         self.best: float | None = None
         self.waited = 0
 
-    def told(self, value: float) -> Advice:
+    def update(self, value: float) -> Advice:
         """Return what to do after a validation. NaN is never better.
 
         Args:

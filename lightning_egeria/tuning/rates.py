@@ -38,7 +38,7 @@ class LearningRate:
             if type(scheduler).__module__ != "torch.optim.lr_scheduler":
                 raise UnsupportedError(
                     f"the scheduler {type(scheduler).__name__} is not one of torch, so nobody knows how to scale its "
-                    "rates. Use one of torch.optim.lr_scheduler, or tune its own argument with Custom and a setter"
+                    "rates. Use one of torch.optim.lr_scheduler, or tune its own argument with a CustomTunable"
                 )
         if "lr" not in trainer.optimizers[0].param_groups[0]:
             raise UnsupportedError(

@@ -8,13 +8,13 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.searchers import RefiningSearcher, Searcher
+from lightning_egeria.tuning.searchers import Searcher
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS, Label, Summary, summarize
 
-TOP = 5  # branches whose speeds must agree for a search to end
+BEST_TO_AGREE = 5  # branches whose speeds must agree for a search to end
 AGREEMENT = 0.1
-FIFTHS = 5  # windows of a trial in a race, which may be short
+WINDOWS_IN_RACE = 5  # windows of a trial in a race, which may be short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class TrialRequest:
     """Train a branch.
 
     Attributes:
@@ -133,7 +133,7 @@ class Branch:
         return self.label not in (Label.DIVERGED, Label.FAILED)
 
     @property
-    def told(self) -> float:
+    def score(self) -> float:
         """What a searcher is told of it: its speed, or -1 if it failed or has diverged."""
         return self.speed if self.alive else -1.0
 
@@ -172,7 +172,7 @@ class Outcome:
     reason: str
 
 
-def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[Order, Result, Outcome]:
+def search(searcher: Searcher, present: Setting, limits: Limits) -> Generator[TrialRequest, Result, Outcome]:
     """Search for the fastest setting by branches that are measured as those of MLtuner (Cui et al., arXiv:1803.07445).
 
     With ``halving``, all branches train for the same few steps; the faster half of them trains on until it has twice as
@@ -207,7 +207,7 @@ class _Rounds:
         self.reason: str | None = None  # why there are no further settings
         self.spent_all = False
         self._searcher = searcher
-        self._refines = searcher if limits.halving and isinstance(searcher, RefiningSearcher) else None
+        self._refines = getattr(searcher, "longer", None) if limits.halving else None
         self._present = present
         self._limits = limits
         self._spent = 0
@@ -230,19 +230,19 @@ class _Rounds:
             return self.best
         return max(alive, key=lambda number: self.branches[number].gain)
 
-    def one_by_one(self) -> Generator[Order, Result, None]:
+    def one_by_one(self) -> Generator[TrialRequest, Result, None]:
         while (number := self._next_branch(self._limits.most_trials)) is not None:
             best = self.best
             yield from self._train(number, self._limits.first_steps, [best] if best is not None else [])
             if self._agreed():
-                self.reason = f"the {TOP} best speeds differ by less than {AGREEMENT:.0%}"
+                self.reason = f"the {BEST_TO_AGREE} best speeds differ by less than {AGREEMENT:.0%}"
 
-    def halve(self) -> Generator[Order, Result, None]:
+    def halve(self) -> Generator[TrialRequest, Result, None]:
         first, *lengths = self._limits.lengths
         racing: list[int] = []
         yield from self._try_others(racing, first, self._limits.affordable)
         for left, steps in zip(range(len(lengths), 0, -1), lengths, strict=True):
-            more = self._refines is not None and self._refines.longer()
+            more = self._refines is not None and self._refines()
             kept = self._faster_half(racing, len(racing), least=2 if more else 1)
             cost = sum(steps - self.branches[number].steps for number in kept)
             if (len(kept) == 1 and not more) or not self._has_left(cost):
@@ -259,7 +259,7 @@ class _Rounds:
 
     def _try_others(
         self, racing: list[int], steps: int, most: int, most_spent: float = math.inf
-    ) -> Generator[Order, Result, None]:
+    ) -> Generator[TrialRequest, Result, None]:
         """Train further branches for so many steps, and add them to those of the round."""
         self.reason = None
         while self._spent + steps <= most_spent and (number := self._next_branch(most)) is not None:
@@ -292,8 +292,8 @@ class _Rounds:
         return not self.spent_all
 
     def _agreed(self) -> bool:
-        speeds = sorted((branch.speed for branch in self.branches if branch.speed > 0), reverse=True)[:TOP]
-        return len(speeds) == TOP and speeds[-1] > (1 - AGREEMENT) * speeds[0]
+        speeds = sorted((branch.speed for branch in self.branches if branch.speed > 0), reverse=True)[:BEST_TO_AGREE]
+        return len(speeds) == BEST_TO_AGREE and speeds[-1] > (1 - AGREEMENT) * speeds[0]
 
     def _next_branch(self, most: int) -> int | None:
         if self.reason is not None:
@@ -305,7 +305,7 @@ class _Rounds:
         if self.branches:
             setting = self._searcher.ask()
             if setting == self._present and self._refines is None:  # it was tried; the searcher learns its speed
-                self._searcher.tell(setting, self.branches[0].told)
+                self._searcher.tell(setting, self.branches[0].score)
                 setting = self._searcher.ask()
         if setting is None:
             self.reason = "nothing was left to try" if len(self.branches) > 1 else "there is one setting"
@@ -315,18 +315,18 @@ class _Rounds:
         self.branches.append(Branch(dict(setting)))
         return len(self.branches) - 1
 
-    def _train(self, number: int, steps: int, needed: Sequence[int]) -> Generator[Order, Result, None]:
+    def _train(self, number: int, steps: int, needed: Sequence[int]) -> Generator[TrialRequest, Result, None]:
         branch = self.branches[number]
         cost = steps - branch.steps
         if not self._has_left(cost):
             if branch.steps == 0:  # it is the last one
                 self.branches.pop()
             return
-        result = yield Order(number, branch.setting, steps, tuple(needed))
+        result = yield TrialRequest(number, branch.setting, steps, tuple(needed))
         self._spent += cost
         first, branch.steps, branch.failed = branch.steps == 0, steps, result.failed
-        windows = FIFTHS if self._limits.halving else WINDOWS
+        windows = WINDOWS_IN_RACE if self._limits.halving else WINDOWS
         summary = None if result.failed is not None else summarize(result.losses, result.cost, result.start, windows)
         branch.summary = summary
         if first or self._refines is not None:
-            self._searcher.tell(branch.setting, branch.told)
+            self._searcher.tell(branch.setting, branch.score)

@@ -12,11 +12,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.training.isolation import saving_later
 from lightning_egeria.training.notices import Notices
 from lightning_egeria.training.stopping import is_to_stop, stop
-from lightning_egeria.training.unseen import saving_later
 from lightning_egeria.tuning.record import SearchRecord, describe
-from lightning_egeria.tuning.rounds import FIFTHS, Limits, Order, Outcome, Result, search
+from lightning_egeria.tuning.rounds import WINDOWS_IN_RACE, Limits, Outcome, Result, TrialRequest, search
 from lightning_egeria.tuning.searchers import Searcher
 from lightning_egeria.tuning.spaces import Setting, Space
 from lightning_egeria.tuning.summary import window_means
@@ -76,12 +76,12 @@ class SearchRun:
         with self._stopping(), saving_later(self._trainer) as waiting, self._back_after_an_error():
             while True:
                 message = self._ranks.share(_next_message(run, result))
-                if "order" not in message:
+                if "request" not in message:
                     break
-                order = Order(**message["order"])
-                show(describe(order.setting))
-                self._trying = order.setting
-                result = self._trial(order)
+                request = TrialRequest(**message["request"])
+                show(describe(request.setting))
+                self._trying = request.setting
+                result = self._trial(request)
                 self._save(waiting)
             self._trying = None
             winner: int | None = message["winner"]
@@ -91,11 +91,13 @@ class SearchRun:
                 trials.leave()
             else:
                 setting = branches[winner]["setting"]
-                trials.adopt(Order(winner, setting, branches[winner]["steps"]))
+                trials.adopt(TrialRequest(winner, setting, branches[winner]["steps"]))
         length = trials.converted(message["trial_steps"] if winner is None else branches[winner]["steps"])
         seconds = time.perf_counter() - started
-        still = trials.steps_without_learning
-        record = SearchRecord(self._step, reason, message["reason"], branches, winner, length, seconds, setting, still)
+        control_steps = trials.control_steps
+        record = SearchRecord(
+            self._step, reason, message["reason"], branches, winner, length, seconds, setting, control_steps
+        )
         self._notices.inform(
             f"step {self._step}: the search ends after {len(branches)} trials and {record.steps} steps, because "
             f"{record.ended}. "
@@ -125,17 +127,17 @@ class SearchRun:
         finally:
             self._trials.close()
 
-    def _trial(self, order: Order) -> Result:
-        key = (repr(order.setting), order.steps)
+    def _trial(self, request: TrialRequest) -> Result:
+        key = (repr(request.setting), request.steps)
         if key not in self._finished:
-            self._finished[key] = self._trials.run(order)
+            self._finished[key] = self._trials.run(request)
             result = self._finished[key]
-            last = window_means(result.losses, FIFTHS)[-1] if result.losses else float("nan")
+            last = window_means(result.losses, WINDOWS_IN_RACE)[-1] if result.losses else float("nan")
             first = result.start if result.start is not None else result.losses[0] if result.losses else last
             told = result.failed or f"loss {first:.4g} to {last:.4g} in its last fifth"
-            self._notices.inform(f"{describe(order.setting)}: {order.steps} steps, {told}")
-            numbers = {name: value for name, value in order.setting.items() if isinstance(value, int | float)}
-            metrics = {"branch": order.branch, "steps": order.steps, "loss": last, **numbers}
+            self._notices.inform(f"{describe(request.setting)}: {request.steps} steps, {told}")
+            numbers = {name: value for name, value in request.setting.items() if isinstance(value, int | float)}
+            metrics = {"branch": request.branch, "steps": request.steps, "loss": last, **numbers}
             for logger in self._trainer.loggers:
                 logger.log_metrics({f"tuning/{name}": float(one) for name, one in metrics.items()}, step=self._step)
         return self._finished[key]
@@ -150,13 +152,13 @@ class SearchRun:
             raise SIGTERMException
 
 
-def _next_message(run: Generator[Order, Result, Outcome] | None, result: Result | None) -> dict[str, Any]:
-    """Return rank 0's next order, or the outcome, in plain types."""
+def _next_message(run: Generator[TrialRequest, Result, Outcome] | None, result: Result | None) -> dict[str, Any]:
+    """Return rank 0's next request, or the outcome, in plain types."""
     if run is None:
         return {}
     try:
-        order = next(run) if result is None else run.send(result)
-        return {"order": dataclasses.asdict(order)}
+        request = next(run) if result is None else run.send(result)
+        return {"request": dataclasses.asdict(request)}
     except StopIteration as end:
         outcome: Outcome = end.value
         return {**vars(outcome), "branches": [branch.state() for branch in outcome.branches]}

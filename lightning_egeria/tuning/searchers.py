@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 from torch.quasirandom import SobolEngine
 
@@ -15,12 +15,16 @@ from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, U
 
 SPREAD = 3  # settings for each tunable that a compass search begins with
 DISTANCE = 1 / 6  # share of a space between neighbours in it
-NEAR = 1.3  # so many distances away is a neighbour, too
-TRIES = 20  # of a random searcher, to draw a setting that was not tried yet
+NEIGHBOUR_DISTANCES = 1.3  # so many distances away is a neighbour, too
+DRAWS = 20  # of a random searcher, to draw a setting that was not tried yet
 
 
 class Searcher(Protocol):
-    """Chooses the settings of one search."""
+    """Chooses the settings of one search.
+
+    It may also have ``longer() -> bool``: speeds that are told from then on are of longer trials, and it returns
+    whether it may ask for more settings in them.
+    """
 
     def ask(self) -> Setting | None:
         """Return a setting to try next, or None if there is nothing left to try."""
@@ -30,14 +34,6 @@ class Searcher(Protocol):
 
         More is better, 0 is none, and below 0 the setting diverged or failed.
         """
-
-
-@runtime_checkable
-class RefiningSearcher(Searcher, Protocol):
-    """A searcher that is asked again in each round of longer trials, after it was told the speeds in these."""
-
-    def longer(self) -> bool:
-        """Speeds that are told from now on are of longer trials. Return whether it may ask for more."""
 
 
 SearcherFactory: TypeAlias = Callable[[Mapping[str, Space], int], Searcher]  # of spaces and a seed
@@ -66,7 +62,7 @@ class RandomSearcher:
         sizes = [len(space.values) if isinstance(space, Choice) else math.inf for space in self._spaces.values()]
         if len(self._drawn) >= math.prod(sizes):
             return None
-        for _ in range(TRIES * (len(self._drawn) + 1)):
+        for _ in range(DRAWS * (len(self._drawn) + 1)):
             shares = self._points.draw()[0].tolist()
             setting = {
                 name: _at(space, share, self._generator)
@@ -118,7 +114,7 @@ class CompassSearcher:
         speed, fastest = max(self._told, key=lambda told: told[0], default=(-1.0, {}))
         if self._left < 0 and speed >= 0:
             return next(self._around(fastest), None) if speed > 0 else None
-        return next((setting for setting in itertools.islice(self._spread, TRIES) if setting not in self._tried), None)
+        return next((setting for setting in itertools.islice(self._spread, DRAWS) if setting not in self._tried), None)
 
     def tell(self, setting: Setting, speed: float) -> None:
         """Take the speed."""
@@ -151,7 +147,9 @@ class CompassSearcher:
                 here, *shares = (min(max(space.share(float(one)), 0.0), 1.0) for one in (setting[name], *tried))
                 for step in (DISTANCE, -DISTANCE):
                     there = min(max(here + step, 0.0), 1.0)
-                    if abs(there - here) > DISTANCE / 2 and not any(0 < (at - here) / step <= NEAR for at in shares):
+                    if abs(there - here) > DISTANCE / 2 and not any(
+                        0 < (at - here) / step <= NEIGHBOUR_DISTANCES for at in shares
+                    ):
                         yield {**setting, name: space.at(there)}
 
 
@@ -207,7 +205,7 @@ class OptunaSearcher:
 
     def ask(self) -> Setting | None:
         """Return a setting that was not asked before; a sampler that repeats itself is told the speed it has seen."""
-        for _ in range(TRIES):
+        for _ in range(DRAWS):
             if len(self._speeds) + len(self._asked) >= self._most:
                 return None
             trial = self._study.ask(self._distributions)

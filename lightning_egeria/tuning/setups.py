@@ -11,9 +11,8 @@ import lightning.pytorch as pl
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.training.feed import Feed
-from lightning_egeria.training.loops import fetches_batches
+from lightning_egeria.training.support import check_setup
 
-TRIED = ("SingleDeviceStrategy", "DDPStrategy")
 TOO_SHORT = (
     "no search, because a trial ends before the last step of its epoch and before a validation, and this one has no "
     "step to spare. Use epochs of at least 20 steps, and a longer val_check_interval"
@@ -24,23 +23,14 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """Refuse a Trainer in which branches cannot train.
 
     Raises:
-        UnsupportedError: with a strategy that is not tested, averages of weights, or a training step that takes an
-            iterator.
+        UnsupportedError: with what `METHODS` excludes, or averages of weights.
     """
-    name = type(trainer.strategy).__name__
-    if name not in TRIED:
-        why = "FSDP2 divides the state" if name == "ModelParallelStrategy" else "tuning is not tested with it"
-        raise UnsupportedError(f"branch tuning does not run with {name}: {why}. Use one device, or strategy='ddp'")
+    check_setup(trainer, "tuning")
     averaging = getattr(pl.callbacks, "WeightAveraging", None)  # from Lightning 2.6 on
     if averaging is not None and any(isinstance(one, averaging) for one in getattr(trainer, "callbacks", ())):
         raise UnsupportedError(
             "branch tuning does not run with WeightAveraging: its averages would lack the steps of trials that are "
             "kept. Average the weights in the model, which trials restore"
-        )
-    if fetches_batches(trainer.lightning_module.training_step):
-        raise UnsupportedError(
-            "branch tuning reads batches ahead, and a training_step with dataloader_iter reads them itself. Use "
-            "training_step(batch, batch_idx)"
         )
 
 

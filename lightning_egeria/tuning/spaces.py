@@ -51,7 +51,7 @@ class Choice:
         if not known or not self.values or len(set(self.values)) < len(self.values):
             raise ArgumentError(
                 f"Choice needs a list of different numbers, strings or booleans, got {values!r}. For another kind of "
-                "value, choose between names and use Custom with a setter"
+                "value, choose between names and use CustomTunable with a setter"
             )
 
     def at(self, share: float) -> Value:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable
 
 import lightning.pytorch as pl
 import torch
@@ -14,16 +15,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.snapshots.tensor_store import TensorStore
+from lightning_egeria.training.branches import train_hidden
 from lightning_egeria.training.feed import BranchFeed, Feed, ReadAhead
 from lightning_egeria.training.fit_state import FitState
 from lightning_egeria.training.freezer import Freezer, FreezingEvent
 from lightning_egeria.training.stopping import is_to_stop
-from lightning_egeria.training.unseen import BranchRecorder, advance, unseen
 from lightning_egeria.tuning.record import describe
-from lightning_egeria.tuning.rounds import Order, Result
+from lightning_egeria.tuning.rounds import Result, TrialRequest
 from lightning_egeria.tuning.spaces import Setting
 from lightning_egeria.tuning.summary import WINDOWS
 from lightning_egeria.tuning.tunables import Tunables
+from lightning_egeria.upstream.torch import is_out_of_memory
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 @dataclasses.dataclass
@@ -90,11 +96,11 @@ class Trials:
         self._batch_size = tunables.batch_size
         self._present_size = self._batch_size.get(trainer) if self._batch_size is not None else None
         self._ahead = {self._present_size: feed.ahead}  # by batch size
-        self._unlearned: dict[int | None, _Branch] = {}  # does not learn; by batch size
+        self._control: dict[int | None, _Branch] = {}  # does not learn; by batch size
         if self._batch_size is not None:
             self._batch_size.begin(trainer)
 
-    def run(self, order: Order) -> Result:
+    def run(self, request: TrialRequest) -> Result:
         """Train a branch. Out of memory is a result, and in one process any error that comes with another setting.
 
         After an error with the present setting, `leave` returns to the beginning.
@@ -104,22 +110,22 @@ class Trials:
             SIGTERMException: if training is to stop.
         """
         for number, other in self._branches.items():
-            if number not in order.needed and number != order.branch:
+            if number not in request.needed and number != request.branch:
                 other.state = None
-        branch = self._branches.setdefault(order.branch, _Branch(order.setting))
+        branch = self._branches.setdefault(request.branch, _Branch(request.setting))
         failed = None
         try:
-            if self._continue(branch, order.steps):
+            if self._continue(branch, request.steps):
                 branch.ended = self.tunables.get(self._trainer)
                 failed = self._without_effect(branch) if branch.losses else "the training step returned no loss"
                 branch.state = FitState(self._trainer, self._freezer, self._store)
-                self._train_without_learning(branch.setting, branch.batches)
+                self._train_control_branch(branch.setting, branch.batches)
             else:
                 failed = f"the epoch has too few samples left for batches of {branch.setting['batch_size']}"
         except EgeriaError:
             raise
         except Exception as error:  # of the user's training step
-            memory, text = _is_out_of_memory(error), (str(error).splitlines() or [""])[0]
+            memory, text = is_out_of_memory(error), (str(error).splitlines() or [""])[0]
             own = branch.setting != self.present and self._is_set
             if self._ranks.several or not (memory or _is_anomaly(error) or own):
                 raise
@@ -128,7 +134,7 @@ class Trials:
         if failed is not None:
             branch.state = None
             self._free()
-        cost = branch.seconds if self.tunables.changes_cost else float(order.steps)
+        cost = branch.seconds if self.tunables.changes_cost else float(request.steps)
         return self._relative(branch.losses, cost, failed)
 
     def _without_effect(self, branch: _Branch) -> str | None:
@@ -142,9 +148,9 @@ class Trials:
         return None
 
     @property
-    def steps_without_learning(self) -> int:
+    def control_steps(self) -> int:
         """Number of steps whose weights were put back."""
-        return sum(one.batches for one in self._unlearned.values()) // self._trainer.accumulate_grad_batches
+        return sum(one.batches for one in self._control.values()) // self._trainer.accumulate_grad_batches
 
     def leave(self) -> None:
         """Return to the beginning."""
@@ -162,11 +168,11 @@ class Trials:
         if self._batch_size is not None:
             self._batch_size.end()
 
-    def adopt(self, order: Order) -> None:
+    def adopt(self, request: TrialRequest) -> None:
         """Let training go on from the end of a branch."""
-        branch = self._branches.setdefault(order.branch, _Branch(order.setting))
+        branch = self._branches.setdefault(request.branch, _Branch(request.setting))
         if branch.state is None:
-            self._continue(branch, order.steps)
+            self._continue(branch, request.steps)
         else:
             branch.state.restore()
             self.tunables.set_outside_checkpoints(self._trainer, branch.setting)
@@ -218,14 +224,14 @@ class Trials:
 
     def _relative(self, losses: list[float], cost: float, failed: str | None) -> Result:
         """Take the part out of the losses that the batch has in them: with learning minus without, plus the mean."""
-        base = self._unlearned[self._size].losses[: len(losses)] if self._size in self._unlearned else []
+        base = self._control[self._size].losses[: len(losses)] if self._size in self._control else []
         if not losses or len(base) < len(losses) or not all(map(math.isfinite, base)):
             return Result(losses, cost, failed)
         mean = math.fsum(base) / len(base)
-        relative = [loss - unlearned + mean for loss, unlearned in zip(losses, base, strict=True)]
+        relative = [loss - without + mean for loss, without in zip(losses, base, strict=True)]
         return Result(relative, cost, failed, mean)
 
-    def _train_without_learning(self, setting: Setting, batches: int) -> None:
+    def _train_control_branch(self, setting: Setting, batches: int) -> None:
         """Note the losses of the first batches with the weights of the beginning. The state changes.
 
         The steps are whole ones, whose weights are put back: so a module finds all that it finds in training. With
@@ -233,19 +239,14 @@ class Trials:
         """
         trainer, size = self._trainer, self._size
         own = {name: value for name, value in setting.items() if name == "batch_size"}
-        still = self._unlearned.setdefault(size, _Branch(self.present | own))
-        if batches <= still.batches or not trainer.lightning_module.automatic_optimization:
+        control = self._control.setdefault(size, _Branch(self.present | own))
+        if batches <= control.batches or not trainer.lightning_module.automatic_optimization:
             return
-        self._begin(still)
-        feed = BranchFeed(self._batches(size).from_here(still.batches, alike=True), _nothing)
-        recorder = BranchRecorder(self._freezer)
-        with unseen(trainer, recorder):
-            for _ in range(batches - still.batches):
-                self._advance(feed)
-                self._parent.restore_parameters()
-        still.batches = batches
-        still.losses += self._ranks.mean([loss for loss in recorder.take() if loss is not None])
-        still.state = FitState(trainer, self._freezer, self._store)
+        self._begin(control)
+        feed = BranchFeed(self._batches(size).from_here(control.batches, alike=True), _nothing)
+        losses = self._losses_of(feed, batches - control.batches, self._parent.restore_parameters)
+        control.batches, control.losses = batches, control.losses + losses
+        control.state = FitState(trainer, self._freezer, self._store)
 
     def _train(self, branch: _Branch, batches: int) -> None:
         """Train until the branch has had so many batches, or a loss is not finite."""
@@ -255,15 +256,11 @@ class Trials:
             self._batches(self._size).from_here(branch.batches), wait if self.tunables.changes_cost else _nothing
         )
         chunk = max(1, batches // WINDOWS)
-        recorder = BranchRecorder(self._freezer)
         started = time.perf_counter()
         while branch.batches < batches and all(map(math.isfinite, branch.losses[-chunk:])):
             count = min(chunk, batches - branch.batches)
-            with unseen(self._trainer, recorder):
-                for _ in range(count):
-                    self._advance(feed)
+            branch.losses += self._losses_of(feed, count)
             branch.batches += count
-            branch.losses += self._ranks.mean([loss for loss in recorder.take() if loss is not None])
             if self._ranks.largest(is_to_stop(self._trainer)):
                 raise SIGTERMException
         wait()
@@ -274,14 +271,16 @@ class Trials:
                 "training_step"
             )
 
-    def _advance(self, feed: BranchFeed) -> None:
+    def _losses_of(self, feed: BranchFeed, batches: int, after_batch: Callable[[], object] = _nothing) -> list[float]:
+        """Train on some batches and return their losses, the means of all ranks."""
         try:
-            advance(self._trainer, feed)
+            losses = train_hidden(self._trainer, self._freezer, feed, batches, after_batch)
         except StopIteration:
             raise UnsupportedError(
                 "on_train_batch_start returned -1 in a trial, which ends the epoch, and a trial ends before its epoch. "
                 "Use limit_train_batches or a shorter loader, or no BranchTuner"
             ) from None
+        return self._ranks.mean([loss for loss in losses if loss is not None])
 
     def _free(self) -> None:
         for optimizer in self._trainer.optimizers:
@@ -290,19 +289,7 @@ class Trials:
             torch.cuda.empty_cache()
 
 
-def _nothing() -> None:
-    """Do not wait."""
-
-
 def _is_anomaly(error: Exception) -> bool:
     """Whether this is what ``Trainer(detect_anomaly=True)`` says of numbers that are not finite."""
     text = str(error)
     return text.startswith("Function '") and "returned nan values" in text
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the host, has no memory left: torch raises a kind of its own on devices only."""
-    if isinstance(error, MemoryError):
-        return True
-    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
-    return isinstance(error, kind) or "can't allocate memory" in str(error) or "out of memory" in str(error)

@@ -40,7 +40,7 @@ class Tunable(Protocol):
         """Set the value, between two optimizer steps."""
 
 
-class Custom:
+class CustomTunable:
     """A tunable of your own.
 
     Args:
@@ -53,7 +53,7 @@ class Custom:
         ArgumentError: if the space is none, or a function cannot be called.
 
     >>> from lightning_egeria.tuning.spaces import Choice
-    >>> smoothing = Custom(
+    >>> smoothing = CustomTunable(
     ...     Choice([0.0, 0.1]),
     ...     get=lambda trainer: trainer.lightning_module.loss.label_smoothing,
     ...     set=lambda trainer, value: setattr(trainer.lightning_module.loss, "label_smoothing", value),
@@ -72,7 +72,7 @@ class Custom:
         functions: tuple[object, object] = get, set
         if not hasattr(space, "draw") or not all(map(callable, functions)):
             raise ArgumentError(
-                "Custom needs a Choice, Uniform or LogUniform and two functions, "
+                "CustomTunable needs a Choice, Uniform or LogUniform and two functions, "
                 f"got {space!r:.60}, {get!r:.60} and {set!r:.60}"
             )
         self.space = space
@@ -89,7 +89,7 @@ class Custom:
         value: object = self.get(trainer)
         if not isinstance(value, bool | int | float | str) or value != value:  # NaN
             raise UnsupportedError(
-                f"the getter of a Custom tunable returned {value!r:.60}, expected a number, a string or a boolean"
+                f"the getter of a CustomTunable returned {value!r:.60}, expected a number, a string or a boolean"
             )
 
     def get(self, trainer: pl.Trainer) -> Value:
@@ -116,7 +116,7 @@ class Dropout:
         if not any(self._modules(trainer)):
             raise UnsupportedError(
                 "the model has no dropout modules, and calls of the function dropout cannot be found. Use nn.Dropout, "
-                "or Custom with a setter"
+                "or CustomTunable with a setter"
             )
 
     def get(self, trainer: pl.Trainer) -> float:
@@ -147,7 +147,7 @@ class GradientClipping:
         """
         if not trainer.lightning_module.automatic_optimization:
             raise UnsupportedError(
-                "with manual optimization the Trainer does not clip gradients. Use Custom with a setter"
+                "with manual optimization the Trainer does not clip gradients. Use CustomTunable with a setter"
             )
 
     def get(self, trainer: pl.Trainer) -> float:
@@ -196,7 +196,7 @@ class Tunables:
     """All tunables of a run, by name.
 
     Args:
-        spaces: the values of each, or a `Custom`.
+        spaces: the values of each, or a `CustomTunable`.
 
     Attributes:
         spaces: the values of each.
@@ -207,22 +207,22 @@ class Tunables:
         ArgumentError: if there are none, or one has no space.
     """
 
-    def __init__(self, spaces: Mapping[str, Space | Custom]) -> None:
+    def __init__(self, spaces: Mapping[str, Space | CustomTunable]) -> None:
         given: object = spaces
         if not isinstance(given, Mapping) or not spaces:
             raise ArgumentError("tunables must name at least one thing to tune, such as {'lr': LogUniform(1e-4, 1)}")
         for name, space in spaces.items():
             if not isinstance(name, str):
                 raise ArgumentError(f"the names of tunables must be strings, such as 'lr', got {name!r}")
-            if not isinstance(space, Custom) and not hasattr(space, "draw"):
+            if not isinstance(space, CustomTunable) and not hasattr(space, "draw"):
                 raise ArgumentError(
-                    f"the values of {name!r} must be Choice, Uniform, LogUniform or Custom, got {space!r:.60}"
+                    f"the values of {name!r} must be Choice, Uniform, LogUniform or CustomTunable, got {space!r:.60}"
                 )
         for name, other in _same_value(spaces):
             raise ArgumentError(f"{name!r} and {other!r} set the same value. Leave out one of them")
-        self.spaces = {name: one.space if isinstance(one, Custom) else one for name, one in spaces.items()}
+        self.spaces = {name: one.space if isinstance(one, CustomTunable) else one for name, one in spaces.items()}
         self._tunables = {
-            name: one if isinstance(one, Custom) else _named(name, one)
+            name: one if isinstance(one, CustomTunable) else _named(name, one)
             for name, one in sorted(spaces.items(), key=lambda item: item[0].startswith("groups."))  # after all groups
         }
         self.batch_size = next((one for one in self._tunables.values() if isinstance(one, BatchSize)), None)

@@ -1,4 +1,4 @@
-"""Private names of torch."""
+"""Private names of torch, and the texts of its errors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = ["BatchNorm", "TorchDispatchMode", "tree_leaves"]
 
 _MODULE = ("_parameters", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl")
 _FSDP_STATE = "__composable_api_state_key"
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -75,6 +76,17 @@ def is_fsdp_unit(kind: type) -> bool:
 def without_fsdp_state(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of a module without those that FSDP2 adds."""
     return {name: value for name, value in attributes.items() if not name.startswith(_FSDP_STATE)}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left.
+
+    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")), is_out_of_memory(RuntimeError("shapes"))
+    (True, False)
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
 
 
 def qlinear_prepack(weight: Tensor) -> Tensor:

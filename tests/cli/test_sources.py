@@ -70,13 +70,13 @@ def test_a_target_that_is_not_there(package, target, words):
 
 @pytest.mark.parametrize("target", ["this.s", "antigravity.x", "lib2to3.pgen2.driver.main", "idlelib.idle.x"])
 def test_a_description_imports_no_module_of_its_choice(tmp_path, target):
-    """As a user runs it: `egeria-jobs compile` in a process of its own."""
+    """As a user runs it: `egeria jobs submit --dry-run` in a process of its own."""
     (tmp_path / "job.yaml").write_text(
         f"name: a\nentry:\n  experiment: default\n  overrides: [trainer=cpu, +callbacks.x._target_={target}]\n"
     )
     code = (
-        "import sys; from lightning_egeria.workflow.command import main\n"
-        f"status = main(['--home', {str(tmp_path / 'home')!r}, 'compile', {str(tmp_path / 'job.yaml')!r}])\n"
+        "import sys; from lightning_egeria.command import main\n"
+        f"main(['jobs', '--home', {str(tmp_path / 'home')!r}, 'submit', '--dry-run', {str(tmp_path / 'job.yaml')!r}])\n"
         f"print('IMPORTED', {target.partition('.')[0]!r} in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)

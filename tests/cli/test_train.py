@@ -12,8 +12,8 @@ from cli_runs import SCRIPTED, SMALL, results
 from ranks import LOCAL, free_port
 
 from lightning_egeria.cli.train import main
+from lightning_egeria.command import main as egeria
 from lightning_egeria.profiling import clock
-from lightning_egeria.report.command import main as draw
 
 COMMAND = (sys.executable, "-m", "lightning_egeria.cli.train")
 
@@ -241,7 +241,7 @@ def test_a_mistake_is_answered_in_one_message_and_exit_code_2(egeria_train, caps
 
 def test_runs_can_be_drawn(egeria_train, capsys):
     plain, frozen = egeria_train("callbacks=none"), egeria_train(*SCRIPTED)
-    assert draw([str(plain), str(frozen)]) == 0
+    assert egeria(["report", str(plain), str(frozen)]) == 0
     page = (frozen / "report" / "report.html").read_text()
     assert "callbacks=none" in page  # which is what was asked for
     assert "freeze to 1" in page

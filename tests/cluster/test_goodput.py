@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_egeria.cluster.goodput import BATCH_SIZES, BatchLimits, Goodput
+from lightning_egeria.cluster.goodput import BATCH_SIZES, BatchLimits, Goodput, gain
 from lightning_egeria.cluster.throughput import ThroughputModel
 
 LIMITS = BatchLimits(initial=128, largest=4096, smallest_local=32, largest_local=512)
@@ -87,3 +87,11 @@ def test_a_total_batch_size_is_split(size, replicas, split):
 def test_without_gradient_every_batch_size_is_as_good():
     nothing = Goodput(THROUGHPUT, 0.0, 0.0, LIMITS)
     assert nothing.efficiency(np.array([128.0, 256.0])) == pytest.approx([1.0, 0.5])
+
+
+def test_the_gain_is_bounded_by_the_scale():
+    assert gain(1.0, 4.0, 1.0) == 1
+    assert float(gain(0.0, 4.0, 8.0)) == 8
+    assert float(gain(4.0, 0.0, 8.0)) == 1
+    assert float(gain(0.0, 0.0, 8.0)) == 1
+    assert gain([1.0, 0.0], [4.0, 0.0], 2.0).tolist() == [5 / 3, 1.0]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_egeria.cluster.iterations import IterationCost, IterationJob, ceiling, run_gangs
+from benchmarks.scheduling.iterations import IterationCost, IterationJob, ceiling, run_gangs
 from lightning_egeria.errors import ArgumentError, SchedulingError, TraceError
 
 COST = IterationCost((1.0, 2.0, 4.0, 8.0), (0.2, 0.3, 0.4, 0.5))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_egeria.cluster.iterations import IterationCost, IterationJob, ceiling, run_gangs
-from lightning_egeria.cluster.jigsaw import Progress, plan_round, run_rounds
+from benchmarks.scheduling.iterations import IterationCost, IterationJob, ceiling, run_gangs
+from benchmarks.scheduling.jigsaw import Progress, plan_round, run_rounds
 from lightning_egeria.errors import SchedulingError
 
 DEVICES = 4

@@ -7,7 +7,9 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import (
+from lightning.pytorch.strategies import DDPStrategy
+from models import ManualSteps
+from rank_jobs import (
     STEPS,
     Module,
     Net,
@@ -20,8 +22,6 @@ from jobs import (
     scripted,
     train_by_hand,
 )
-from lightning.pytorch.strategies import DDPStrategy
-from models import ManualSteps
 from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -4,8 +4,8 @@ import functools
 
 import lightning as L
 import pytest
-from jobs import Module, Net, Watch, active_bytes, digest, fit, scripted
 from models import slow
+from rank_jobs import Module, Net, Watch, active_bytes, digest, fit, scripted
 from ranks import all_well, in_ranks
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing

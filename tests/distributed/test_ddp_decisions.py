@@ -1,14 +1,16 @@
 """One rank decides, and all do the same after the same step, whatever goes wrong."""
 
 import functools
+import os
+import signal
 import time
 
 import lightning as L
 import pytest
 import torch
 from agreement import checked
-from jobs import Deciding, Module, Net, Watch, active_bytes, data, digest, fit, scripted
 from models import slow
+from rank_jobs import Deciding, Module, Net, Watch, active_bytes, data, digest, fit, scripted
 from ranks import all_well, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -88,6 +90,34 @@ def run_lately():
 def test_late_answers_leave_the_ranks_equal():
     first, second = all_well(in_ranks(2, run_lately))
     assert first == second
+
+
+class Starve(L.Callback):
+    """The process of the reference gets no time on any core."""
+
+    def __init__(self, freezing):
+        self.freezing, self.pids = freezing, set()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        worker = self.freezing.comparison.runner.worker if self.freezing.comparison is not None else None
+        if worker is not None and worker.pid not in self.pids:
+            self.pids.add(worker.pid)
+            os.kill(worker.pid, signal.SIGSTOP)
+
+
+def run_starved():
+    os.sched_getaffinity = lambda _: set(range(64))  # of this process: a core looks idle
+    module, watch = Module(), Watch()
+    freezing = checked(KnowledgeGuidedFreezing(Deciding(), evaluate_every_n_steps=2))
+    fit(module, watch, freezing, starving := Starve(freezing), steps=60)
+    return watch.digests, [vars(event) for event in freezing.events], len(starving.pids)
+
+
+def test_a_process_without_an_answer_leaves_the_ranks_equal_and_the_run_freezes():
+    first, second = all_well(in_ranks(2, run_starved))
+    assert first[:2] == second[:2]
+    assert first[1], "nothing froze"
+    assert (first[2], second[2]) == (1, 0)
 
 
 class Still(FreezingPolicy):

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from agreement import checked
 from collectives import Collectives
-from jobs import Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
 from lightning.pytorch.strategies import ModelParallelStrategy
 from models import slow
+from rank_jobs import Module, Net, batches_by_hand, fit, freeze_front, scripted, train_by_hand
 from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.freezing import evaluations
-from lightning_egeria.freezing.capture import StepCapture
+from lightning_egeria.freezing import evaluation
+from lightning_egeria.freezing.evaluation import StepCapture
 from lightning_egeria.snapshots.packing import pack, unpack
 
 pytestmark = [
@@ -187,7 +187,7 @@ class OfTheForward(StepCapture):
 
 
 def run_guided_under_ddp():
-    evaluations.StepCapture = OfTheForward
+    evaluation.StepCapture = OfTheForward
     module, freezing = Whole(), guided()
     seen = []
 

@@ -1,4 +1,4 @@
-"""Arguments that `KnowledgeGuidedFreezing` does not have lead to the place where they are."""
+"""Arguments that belong to a policy lead to it."""
 
 import inspect
 
@@ -8,8 +8,6 @@ from hydra.errors import InstantiationException
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy, SlopePolicy
 from lightning_egeria.errors import ArgumentError
-
-GONE = ("workers", "threads_per_worker", "max_frozen_fraction", "never_freeze", "check_ranks", "trial_progress")
 
 
 @pytest.mark.parametrize(
@@ -32,15 +30,9 @@ def test_an_argument_of_a_policy_names_the_policy(policy, name):
     )
 
 
-@pytest.mark.parametrize("name", GONE)
-def test_an_argument_that_is_gone_names_its_successor(name):
-    with pytest.raises(ArgumentError, match=rf"^KnowledgeGuidedFreezing has no argument '{name}'\. \w+"):
-        KnowledgeGuidedFreezing(**{name: 1})
-
-
 def test_several_are_named_in_one_message():
-    with pytest.raises(ArgumentError, match=r"'patience'.*'workers'"):
-        KnowledgeGuidedFreezing(patience=2, workers=1)
+    with pytest.raises(ArgumentError, match=r"'patience'.*'schedule'"):
+        KnowledgeGuidedFreezing(patience=2, schedule={})
 
 
 def test_a_subclass_with_such_an_argument_names_itself():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing.int8 import Int8Layers
-from lightning_egeria.freezing.reference import Evaluation, ReferenceModel
+from lightning_egeria.freezing.reference import EvaluationRequest, ReferenceModel
 from lightning_egeria.network.calls import NetworkCall
 from lightning_egeria.network.chain import LayerChain
 
@@ -232,7 +232,7 @@ def test_a_reference_without_its_kernels_says_so(monkeypatch):
     monkeypatch.setattr("lightning_egeria.freezing.int8._quantized_input", lambda _: no_kernel())
     reference = ReferenceModel(chain, 8, "int8")
     calls = [NetworkCall("", (torch.randn(4, 3),), {})]
-    evaluation = Evaluation(calls, {"": copy.deepcopy(network)}, 0)
+    evaluation = EvaluationRequest(calls, {"": copy.deepcopy(network)}, 0)
     answer = reference(evaluation, {"": copy.deepcopy(network)})
     assert answer.precision != "int8"
     assert "2 of 2 layers run in float32 instead of int8" in answer.reason or "3 of 3 layers" in answer.reason

@@ -117,6 +117,62 @@ def test_toggled_optimizers():
     assert left_behind(frozen) == []
 
 
+class DiscriminatorFirst(Adversaries):
+    """The first backward pass does not reach the generator."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        made = self.generator(batch[0].flatten(1)[:, :6])
+        second.zero_grad()
+        self.manual_backward(self.discriminator(made.detach()).mean())
+        second.step()
+        first.zero_grad()
+        self.manual_backward(-self.discriminator(made).mean())
+        first.step()
+
+
+class DiscriminatorToggledFirst(Adversaries):
+    """As before, and the parameters of the generator have no gradients meanwhile."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        with second.toggle_model():
+            made = self.generator(batch[0].flatten(1)[:, :6])
+            second.zero_grad()
+            self.manual_backward(self.discriminator(made).mean())
+            second.step()
+        with first.toggle_model():
+            first.zero_grad()
+            self.manual_backward(-self.discriminator(self.generator(batch[0].flatten(1)[:, :6])).mean())
+            first.step()
+
+
+@pytest.mark.parametrize("kind", [DiscriminatorFirst, DiscriminatorToggledFirst])
+def test_one_of_several_networks_is_not_chosen_silently(kind):
+    plain, watched, callback = new(kind), new(kind), freezing(ScriptedPolicy({2: 1}))
+    fit(plain)
+    with pytest.warns(UserWarning, match="trains several networks") as told:
+        fit(watched, callback)
+    (text,) = [str(one.message) for one in told if "several networks" in str(one.message)]
+    assert text == (
+        f"freezing: {kind.__name__} trains several networks, with an optimizer each. The first backward pass reaches "
+        "'discriminator.0', but not 'generator.0'. Name the layer modules of one network with layer_modules=[...]. "
+        "Training goes on as without the callback"
+    )
+    assert callback.events == []
+    assert equal(plain, watched)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"layer_modules": ["discriminator.0", "discriminator.1"]}, {"freeze_until": "discriminator.0"}]
+)
+def test_one_of_several_networks_can_be_named(arguments):
+    module, callback = new(DiscriminatorFirst), freezing(ScriptedPolicy({4: 1}), **arguments)
+    fit(module, callback)
+    assert callback.layer_modules == ["discriminator.0", "discriminator.1"]
+    assert callback.frozen_depth == 1
+
+
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9, "nesterov": True},
     "AdamW": {"amsgrad": True, "foreach": True},

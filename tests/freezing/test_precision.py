@@ -8,7 +8,7 @@ from networks import Encoder, deep_mlp, ids
 from torch import nn
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.freezing.precision import SnapshotNetwork
+from lightning_egeria.freezing.precision import GramRecorder, SnapshotNetwork
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 from lightning_egeria.network.calls import EarlierOutput, NetworkCall
 from lightning_egeria.network.chain import LayerChain
@@ -120,3 +120,34 @@ def test_a_network_without_linear_layers_cannot_run_in_int8():
     chain = chain_of(deep_mlp())
     with pytest.raises(UnsupportedError):
         SnapshotNetwork({"": net}, chain, 64).lowered("int8")
+
+
+def recorded(samples, first=0, batch=5):
+    net = deep_mlp().eval()
+    chain = LayerChain.trace(net, lambda: net(torch.rand(5, 4)).sum())
+    recorder = GramRecorder(dict(net.named_modules()), chain, samples, first)
+    x = torch.rand(batch, 4)
+    recorder.start()
+    net(x)
+    recorder.stop()
+    return recorder, [net[:end](x) for end in (4, 7, 9)]
+
+
+def test_each_gram_matrix_is_of_its_activation():
+    recorder, activations = recorded(samples=64)
+    assert recorder.batch_size == 5
+    for gram, activation in zip(recorder.grams, activations, strict=True):
+        assert torch.equal(gram, gram_matrix(activation))
+
+
+def test_no_more_samples_are_taken_than_asked_for():
+    recorder, activations = recorded(samples=3)
+    assert recorder.batch_size == 5
+    assert [tuple(gram.shape) for gram in recorder.grams] == [(3, 3)] * 3
+    assert torch.equal(recorder.grams[1], gram_matrix(activations[1][:3]))
+
+
+def test_layer_modules_in_front_have_none():
+    recorder, _ = recorded(samples=64, first=1)
+    assert recorder.grams[0] is None
+    assert all(gram is not None for gram in recorder.grams[1:])

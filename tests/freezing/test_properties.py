@@ -1,4 +1,4 @@
-"""In whatever order things happen: what the policies decide, what the runner compares with, what the guide believes."""
+"""In whatever order things happen: what policies decide, what the runner compares with, what the decider believes."""
 
 import dataclasses
 import functools
@@ -25,9 +25,9 @@ from torch import nn
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing import runner as runner_module
 from lightning_egeria.freezing.comparison import ReferenceComparison
-from lightning_egeria.freezing.guide import Guide
+from lightning_egeria.freezing.decide import Decider
 from lightning_egeria.freezing.policy import FreezingPolicy
-from lightning_egeria.freezing.reference import Comparison, Evaluation
+from lightning_egeria.freezing.reference import EvaluationRequest, EvaluationResult
 from lightning_egeria.freezing.runner import ReferenceRunner
 from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
@@ -244,7 +244,7 @@ class RunnerMachine(RuleBasedStateMachine):
     def submit(self, fails):
         weight = self.next_weight()
         ready = self.runner.ready()
-        answer = self.runner.submit(Evaluation(["fail"] if fails else [], {"": self.net}, 0))
+        answer = self.runner.submit(EvaluationRequest(["fail"] if fails else [], {"": self.net}, 0))
         assert (answer is not None) == ready
         if answer is not None:
             self.asked.append((answer, self.newest, weight))
@@ -294,7 +294,7 @@ def test_a_snapshot_that_did_not_arrive_is_sent_again(background, monkeypatch):
     runner = ReferenceRunner(Reference, ("",), background, timeout_s=10.0)
 
     def ask(*calls):
-        answer = runner.submit(Evaluation(list(calls), {"": net}, 0))
+        answer = runner.submit(EvaluationRequest(list(calls), {"": net}, 0))
         for worker in MADE:
             worker.answer()
         return answer
@@ -308,7 +308,7 @@ def test_a_snapshot_that_did_not_arrive_is_sent_again(background, monkeypatch):
     runner.drop_snapshot()
 
 
-# --- the guide and the comparison with the reference ----------------------------------------------------------------
+# --- the decider and the comparison with the reference ----------------------------------------------------------------
 
 
 class HeldRunner:
@@ -357,7 +357,7 @@ class Believer:
         return decision
 
 
-class GuideMachine(RuleBasedStateMachine):
+class DeciderMachine(RuleBasedStateMachine):
     """Freezes, unfreezes, refreshes, answers that are late, lost or failed: nothing stale is ever believed."""
 
     @initialize(every=st.integers(1, 2), refresh=st.integers(1, 3))
@@ -372,7 +372,7 @@ class GuideMachine(RuleBasedStateMachine):
         self.prefix, self.every = self.freezer.prefix, every
         told = mock.create_autospec(Notices, instance=True)
         self.comparison = ReferenceComparison(self.freezer, self.policy, self.runner, every, samples=4, notices=told)
-        self.guide = Guide(self.freezer, self.policy, self.comparison)
+        self.decider = Decider(self.freezer, self.policy, self.comparison)
         self.observers = Observers(self.freezer, self.comparison)
         self.evaluations = self.comparison.evaluations
         self.comparison.refresh_reference()
@@ -401,7 +401,7 @@ class GuideMachine(RuleBasedStateMachine):
             self.optimizer.step()
             self.observers.batch_end()
             self.step += 1
-            decision = self.guide.decide(self.step, learning_rate=0.1)
+            decision = self.decider.decide(self.step, learning_rate=0.1)
             event = self.freezer.freeze_to(decision.depth, decision.reason) if decision is not None else None
             self.observers.optimizer_step(self.step)
             for answer, first in self.runner.asked:
@@ -423,7 +423,7 @@ class GuideMachine(RuleBasedStateMachine):
         if not answer.done():
             number = self.made[answer][0]
             # Its number tells the evaluation when the policy hears of it.
-            answer.set_result(Comparison((float(number),) * 4, 3, False, "float32", "", 0.0))
+            answer.set_result(EvaluationResult((float(number),) * 4, 3, False, "float32", "", 0.0))
 
     def open(self):
         return [answer for answer, _ in self.runner.asked if not answer.done()]
@@ -490,5 +490,5 @@ class GuideMachine(RuleBasedStateMachine):
             assert self.comparison.reference_age == self.policy.evaluations % self.policy.refresh
 
 
-def test_guide():
-    run_state_machine_as_test(GuideMachine, settings=SETTINGS)
+def test_decider():
+    run_state_machine_as_test(DeciderMachine, settings=SETTINGS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.freezing.reference import NEGLIGIBLE, Evaluation, ReferenceModel, distances, noise_share
+from lightning_egeria.freezing.reference import NEGLIGIBLE, EvaluationRequest, ReferenceModel, distances, noise_share
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
 from lightning_egeria.network.calls import EarlierOutput, NetworkCall
 from lightning_egeria.network.chain import LayerChain
@@ -58,7 +58,7 @@ def moved_away(net, seed=5, by=0.3):
 
 
 def evaluation(net, inputs, first=0, **kwargs):
-    return Evaluation([NetworkCall("", (inputs,), kwargs)], snapshot(net), first)
+    return EvaluationRequest([NetworkCall("", (inputs,), kwargs)], snapshot(net), first)
 
 
 def by_hand(net, inputs, samples, normalises_by_batch=True):
@@ -210,7 +210,7 @@ def test_an_output_given_to_a_later_call_is_the_reference_s_own(net, inputs):
     chain = LayerChain.trace(before, lambda: before["decoder"](before["encoder"](inputs)).sum())
     calls = [NetworkCall("encoder", (inputs,), {}), NetworkCall("decoder", (EarlierOutput(0, 0),), {})]
     names = ("encoder", "decoder")
-    given = Evaluation(calls, snapshot(whole(moved), *names), 0)
+    given = EvaluationRequest(calls, snapshot(whole(moved), *names), 0)
     found = ReferenceModel(chain, 64, "float32")(given, snapshot(before, *names))
     assert list(found.plasticity) == expected(net, moved, inputs, 64)
 

@@ -12,7 +12,7 @@ from models import slow
 from torch import nn
 
 from lightning_egeria.errors import CheckpointError, WorkerError
-from lightning_egeria.freezing.reference import Evaluation, ReferenceModel
+from lightning_egeria.freezing.reference import EvaluationRequest, ReferenceModel
 from lightning_egeria.freezing.runner import ReferenceRunner, has_idle_core
 from lightning_egeria.network.calls import NetworkCall
 from lightning_egeria.network.chain import LayerChain
@@ -47,7 +47,7 @@ def evaluation(net, seed=0, samples=8):
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return Evaluation([NetworkCall("", (torch.randn(samples, 6, generator=generator),), {})], {"": moved}, 0)
+    return EvaluationRequest([NetworkCall("", (torch.randn(samples, 6, generator=generator),), {})], {"": moved}, 0)
 
 
 @pytest.mark.parametrize("precision", ["float32", slow("bf16")])

@@ -334,8 +334,8 @@ def test_a_loader_that_is_ahead_in_a_checkpoint_is_told(tmp_path, kind, step, wa
     saves = After(lambda trainer, _: trainer.save_checkpoint(tmp_path / "saved"), step)
     with pytest.warns() if warns else contextlib.nullcontext() as told:
         fit(Classifier(ConvNet(dropout=0)), pretrained(STAYS_DEEP), saves, data=kind(bright(128), 8))
-    found = [str(one.message) for one in told or () if "keeps its own position" in str(one.message)]
-    assert [text.partition("it is ")[2].partition(" in")[0] for text in found] == ["6 batches ahead"] * warns
+    found = [str(one.message) for one in told or () if "stores its own position" in str(one.message)]
+    assert [text.partition("which is ")[2].partition(" of")[0] for text in found] == ["6 batches ahead"] * warns
 
 
 @pytest.mark.filterwarnings("ignore:freezing. nothing froze")

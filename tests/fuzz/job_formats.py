@@ -13,40 +13,32 @@ from pathlib import Path
 
 from formats import EXACT, OTHER, Format, WrongError
 
-from lightning_egeria.cluster.fleet import HINTS, Fleet
 from lightning_egeria.cluster.freezing_runs import FreezingRun
 from lightning_egeria.cluster.goodput import BatchLimits
 from lightning_egeria.cluster.hints import Hints
-from lightning_egeria.cluster.iterations import IterationCost
-from lightning_egeria.cluster.job_files import JobDescription, read_jobs
-from lightning_egeria.cluster.jobs import Cluster
-from lightning_egeria.cluster.pollux import Pollux
 from lightning_egeria.cluster.records import Interval, JobState, Record
-from lightning_egeria.cluster.status import table_of
 from lightning_egeria.cluster.tables import read_table
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.cluster.workloads import Submission, read_philly, read_workload, write_workload
 from lightning_egeria.errors import EgeriaError
+from lightning_egeria.jobs.endings import cost_in, note_end
+from lightning_egeria.jobs.environments import requirements_in
+from lightning_egeria.jobs.execution import secrets_of
+from lightning_egeria.jobs.home import Home
+from lightning_egeria.jobs.jobfolders import JobFolder, State, Status
+from lightning_egeria.jobs.jobfolders import Submission as Submitted
+from lightning_egeria.jobs.listing import table
+from lightning_egeria.jobs.preparing import command_for
+from lightning_egeria.jobs.provenance import provenance_of
+from lightning_egeria.jobs.rules import read_description
+from lightning_egeria.jobs.rundirs import read_run_directory, remove, write_run_directory
+from lightning_egeria.jobs.sbatch import sbatch_options
+from lightning_egeria.jobs.scheduling import QueueEntry, Scheduler, policy_named
 from lightning_egeria.pipelining.command import read_graph
 from lightning_egeria.pipelining.graph import ComputationGraph, Node
 from lightning_egeria.pipelining.plan import Plan, Stage
 from lightning_egeria.pipelining.planner import Limits, plan_graph
 from lightning_egeria.pipelining.timeline import predict
-from lightning_egeria.programs.descriptions import Description
-from lightning_egeria.workflow.environments import requirements_in
-from lightning_egeria.workflow.execution import secrets_of
-from lightning_egeria.workflow.history import History
-from lightning_egeria.workflow.home import Home
-from lightning_egeria.workflow.jobfolders import JobFolder, State, Status
-from lightning_egeria.workflow.jobfolders import Submission as Submitted
-from lightning_egeria.workflow.launch import ray_job, shell_script, slurm_script
-from lightning_egeria.workflow.listing import table
-from lightning_egeria.workflow.page import curves_in, job_page
-from lightning_egeria.workflow.preparing import command_for
-from lightning_egeria.workflow.provenance import provenance_of
-from lightning_egeria.workflow.refreshing import keep_state
-from lightning_egeria.workflow.rules import read_description
-from lightning_egeria.workflow.rundirs import read_run_directory, remove, write_run_directory
 
 DESCRIPTION = b"""\
 name: tune
@@ -67,7 +59,6 @@ queue: {priority: 1, after: ["3"]}
 sweep: {optimizer.lr: ["0.1", 1e-3]}
 """ % (b"0" * 64)
 COMMAND = b"name: hello\nentry: {command: echo hello, files: ['*.py']}\nsweep: {LR: [1, 2]}\n"
-LIVE = b"jobs:\n  a: {command: [echo, '{devices}'], devices: 2, most_devices: 4}\n  b: {command: [x], arrives_s: 1.5}\n"
 MODEL = ThroughputModel((0.01, 0.001), (0.02, 0.002), (0.005, 0.0005), 2.0)
 A_GRAPH = ComputationGraph(tuple(Node(name, 1.0, 2.0, 10, 20, 30) for name in "abcd"), ((0, 1), (0, 2), (1, 3), (2, 3)))
 
@@ -78,7 +69,6 @@ def job_formats(folder: Path) -> list[Format]:
     return [
         description_format(folder / "job.yaml"),
         typed_format(folder / "typed.yaml"),
-        live_format(folder / "jobs.yaml"),
         requirements_format(),
         run_format(folder / "runs"),
         forged_run_format(folder / "forged"),
@@ -125,17 +115,18 @@ def file_format(name: str, share: float, path: Path, use: Callable[[Path], objec
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 
-def scripts_of(description: Description) -> None:
-    """What the compiler writes of a description, but for the files that it names."""
-    job = dataclasses.asdict(description.content)
-    for text in (shell_script(job), slurm_script(job), ray_job(job)):
-        if "\0" in text:
-            raise WrongError("a script with a zero byte")
+def options_of(job: dict) -> None:
+    """What Slurm is told of a job."""
+    for gpus in (True, False):
+        for key, value in sbatch_options(job, gpus).items():
+            texts = [*value.values(), *value] if isinstance(value, dict) else [value]
+            if key != "setup" and any("\n" in str(text) or "\0" in str(text) for text in texts):
+                raise WrongError(f"an option of sbatch that is more than one line: {value!r}")
 
 
 def description_format(path: Path) -> Format:
     def use(path: Path) -> None:
-        scripts_of(read_description(path))
+        options_of(dataclasses.asdict(read_description(path).content))
 
     return file_format("description of a job", 0.1, path, use, DESCRIPTION, COMMAND)
 
@@ -145,18 +136,10 @@ def typed_format(path: Path) -> Format:
     path.write_bytes(COMMAND)
 
     def use(data: bytes) -> None:
-        scripts_of(read_description(path, data.decode(errors="replace").split("\n")))
+        options_of(dataclasses.asdict(read_description(path, data.decode(errors="replace").split("\n")).content))
 
     seeds = (b"resources.devices=2\nretries=3", b"environment.variables={A: 1}", b"queue.after=['1']\nname=x")
     return Format("settings of a job", 0.1, seeds, reading(use, seeds))
-
-
-def live_format(path: Path) -> Format:
-    def use(path: Path) -> None:
-        for job in read_jobs(path):
-            job.arguments(1, path.parent)
-
-    return file_format("jobs of a cluster", 0.1, path, use, LIVE)
 
 
 def requirements_format() -> Format:
@@ -223,9 +206,8 @@ def forged_run_format(folder: Path) -> Format:
         place = write_run_directory(folder / "runs", {**RUN, "job.json": data})
         try:
             job = read_run_directory(place)
-            for text in (shell_script(job), slurm_script(job), ray_job(job)):
-                text.encode()
-            command_for(job, job_folder, "python")
+            options_of(job)
+            command_for(job, job_folder, "python", 1)
             secrets_of(job, {"TOK": "12345678"})
         finally:
             remove(place)
@@ -235,17 +217,17 @@ def forged_run_format(folder: Path) -> Format:
 
 def status_format(folder: Path) -> Format:
     home = Home(folder)
-    job = {"name": "a", "queue": {"priority": 0}, "resources": {"devices": 1}}
+    job = {"name": "a", "queue": {"priority": 0}, "resources": {"devices": 1, "most_devices": None}}
     with home.history() as history, history.transaction():
-        history.add(job, Path("/runs/x"), "local", "me")
+        history.add(job, Path("/runs/x"), "local")
     place = JobFolder.create(home.jobs / "1", Submitted(1, "a", "/runs/x", "/here", "local"))
     place.write_status(Status(State.DONE, 2, started=1.5, ended=3.0, message="done", host="here", progress=7))
     seed = (place.path / "status.json").read_bytes()
-    history = History(home.path / "history.sqlite")
+    history = home.history()
 
     def use(data: bytes) -> None:
         (place.path / "status.json").write_bytes(data)
-        keep_state(history, history.get(1), place)
+        note_end(history, 1)
         table([history.get(1)], home).encode()
 
     return Format("status of a job", 0.1, (seed,), reading(use, (seed,)), json_from=0)
@@ -265,18 +247,17 @@ def submission_format(folder: Path) -> Format:
 
 
 def results_format(folder: Path) -> Format:
-    """The record of a job that has ended, for its page."""
+    """The record of a job that has ended, for what it has cost."""
     folder.mkdir()
-    points = [{"step": step, "values": {"val": 1 / step, "egeria/x": 1}} for step in range(1, 5)]
-    seed = json.dumps({"metrics": points}).encode()
-    home = Home(folder / "home")
-    job = {"name": "a", "queue": {"priority": 0}, "resources": {"devices": 1}}
-    with home.history() as history, history.transaction():
-        row = history.get(history.add(job, Path("/runs/x"), "local", "me"))
+    step = {"batches": 2, "data": 0.1, "forward": 0.2, "backward": 0.3, "communication": 0.4, "rest": 0.0}
+    seed = json.dumps({"steps": [step]}).encode()
+    (folder / "savings.json").write_text('{"fit_time_s": 7.5}')
+    (folder / "job.json").write_text('{"epochs": 3}')
 
     def use(data: bytes) -> None:
         (folder / "egeria.json").write_bytes(data)
-        job_page(row, 0.0, "", "", curves_in(folder)).encode(errors="replace")
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):  # as when a job ends
+            cost_in(folder, folder)
 
     return Format("results of a job", 0.1, (seed,), reading(use, (seed,)), json_from=0)
 
@@ -287,17 +268,16 @@ def results_format(folder: Path) -> Format:
 def hints_format(folder: Path) -> Format:
     """The hints of a job, and what Pollux makes of them."""
     hints = Hints(BatchLimits(32, 1024, 8, 256), 2, 120.5, 0.5, 40.0, MODEL, MODEL.scaled(2))
-    (folder / "a").mkdir(parents=True)
-    hints.write(folder / "a" / HINTS)
-    seed = (folder / "a" / HINTS).read_bytes()
-    jobs = [JobDescription(["x"], 1, 2, name=name) for name in "ab"]
+    folder.mkdir()
+    path = folder / "hints.json"
+    hints.write(path)
+    seed = path.read_bytes()
+    jobs = [QueueEntry(1, 0.0, 1, 2, hints=path), QueueEntry(2, 0.0, 1, 2)]
 
     def use(data: bytes) -> None:
-        (folder / "a" / HINTS).write_bytes(data)
-        fleet = Fleet(jobs, Cluster((2,)), Pollux(), folder, 60, lambda: 1.0)
-        fleet.allocation("a")
-        table_of(fleet)
-        Hints.read(folder / "a" / HINTS)
+        path.write_bytes(data)
+        Scheduler(policy_named("pollux")).decide(jobs, {"here": 2}, 1.0)
+        Hints.read(path)
 
     return Format("hints of a job", 0.03, (seed,), reading(use, (seed,)), json_from=0)
 
@@ -339,19 +319,15 @@ def trace_format(path: Path) -> Format:
 
 
 def costs_format(folder: Path) -> Format:
-    """Measured costs by depth, or the result of a run that froze."""
+    """The result of a run that froze."""
     folder.mkdir()
-    costs = json.dumps({"version": 1, "forward_s": [1, 1], "backward_s": [1, 2], "bytes": [10, 20]}).encode()
     run = json.dumps({"steps": 100, "events": [{"step": 10, "depth": 1}, {"step": 50, "depth": 2}]}).encode()
     (folder / "shares.json").write_text(json.dumps({"shares": {"1": 0.9, "2": 0.7}}))
 
     def use(path: Path) -> None:
-        if b"events" in path.read_bytes():
-            FreezingRun.read(path, folder / "shares.json").share_at(0.5)
-        else:
-            IterationCost.read(path, 1000).cheapest(1)
+        FreezingRun.read(path, folder / "shares.json").share_at(0.5)
 
-    return file_format("measured costs", 0.05, folder / "costs.json", use, costs, run, json_from=0)
+    return file_format("run that froze", 0.05, folder / "run.json", use, run, json_from=0)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

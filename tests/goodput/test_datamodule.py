@@ -439,7 +439,7 @@ class Sam(Seeing):
         (Sam, [], {}, "ran the training step more than once in step 0"),
         (Seeing, [], {"overfit_batches": 2}, "overfit_batches replaces the sampler"),
         (Seeing, [GradientAccumulationScheduler({0: 2})], {}, "both set accumulate_grad_batches"),
-        (Seeing, [StructuredPartialBackprop()], {}, "partial and goodput cannot train in one run"),
+        (Seeing, [StructuredPartialBackprop()], {}, "goodput and partial cannot train in one run"),
     ],
 )
 def test_what_is_not_supported_is_refused(module, callbacks, options, message):

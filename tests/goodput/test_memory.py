@@ -2,10 +2,12 @@
 
 import copy
 
+import pytest
 import torch
 from models import After, Classifier, ConvNet, fit, images, loader
 
-from lightning_egeria.goodput.memory import enlarged, fits_in_memory, is_out_of_memory, run_in_halves, with_samples
+from lightning_egeria.errors import RowsError
+from lightning_egeria.goodput.memory import enlarged, fits_in_memory, run_in_halves
 from lightning_egeria.snapshots.random_state import RandomState
 
 
@@ -48,12 +50,6 @@ def test_another_error_says_nothing_of_memory():
     assert found == [module.error]
 
 
-def test_what_counts_as_out_of_memory():
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert not is_out_of_memory(ValueError("out of memory"))
-
-
 def test_batches_of_any_structure_are_enlarged():
     batch = {"a": torch.arange(4).view(2, 2), "b": [torch.tensor([5, 6])], "text": "kept", "one": torch.tensor(3)}
     larger = enlarged(batch, 2, 5)
@@ -63,7 +59,9 @@ def test_batches_of_any_structure_are_enlarged():
     names = {"rows": torch.zeros(2, 1), "names": ["a", "b"], "pairs": [("c", "d")]}
     larger = enlarged(names, 2, 3)
     assert (larger["names"], larger["pairs"]) == (["a", "b", "a"], [("c", "d", "c")])
-    assert enlarged({"text": "none"}, 2, 5) is None
+    assert enlarged({"text": ["a", "b"]}, 2, 3) == {"text": ["a", "b", "a"]}
+    with pytest.raises(RowsError):
+        enlarged({"text": "none"}, 2, 5)
 
 
 def test_halves_have_the_gradients_of_their_samples():
@@ -85,8 +83,3 @@ def test_halves_have_the_gradients_of_their_samples():
 
     fit(module, After(look, 2), epochs=1)
     assert found == [True, True]
-
-
-def test_samples_of_a_batch_without_rows_are_unknown():
-    assert with_samples({"text": ["a", "b"]}, 2, [1]) is None
-    assert with_samples({"text": ["a", "b"], "x": torch.eye(2)}, 2, [1])["text"] == ["b"]

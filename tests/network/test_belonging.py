@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from lightning_egeria.errors import TooFewLayersError
-from lightning_egeria.network.belonging import Units
 from lightning_egeria.network.chain import LayerChain
 from lightning_egeria.network.limits import find_chain
-from lightning_egeria.network.tracing import StepTrace, walk
+from lightning_egeria.network.tracing import StepTrace
 
 
 class Called(nn.ModuleDict):
@@ -70,36 +69,6 @@ class TestWhatFreezesTogether:
 
         assert self.members(net, lambda: step(True), 1)[1] == ["body", "first"]
         assert self.members(net, lambda: step(False), 1)[1] == ["stem", "body", "first"]
-
-    def in_front(self, net, step):
-        trace = StepTrace(net)
-        trace.start()
-        loss = step()
-        trace.stop()
-        found = Units(trace, set(walk([loss.grad_fn], set()))).in_front()
-        return None if found is None else (found[0].path, found[1])
-
-    def test_the_frozen_front_of_a_linear_layer(self):
-        net = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("stem", "body", "teacher", "head")})
-        for name in ("stem", "body", "teacher"):
-            net[name].requires_grad_(False)
-        x = torch.randn(3, 4)
-
-        def beside_a_teacher():
-            return (net["head"](net["body"](net["stem"](x))) - net["teacher"](x)).square().sum()
-
-        assert self.in_front(net, beside_a_teacher) == ("body", ("stem", "body"))
-        by_function = self.in_front(net, lambda: net["head"](net["body"](net["stem"](x)).relu()).sum())
-        assert by_function == ("body", ("stem", "body"))
-        assert self.in_front(net, lambda: net["head"](x).sum()) is None
-
-    def test_statistics_that_move_are_not_in_front(self):
-        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 2))
-        net[:3].requires_grad_(False)
-        x = torch.randn(3, 4)
-        assert self.in_front(net, lambda: net(x).sum()) == ("2", ("2",))
-        net[1].eval()
-        assert self.in_front(net, lambda: net(x).sum()) == ("2", ("0", "1", "2"))
 
     def test_parts_of_a_frozen_layer_come_with_it(self):
         backbone = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.Conv2d(2, 2, 3), nn.Flatten()))

@@ -26,7 +26,6 @@ from torch import nn
 
 from lightning_egeria.errors import LayerChainError
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.tracing import StepTrace
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -129,38 +128,6 @@ class TestTooSmall:
         net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
         with pytest.raises(LayerChainError, match=r"Sequential has .*, expected at least 2"):
             LayerChain.trace(net, lambda: net(torch.rand(2, 4)).sum())
-
-    def test_what_the_user_has_frozen_may_do(self):
-        """With the tensor of its output that training reads, and neither parameters nor members."""
-
-        class Pair(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.linear = nn.Linear(4, 4)
-
-            def forward(self, x):
-                return {"mean": x.mean(1), "features": self.linear(x)}
-
-        net = nn.ModuleDict({"stem": nn.Linear(4, 4), "body": Pair(), "head": nn.Linear(4, 2)})
-        net["stem"].requires_grad_(False)
-        net["body"].requires_grad_(False)
-
-        def traced(step):
-            trace = StepTrace(net)
-            trace.start()
-            loss = step()
-            trace.stop()
-            return LayerChain.of_frozen(trace, loss)
-
-        x = torch.rand(2, 4)
-        chain = traced(lambda: net["head"](net["body"](net["stem"](x))["features"]).sum())
-        (layer,) = chain.layer_modules
-        assert (layer.name, layer.output_leaf, layer.units) == ("body", 1, ("stem", "body"))
-        assert (layer.parameters, layer.members, chain.max_depth, chain.learns) == ((), (), 1, False)
-        assert LayerChain.from_state(chain.to_state()) == chain
-        assert traced(lambda: net["head"](x).sum()) is None
-        net["stem"].requires_grad_(True)
-        assert traced(lambda: net["head"](net["stem"](x)).sum()) is None
 
     def test_nothing_trains(self):
         net = mlp().requires_grad_(False)

@@ -132,7 +132,7 @@ class Measured(PrefixFreezing):
 def test_graded_suffixes_follow_plasticity_after_each_tenth_step():
     depths, callback = [], StructuredPartialBackprop("graded", min_share=0.3)
     ours = module()
-    fit(ours, Measured(), callback, After(lambda *_: depths.append(callback.depth)), epochs=4)
+    fit(ours, Measured(), callback, After(lambda *_: depths.append(callback.paused_modules)), epochs=4)
     assert depths == [0] * 10 + [1, 2, 0, 1, 2, 0, 1, 2, 0, 1]
     expected = {"net.stem.0": 9 + 3, "net.middle.0": 9 + 7, "net.deep.0": 19}  # the first step shows the layer modules
     assert callback.contributions == expected

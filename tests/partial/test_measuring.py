@@ -91,7 +91,7 @@ def test_a_frozen_front_is_no_part_of_a_suffix(first):
     freezing = KnowledgeGuidedFreezing(ScriptedPolicy({5: 1}), evaluate_every_n_steps=1, background=False)
     partial = StructuredPartialBackprop(min_share=0.5)
     seen = {}
-    look = After(lambda trainer, _: seen.setdefault(trainer.global_step, partial.depth))
+    look = After(lambda trainer, _: seen.setdefault(trainer.global_step, partial.paused_modules))
     callbacks = [freezing, partial] if first == "freezing" else [partial, freezing]
     fit(Classifier(), *callbacks, look)
     # Two suffixes in turn: of 3 layer modules before, of the last 2 after.

@@ -36,7 +36,7 @@ def trainer_with(name, **settings):
     ],
 )
 def test_other_strategies_are_refused_with_the_reason(name, reason):
-    with pytest.raises(UnsupportedError, match=f"{reason}.*Use strategy='ddp', or devices=1"):
+    with pytest.raises(UnsupportedError, match=f"{reason}.*Use one device, or strategy='ddp'"):
         check_trainer(trainer_with(name), PartialArguments(), None)
 
 

@@ -257,7 +257,7 @@ REFUSED = {
     "returns more": (Returns, {}, "training_step returns ['loss', 'preds'], expected only the loss"),
     "gathers": (Gathers, {}, "training_step calls all_gather"),
     "skips": (Skips, {}, "in another order than at first, or one is left out"),
-    "manual": (Manual, {}, "needs automatic optimization"),
+    "manual": (Manual, {}, "does not run with manual optimization"),
     "LBFGS": (Twice, {}, "LBFGS computes several losses a step"),
     "other devices": (TwoTowers, {"devices": 2}, "got Trainer(devices=2) and 1 of the strategy"),
     "precision": (TwoTowers, {"precision": "64-true"}, "needs precision='32-true' or 'bf16-mixed'"),

@@ -1,4 +1,4 @@
-"""`egeria-plan`: a table, timelines, files; mistakes in one line."""
+"""`egeria plan`: a table, timelines, files; mistakes in one line."""
 
 import json
 import os
@@ -9,9 +9,17 @@ import time
 import pytest
 from graphs import branches
 
-from lightning_egeria.pipelining.command import main
+from lightning_egeria import command
 from lightning_egeria.pipelining.graph import ComputationGraph, Node
 from lightning_egeria.pipelining.plan import Plan
+
+
+def main(arguments):
+    """Run the command; returns its exit status, also where the parser ends it."""
+    try:
+        return command.main(["plan", *map(str, arguments)])
+    except SystemExit as ended:
+        return ended.code
 
 
 @pytest.fixture
@@ -22,7 +30,7 @@ def graph(tmp_path):
 
 
 def test_it_prints_and_draws_the_plan(graph, tmp_path, capsys):
-    settings = [f"model={graph}", "devices=6", "micro_batches=4", "max_width=1", f"out={tmp_path / 'out'}"]
+    settings = [graph, "--devices=6", "--micro-batches=4", "--max-width=1", "--out", tmp_path / "out"]
     assert main(settings) == 0
     shown = capsys.readouterr().out
     assert "throughput of the graph over the chain: 1.50" in shown
@@ -30,19 +38,19 @@ def test_it_prints_and_draws_the_plan(graph, tmp_path, capsys):
     assert (tmp_path / "out" / "timelines.png").is_file()
     written = tmp_path / "out" / "plan.json"
     assert Plan.from_json(written.read_text()).in_flight == (3, 2, 2, 2, 2, 1)
-    assert main([f"model={written}", "devices=2"]) == 0
+    assert main([written, "--devices=2"]) == 0
 
 
 def test_a_graph_is_planned_where_no_chain_fits(tmp_path, capsys):
     nodes = (Node("stem", 1, 1, 3, 3), Node("left", 1, 4, 1, 5), Node("right", 2, 2, 5, 4))
     (tmp_path / "graph.json").write_text(json.dumps(ComputationGraph(nodes, ((0, 1), (0, 2))).to_state()))
-    settings = [f"model={tmp_path / 'graph.json'}", "devices=4", "micro_batches=4", "max_width=1"]
-    assert main([*settings, f"memory_gb={10 / 2**30}", f"out={tmp_path / 'out'}"]) == 0
+    settings = [tmp_path / "graph.json", "--devices=4", "--micro-batches=4", "--max-width=1"]
+    assert main([*settings, f"--memory-gb={10 / 2**30}", "--out", tmp_path / "out"]) == 0
     assert "best chain: none fits into the memory" in capsys.readouterr().out
 
 
 def test_an_example_is_known_by_name(capsys):
-    assert main(["model=candle-uno", "devices=4", "memory_gb=4"]) == 0
+    assert main(["candle-uno", "--devices=4", "--memory-gb=4"]) == 0
     assert "feature0" in capsys.readouterr().out
 
 
@@ -58,11 +66,11 @@ def state_with(**values):
 def test_a_name_is_neither_markup_nor_an_order_to_the_terminal(name, tmp_path, capsys):
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(state_with(name=name)))
-    assert main([f"model={path}", "devices=2", "max_width=1"]) == 0
+    assert main([path, "--devices=2", "--max-width=1"]) == 0
     told = capsys.readouterr()
     assert all(letter.isprintable() or letter == "\n" for letter in told.out + told.err)
     path.write_text(json.dumps(state_with(name=name, activation_bytes=-1)))
-    assert main([f"model={path}", "devices=2"]) == 2
+    assert main([path, "--devices=2"]) == 2
     told = capsys.readouterr()
     assert all(letter.isprintable() or letter == "\n" for letter in told.out + told.err)
 
@@ -72,14 +80,14 @@ def test_a_name_is_neither_markup_nor_an_order_to_the_terminal(name, tmp_path, c
 def test_a_cost_that_no_node_has_is_refused(key, value, tmp_path, capsys):
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(state_with(**{key: value})))
-    assert main([f"model={path}", "devices=2"]) == 2
+    assert main([path, "--devices=2"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("settings", [["devices=1000000000"], ["devices=2", "micro_batches=9999999"]])
+@pytest.mark.parametrize("settings", [["--devices=1000000000"], ["--devices=2", "--micro-batches=9999999"]])
 def test_settings_have_bounds(settings, capsys):
-    assert main(["model=dlrm", *settings]) == 2
-    assert "must be at most 4096" in capsys.readouterr().err
+    assert main(["dlrm", *settings]) == 2
+    assert "expected a whole number from 1 to 4096" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [3000, 100_000])
@@ -88,7 +96,7 @@ def test_a_graph_that_would_take_minutes_is_refused(count, tmp_path, capsys):
     path = tmp_path / "graph.json"
     path.write_text(json.dumps({"nodes": nodes, "edges": [[number, number + 1] for number in range(count - 1)]}))
     began = time.monotonic()
-    assert main([f"model={path}", "devices=4"]) == 2
+    assert main([path, "--devices=4"]) == 2
     assert time.monotonic() - began < 5
     assert re.search("would take minutes|more than 5000 nodes", capsys.readouterr().err)
 
@@ -97,7 +105,7 @@ def test_a_graph_that_would_take_minutes_is_refused(count, tmp_path, capsys):
 def test_a_graph_is_an_ordinary_file(kind, tmp_path, capsys):
     path = tmp_path / "graph.json"
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    assert main([f"model={path}", "devices=2"]) == 2
+    assert main([path, "--devices=2"]) == 2
     assert "model must be" in capsys.readouterr().err
 
 
@@ -106,34 +114,32 @@ def test_no_picture_or_plan_is_written_through_a_link(graph, tmp_path):
     for name in ("plan.json", "timelines.png"):
         (tmp_path / name).write_text("mine")
         (tmp_path / "out" / name).symlink_to(tmp_path / name)
-    assert main([f"model={graph}", "devices=2", f"out={tmp_path / 'out'}"]) == 0
+    assert main([graph, "--devices=2", "--out", tmp_path / "out"]) == 0
     assert [(tmp_path / name).read_text() for name in ("plan.json", "timelines.png")] == ["mine"] * 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_it_explains_itself(arguments, capsys):
-    assert main(arguments) == 0
-    assert "micro_batches  parts of a batch" in capsys.readouterr().out
+def test_the_plan_for_programs(graph, capsys):
+    assert main([graph, "--devices=6", "--micro-batches=4", "--max-width=1", "--json"]) == 0
+    assert Plan.from_json(capsys.readouterr().out).in_flight == (3, 2, 2, 2, 2, 1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model=dlrm"], "devices=... must be given"),
-        (["model=dlrm", "devices=many"], "devices must be a whole number, got 'many'"),
-        (["model=dlrm", "devices=0"], "at least 1, got 0"),
-        (["model=dlrm", "devices=2", "memory_gb=none"], "memory_gb must be a positive number"),
-        (["model=dlrm", "devices=2", "memory_gb=0.001"], "fits into"),
-        (["model=nothing", "devices=2"], "model must be one of candle-uno"),
-        (["model=dlrm", "device=2"], "got 'device=2'"),
-        (["dlrm"], "expected key=value"),
-        (["model=dlrm", "devices=2", "devices=3"], "devices is given twice, '2' and '3'. Keep one"),
+        (["dlrm"], "the following arguments are required: --devices"),
+        (["dlrm", "--devices=many"], "expected a whole number from 1 to 4096, got 'many'"),
+        (["dlrm", "--devices=0"], "expected a whole number from 1 to 4096, got '0'"),
+        (["dlrm", "--devices=2", "--memory-gb=none"], "expected a positive number below"),
+        (["dlrm", "--devices=2", "--memory-gb=0.001"], "fits into"),
+        (["nothing", "--devices=2"], "model must be one of candle-uno"),
+        (["dlrm", "--device=2", "--out"], "expected one argument"),
+        (["dlrm", "devices=2"], "the following arguments are required: --devices"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, message, capsys):
     assert main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("egeria-plan: ")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("egeria plan: ")
     assert message in line
 
 
@@ -141,7 +147,7 @@ def test_a_mistake_is_one_line(arguments, message, capsys):
 def test_a_damaged_file_is_one_line(text, tmp_path, capsys):
     path = tmp_path / "graph.json"
     path.write_bytes(text)
-    assert main([f"model={path}", "devices=2"]) == 2
+    assert main([path, "--devices=2"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -149,5 +155,5 @@ def test_without_matplotlib_it_says_so(graph, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "lightning_egeria.pipelining.drawing", raising=False)
-    assert main([f"model={graph}", "devices=2", f"out={tmp_path / 'out'}"]) == 2
+    assert main([graph, "--devices=2", "--out", tmp_path / "out"]) == 2
     assert "lightning-egeria[report]" in capsys.readouterr().err

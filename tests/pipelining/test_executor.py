@@ -6,7 +6,7 @@ from pipeline_runs import FOUR, Branches, data, loss_fn
 from lightning_egeria.pipelining.costs import measured_graph
 from lightning_egeria.pipelining.executor import StageExecutor, form_of
 from lightning_egeria.pipelining.plan import Plan, Stage
-from lightning_egeria.pipelining.stages import Homes, works
+from lightning_egeria.pipelining.stages import Placement, rank_stages
 from lightning_egeria.pipelining.tracing import TracedModel
 
 
@@ -18,7 +18,7 @@ def test_forms_are_shapes_and_dtypes():
 ONE = {"all": [path for paths in FOUR.values() for path in paths]}
 
 
-def homes_of(model, parts):
+def placement_of(model, parts):
     """Where the operations of a model run, whose last stage computes the loss."""
     traced = TracedModel(model, lambda model, batch: model(batch), ONE["all"])
     graph, groups = measured_graph(traced, model, data())
@@ -27,14 +27,14 @@ def homes_of(model, parts):
         Stage(name, tuple(node for node, group in enumerate(groups) if group[0] in paths))
         for name, paths in parts.items()
     )
-    return Homes(traced, Plan(graph, stages, 2), home, len(parts) - 1)
+    return Placement(traced, Plan(graph, stages, 2), home, len(parts) - 1)
 
 
 def test_each_stage_has_the_parameters_that_it_reads():
     model = Branches()
-    homes = homes_of(model, FOUR)
+    placement = placement_of(model, FOUR)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [sorted(names[one] for one in work.parameters) for work in works(homes, 0, recompute=False)]
+    found = [sorted(names[one] for one in work.parameters) for work in rank_stages(placement, 0, recompute=False)]
     assert found[0] == ["embed.weight"]
     assert "scale" in found[1]
     assert "scale" in found[2]
@@ -43,7 +43,7 @@ def test_each_stage_has_the_parameters_that_it_reads():
 
 def test_after_a_failure_no_gradient_is_computed():
     model = Branches()
-    executor = StageExecutor(*works(homes_of(model, ONE), 0, recompute=False))
+    executor = StageExecutor(*rank_stages(placement_of(model, ONE), 0, recompute=False))
     parts = [(data(5), 0.5), (data(5), 0.5)]
     assert executor.learn_forms(data(5)) is None
     result = executor.step(parts, lambda output, batch: output, 1)

@@ -69,8 +69,8 @@ def random_plan(seed):
     micro_batches = generator.randint(1, 9)
     while True:  # any stages that do not wait for each other in a circle
         count = generator.randint(1, len(graph.nodes))
-        homes = [generator.randrange(count) for _ in graph.nodes]
-        groups = [[node for node, home in enumerate(homes) if home == place] for place in range(count)]
+        placement = [generator.randrange(count) for _ in graph.nodes]
+        groups = [[node for node, home in enumerate(placement) if home == place] for place in range(count)]
         groups = [group for group in groups if group]
         try:
             order = in_running_order(graph, groups)

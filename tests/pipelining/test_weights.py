@@ -5,7 +5,7 @@ import torch
 from pipeline_runs import Branches
 
 from lightning_egeria.errors import PipelineError
-from lightning_egeria.pipelining.processes import Processes
+from lightning_egeria.pipelining.messages import Processes
 from lightning_egeria.pipelining.weights import StageWeights
 
 
@@ -16,10 +16,10 @@ class Second(Processes):
         super().__init__()
         self.rank, self.size = 1, 2
 
-    def shared(self, tensor, source=0):
+    def broadcast(self, tensor, source=0):
         return tensor.zero_() if source != self.rank else tensor
 
-    def gathered(self, tensor):
+    def gather(self, tensor):
         return [tensor]
 
     def group(self, ranks):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_egeria.errors import JobError
+from lightning_egeria.errors import ProgramError
 from lightning_egeria.programs.processes import MARK, ProgramProcess, kill_marked
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -141,7 +141,7 @@ def test_a_signal_of_slurm_to_all_processes_is_for_the_watcher(tmp_path):
 
 @pytest.mark.parametrize("program", ["/no/such/program", "nul\0"])
 def test_what_cannot_start_is_named(program, tmp_path):
-    with pytest.raises(JobError, match="cannot be started"):
+    with pytest.raises(ProgramError, match="cannot be started"):
         start([program], tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The command `egeria-report`."""
+"""The command `egeria report`."""
 
 import json
 import os
@@ -7,8 +7,12 @@ import time
 import pytest
 from report_runs import run
 
-from lightning_egeria.report.command import main
+from lightning_egeria import command
 from lightning_egeria.training.panels import Panel
+
+
+def main(arguments):
+    return command.main(["report", *arguments])
 
 
 def written(tmp_path, *records):
@@ -34,6 +38,15 @@ def test_the_command_writes_a_page_and_pictures(tmp_path, capsys):
     assert all(path.stat().st_size > 1000 for path in out.iterdir())
 
 
+def test_facts_for_programs(tmp_path, capsys):
+    assert main([*written(tmp_path, run("plain"), run("ours", 0.5, frozen_at=9)), "--json"]) == 0
+    plain, ours = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (plain["run"], plain["frozen"], ours["run"]) == ("plain", 0, "ours")
+    assert ours["frozen"] > 0
+    assert plain["metrics"]
+    assert not (tmp_path / "ours" / "report").exists()
+
+
 def test_runs_below_a_folder_and_runs_of_one_name(tmp_path, capsys):
     for number in (0, 1):
         run("seed").write(tmp_path / "sweep" / str(number) / "egeria.json")
@@ -46,7 +59,7 @@ def test_errors_are_one_line(tmp_path, capsys, metric):
     folders = written(tmp_path, run("plain"), run("ours")) if metric else [str(tmp_path)]
     assert main([*folders, *(["--metric", metric] if metric else [])]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("egeria-report: ")
+    assert told.startswith("egeria report: ")
     assert ("logged no 'nonsense'" if metric else "no egeria.json in or below") in told
     assert len(told.splitlines()) == 1
 
@@ -56,7 +69,7 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main([*folders, "--out", str(tmp_path / "file" / "out")]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"egeria-report: cannot write to {tmp_path / 'file' / 'out'}: ")
+    assert told.startswith(f"egeria report: cannot write to {tmp_path / 'file' / 'out'}: ")
     assert "--out" in told
     assert len(told.splitlines()) == 1
 

@@ -264,7 +264,7 @@ class Mixed(Noting):
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_unsupported_runs_are_refused_at_the_start():
-    with pytest.raises(UnsupportedError, match="the training step takes dataloader_iter"):
+    with pytest.raises(UnsupportedError, match="selective backprop does not run with dataloader_iter"):
         trained(module=FromIterator())
     with pytest.raises(UnsupportedError, match="needs the id of each sample, and a DataLoader over Stream"):
         trained(batches=DataLoader(Stream(), 8), staleness=1)

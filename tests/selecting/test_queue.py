@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_egeria.batches.rows import Rows
-from lightning_egeria.selecting.queue import Piece, SelectionQueue, joined, waiting_of
+from lightning_egeria.selecting.queue import SelectedSamples, SelectionQueue, joined, queued_rows
 from lightning_egeria.snapshots.random_state import RandomState
 
 
 def piece(number, values):
     rows = np.arange(len(values))
     samples = Rows.of(torch.tensor(values), len(values)) if values else None
-    return Piece(number, rows, tuple(values), samples, RandomState.current())
+    return SelectedSamples(number, rows, tuple(values), samples, RandomState.current())
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 8))
@@ -54,7 +54,7 @@ def test_state_says_where_samples_came_from():
     torch.rand(1)
     queue.add(piece(5, [8]))
     queue.pop(1)
-    waiting = waiting_of(queue.state_dict())
+    waiting = queued_rows(queue.state_dict())
     assert {number: one.rows.tolist() for number, one in waiting.items()} == {3: [1, 2], 5: [0]}
     assert waiting[5].random == RandomState.current() != waiting[3].random
     queue.clear()

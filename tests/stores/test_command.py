@@ -1,5 +1,6 @@
-"""`egeria-cache` on directories that real runs have left."""
+"""`egeria cache` on directories that real runs have left."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from programs.harness import Run
 from programs.parts import Classifier, ConvNet, images, loader
 
-from lightning_egeria.stores.command import main
+from lightning_egeria.command import main
 from lightning_egeria.stores.manifest import ENTRIES, LOCK, MANIFEST
 from lightning_egeria.stores.store import ActivationStore
 
@@ -28,9 +29,7 @@ def cache_dir(finished_run, tmp_path):
 
 
 def run(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return ended.value.code
+    return main(["cache", *map(str, arguments)])
 
 
 def only(cache_dir):
@@ -81,7 +80,7 @@ def test_prune_leaves_what_a_run_has_open_or_has_used_lately(cache_dir, capsys):
     assert run("prune", cache_dir) == 0
     assert "kept, a run uses it" in capsys.readouterr().out
     store.close()
-    assert run("prune", cache_dir, "--unused-days", "1") == 0
+    assert run("prune", cache_dir, "--older-than", "1d") == 0
     assert "kept, used 0 min ago" in capsys.readouterr().out
     assert only(cache_dir).exists()
     assert run("prune", cache_dir) == 0
@@ -89,11 +88,23 @@ def test_prune_leaves_what_a_run_has_open_or_has_used_lately(cache_dir, capsys):
     assert not list(cache_dir.iterdir())
 
 
-@pytest.mark.parametrize("days", ["nan", "-1"])
-def test_prune_wants_a_number_of_days(cache_dir, capsys, days):
-    assert run("prune", cache_dir, f"--unused-days={days}") == 2
-    assert "egeria-cache: --unused-days must be at least 0, got" in capsys.readouterr().err
+@pytest.mark.parametrize("text", ["nan", "-1", "7", "0d"])
+def test_prune_wants_a_period(cache_dir, capsys, text):
+    with pytest.raises(SystemExit, match="2"):
+        run("prune", cache_dir, f"--older-than={text}")
+    assert f"--older-than: expected a period such as 30d or 12h, got '{text}'" in capsys.readouterr().err
     assert only(cache_dir).exists()
+
+
+def test_ls_for_programs(cache_dir, capsys):
+    assert run("ls", cache_dir, "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert (found["store"], found["entries"], found["present"]) == (only(cache_dir).name, 40, 40)
+    assert found["about"]["model"] == "Classifier"
+    (only(cache_dir) / MANIFEST).write_text("{")
+    assert run("ls", cache_dir, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["about"] is None
 
 
 def test_prune_removes_what_a_killed_run_has_begun(cache_dir):
@@ -133,14 +144,15 @@ def test_help_without_a_home_directory(monkeypatch, capsys):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", nowhere)
-    assert run("--help") == 0
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
     assert run("ls") == 2
     assert "this user has no home directory. Name a cache directory" in capsys.readouterr().err
 
 
 def test_mistakes_are_told_in_one_line(tmp_path, capsys):
     assert run("ls", tmp_path / "nothing") == 2
-    assert "egeria-cache: the cache directory" in capsys.readouterr().err
+    assert "egeria cache: the cache directory" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert run("ls", tmp_path / "file") == 2
     assert "it is no folder" in capsys.readouterr().err

@@ -4,8 +4,7 @@ import pytest
 import torch
 from models import Classifier, Validated, fit, loader, mlp, vectors
 
-from lightning_egeria.training.adapter import ObserverCallback
-from lightning_egeria.training.observers import Observer
+from lightning_egeria.training.observers import Observer, ObserverCallback
 
 
 class Noting(Observer):

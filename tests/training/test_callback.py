@@ -33,38 +33,6 @@ def events_of(callback):
     return [(event.step, event.kind, event.depth) for event in callback.events]
 
 
-@pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode")
-class TestWhatTheUserHasFrozen:
-    """Where too few layer modules train behind it, it is a chain of its own for those who use its output."""
-
-    class Uses(Observer):
-        uses_outputs = True
-
-    def run(self, *observers, schedule=None):
-        module, callback, seen = Classifier(), At(schedule or {}), []
-        for part in (module.net.stem, module.net.middle, module.net.deep):
-            part.requires_grad_(False).eval()
-        for observer in observers:
-            callback.observers.add(observer)
-
-        def look(trainer, module):
-            freezer = callback.freezer
-            seen.append(None if freezer is None else (freezer.depth, freezer.chain.learns))
-
-        fit(module, callback, After(look), epochs=1)
-        assert callback.events == []
-        assert callback.layer_modules == []
-        assert all(not parameter.requires_grad for parameter in module.net.stem.parameters())
-        return seen
-
-    def test_nobody_wants_it(self):
-        with pytest.warns(UserWarning, match="Parameters that are not training yet"):
-            assert set(self.run()) == {None}
-
-    def test_it_is_frozen_at_once_and_changes_nothing(self):
-        assert set(self.run(self.Uses(), schedule={2: 2})) == {(1, False)}
-
-
 class TestFreezing:
     def test_it_freezes_after_the_step_that_it_was_decided_at(self):
         frozen, callback = {}, At({2: 1, 5: 2, 9: 0})

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_egeria.errors import CheckpointError
-from lightning_egeria.training.checkpoints import checkpoint_read, count_of, is_whole, number_of
+from lightning_egeria.training.checkpoints import check_version, checkpoint_read, count_of, is_whole, number_of
 
 
 @checkpoint_read()
@@ -40,6 +40,13 @@ def test_other_errors_pass(error):
 
     with pytest.raises(error, match=r"^mine$"):
         read(fail)
+
+
+@pytest.mark.parametrize("state", [{"version": 2}, {"version": "1"}, {}])
+def test_another_version_is_refused(state):
+    check_version({"version": 1}, 1, "freezing")
+    with pytest.raises(CheckpointError, match=r"holds freezing state of version .*, expected version 1\. Leave out"):
+        check_version(state, 1, "freezing")
 
 
 @pytest.mark.parametrize("value", [0, 3, 10**12])

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_egeria.errors import LayerChainError, TooFewLayersError
 from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.training.first_step import FirstStep
+from lightning_egeria.training.search import FirstStep
 
 
 class Rank:
@@ -52,7 +52,7 @@ def test_it_finds_the_chain_of_the_step(net, told):
 
 def test_other_ranks_have_the_same_without_looking(net, told, monkeypatch):
     found = found_by(True, net, told)
-    monkeypatch.setattr("lightning_egeria.training.first_step.StepTrace", None)
+    monkeypatch.setattr("lightning_egeria.training.search.StepTrace", None)
     assert found_by(False, net, told) == found
 
 
@@ -94,17 +94,6 @@ def test_an_error_is_one_on_all_ranks(told, arguments, error, text):
     with pytest.raises(error, match=f"on rank 0: .*{text}") as caught:
         found_by(False, net, told, **arguments)
     assert type(caught.value) is error
-
-
-def test_frozen_layers_are_known_on_all_ranks_if_too_few_train(told):
-    net = deep_mlp()
-    net[:9].requires_grad_(False).eval()
-    for leads in (True, False):
-        first = FirstStep(net, Rank(leads, told))
-        loss = net(torch.rand(5, 4)).sum()
-        with pytest.raises(TooFewLayersError):
-            first.chain(loss, [torch.optim.SGD(net.parameters(), lr=0.1)])
-        assert first.frozen.names == ("8",)
 
 
 def test_nothing_is_gathered_without_shards(net, told):

@@ -13,7 +13,7 @@ from planned import Planned
 from ranks import all_well, in_ranks
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_egeria import BranchTuner, Choice, Custom, KnowledgeGuidedFreezing, LogUniform, PrefixFreezing
+from lightning_egeria import BranchTuner, Choice, CustomTunable, KnowledgeGuidedFreezing, LogUniform, PrefixFreezing
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
 from lightning_egeria.snapshots.digests import digest
 
@@ -135,7 +135,9 @@ def test_out_of_memory_is_a_failed_branch():
 
     plain, module = Classifier(), Sized()
     fit(plain)
-    callback = tuner({"size": Custom(Choice([1, 2, 3]), lambda trainer: trainer.lightning_module.size, allocate)})
+    callback = tuner(
+        {"size": CustomTunable(Choice([1, 2, 3]), lambda trainer: trainer.lightning_module.size, allocate)}
+    )
     fit(module, callback)
     failed = [one["failed"] for one in callback.searches[0].branches if one["setting"]["size"] > 1]
     assert len(failed) == 2
@@ -159,7 +161,7 @@ def failing(*choices):
             raise ValueError("set wrongly")
         trainer.lightning_module.fails = value
 
-    return Custom(Choice([*choices]), lambda trainer: trainer.lightning_module.fails, set_fails)
+    return CustomTunable(Choice([*choices]), lambda trainer: trainer.lightning_module.fails, set_fails)
 
 
 def test_an_error_with_another_setting_is_a_failed_branch():
@@ -335,7 +337,7 @@ def test_a_search_that_was_left_is_resumed(after, tmp_path):
     def run(interrupted, **arguments):
         values = Choice([0.0, 0.5, 0.9, 0.95, 0.8])
         option = {
-            "momentum": Custom(
+            "momentum": CustomTunable(
                 values,
                 lambda trainer: trainer.optimizers[0].param_groups[0]["momentum"],
                 lambda trainer, value: (

@@ -15,9 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from models import Classifier, ConvNet, fit, loader
 from ranks import LOCAL
 
-from lightning_egeria import BranchTuner, LogUniform
+from lightning_egeria import BranchTuner, LogUniform, ResumableCheckpoints
 from lightning_egeria.snapshots.digests import digest
-from lightning_egeria.workflow.checkpoints import ResumableCheckpoints
 
 
 class Killed(Classifier):

@@ -11,13 +11,13 @@ from lightning_egeria.tuning.plateau import Advice, Plateau
 def test_four_without_a_better_one_tune_and_five_stop():
     plateau = Plateau(patience=4, stop_patience=5)
     values = [1.0, 1.0, 1.1, math.nan, 1.2, 1.3]
-    assert [plateau.told(value) for value in values] == [Advice.GO_ON] * 4 + [Advice.TUNE, Advice.STOP]
+    assert [plateau.update(value) for value in values] == [Advice.GO_ON] * 4 + [Advice.TUNE, Advice.STOP]
 
 
 def test_a_better_one_begins_the_count_again():
     plateau = Plateau("max", patience=2)
     values = [0.1, 0.1, 0.2, 0.1, 0.2, 0.2, 0.2]
-    advice = [plateau.told(value) for value in values]
+    advice = [plateau.update(value) for value in values]
     assert [number for number, one in enumerate(advice) if one is Advice.TUNE] == [4, 6]
     assert (plateau.best, plateau.waited) == (0.2, 4)
 

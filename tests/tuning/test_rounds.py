@@ -16,13 +16,13 @@ class Listed:
     """Asks for the learning rates of a list, and keeps what it is told."""
 
     def __init__(self, *rates):
-        self.rates, self.told = list(rates), []
+        self.rates, self.score = list(rates), []
 
     def ask(self):
         return {"lr": self.rates.pop(0)} if self.rates else None
 
     def tell(self, setting, speed):
-        self.told.append((setting["lr"], speed))
+        self.score.append((setting["lr"], speed))
 
 
 def play(run, results):
@@ -68,7 +68,7 @@ def test_the_faster_half_goes_on_for_as_long_again():
     first = [(0, 0.5, 4), (1, 3.0, 4), (2, 1.0, 4), (3, 4.0, 4), (4, 2.0, 4), (5, 5.0, 4)]
     assert orders == [*first, (5, 5.0, 8), (3, 4.0, 8), (1, 3.0, 8), (5, 5.0, 16), (3, 4.0, 16)]
     assert (outcome.winner, outcome.trial_steps, outcome.reason) == (5, 16, "6 settings were compared")
-    assert [rate for rate, _ in searcher.told] == [0.5, 3.0, 1.0, 4.0, 2.0, 5.0]
+    assert [rate for rate, _ in searcher.score] == [0.5, 3.0, 1.0, 4.0, 2.0, 5.0]
 
 
 def test_no_trial_is_longer_than_allowed():
@@ -203,7 +203,7 @@ def test_settings_are_copied():
     class Reuses(Listed):
         def ask(self):
             one.update(super().ask() or {})
-            return one if len(self.told) < 3 else None
+            return one if len(self.score) < 3 else None
 
     _, outcome = play(search(Reuses(1.0, 2.0), {"lr": 0.5}, Limits(4, 64, 50)), Traces(falling))
     assert [branch.setting["lr"] for branch in outcome.branches] == [0.5, 1.0, 2.0]
@@ -227,7 +227,7 @@ def test_diverged_and_failed_branches_get_no_more_steps():
     assert [branch for branch, *_ in orders].count(1) == 1
     assert [branch for branch, *_ in orders].count(2) == 1
     assert [outcome.branches[number].label for number in (1, 2)] == [Label.DIVERGED, Label.FAILED]
-    assert dict(searcher.told)[9] == dict(searcher.told)[7] == -1.0
+    assert dict(searcher.score)[9] == dict(searcher.score)[7] == -1.0
     assert outcome.winner not in (1, 2)
 
 
@@ -256,7 +256,7 @@ def test_one_setting_has_one_trial():
 def test_the_present_setting_is_not_tried_twice():
     orders, _, searcher, _ = ran([0.0, 1.0])
     assert [rate for _, rate, _ in orders] == [0.0, 1.0]
-    assert searcher.told == [(0.0, 0.0), (0.0, 0.0), (1.0, pytest.approx(3 / 4))]  # once unasked, once as the answer
+    assert searcher.score == [(0.0, 0.0), (0.0, 0.0), (1.0, pytest.approx(3 / 4))]  # once unasked, once as the answer
 
 
 # A later search: each setting has one trial.

@@ -69,7 +69,7 @@ def test_data_without_a_length_are_refused():
 
 @pytest.mark.parametrize("strategy", ["ModelParallelStrategy", "FSDPStrategy", "DeepSpeedStrategy"])
 def test_strategies_that_are_not_tested_are_refused(strategy):
-    with pytest.raises(UnsupportedError, match=f"branch tuning does not run with {strategy}"):
+    with pytest.raises(UnsupportedError, match=f"branch tuning (does not run|is not tested) with {strategy}"):
         check_trainer(trainer(strategy=strategy))
     check_trainer(trainer(strategy="DDPStrategy"))
 
@@ -87,5 +87,5 @@ def test_a_step_that_reads_batches_itself_is_refused():
         def training_step(self, dataloader_iter):
             pass
 
-    with pytest.raises(UnsupportedError, match="training_step with dataloader_iter reads them itself"):
+    with pytest.raises(UnsupportedError, match="branch tuning does not run with dataloader_iter"):
         check_trainer(trainer(module=Reads()))

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_egeria.distributed.ranks import Ranks
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.training.feed import Feed
-from lightning_egeria.tuning.rounds import Order
+from lightning_egeria.tuning.rounds import TrialRequest
 from lightning_egeria.tuning.spaces import Choice
 from lightning_egeria.tuning.trials import Trials
 from lightning_egeria.tuning.tunables import Tunables
@@ -37,7 +37,7 @@ def test_a_branch_again_is_the_branch():
     results = []
 
     def do(trials):
-        results.extend(trials.run(Order(number, setting, 3)).losses for number, setting in enumerate((A, B, A)))
+        results.extend(trials.run(TrialRequest(number, setting, 3)).losses for number, setting in enumerate((A, B, A)))
         trials.leave()
 
     plain, module = Classifier(), Classifier()
@@ -53,14 +53,14 @@ def test_a_branch_grows_as_if_it_had_run_at_once(kept):
     grown, whole = [], []
 
     def in_parts(trials):
-        trials.run(Order(0, A, 1))
-        trials.run(Order(1, B, 2, kept))
-        grown.append(trials.run(Order(0, A, 3)).losses)
-        trials.adopt(Order(0, A, 3))
+        trials.run(TrialRequest(0, A, 1))
+        trials.run(TrialRequest(1, B, 2, kept))
+        grown.append(trials.run(TrialRequest(0, A, 3)).losses)
+        trials.adopt(TrialRequest(0, A, 3))
 
     def at_once(trials):
-        whole.append(trials.run(Order(0, A, 3)).losses)
-        trials.adopt(Order(0, A, 3))
+        whole.append(trials.run(TrialRequest(0, A, 3)).losses)
+        trials.adopt(TrialRequest(0, A, 3))
 
     first, second = Classifier(), Classifier()
     fit(first, Tries(in_parts))
@@ -72,7 +72,9 @@ def test_a_branch_grows_as_if_it_had_run_at_once(kept):
 
 def test_losses_are_relative_to_those_without_learning():
     seen = []
-    fit(Classifier(), Tries(lambda trials: (seen.append(trials.run(Order(0, {"lr": 1e-30}, 4))), trials.leave())))
+    fit(
+        Classifier(), Tries(lambda trials: (seen.append(trials.run(TrialRequest(0, {"lr": 1e-30}, 4))), trials.leave()))
+    )
     assert seen[0].losses == pytest.approx([seen[0].losses[0]] * 4, abs=1e-5)
     assert (seen[0].cost, seen[0].failed) == (4.0, None)
 
@@ -90,7 +92,7 @@ def test_hooks_of_batches_run_before_steps_without_learning():
             del self.weight
 
     seen = []
-    fit(Sets(), Tries(lambda trials: (seen.append(trials.run(Order(0, A, 3))), trials.leave()), epoch=0))
+    fit(Sets(), Tries(lambda trials: (seen.append(trials.run(TrialRequest(0, A, 3))), trials.leave()), epoch=0))
     assert seen[0].failed is None
 
 
@@ -115,9 +117,9 @@ class HoldsItsRate(Classifier):
 @pytest.mark.parametrize(("kind", "rate"), [(LowersItsRate, 0.05), (HoldsItsRate, 0.2)])
 def test_a_rate_that_the_module_lowers_is_not_set_back(kind, rate):
     def do(trials):
-        trials.run(Order(0, {"lr": rate}, 2))
-        trials.run(Order(0, {"lr": rate}, 3))
-        trials.adopt(Order(0, {"lr": rate}, 3))
+        trials.run(TrialRequest(0, {"lr": rate}, 2))
+        trials.run(TrialRequest(0, {"lr": rate}, 3))
+        trials.adopt(TrialRequest(0, {"lr": rate}, 3))
 
     plain, tuned = kind(), kind()
     fit(plain)
@@ -139,7 +141,7 @@ def test_without_a_loss_it_says_what_to_return():
     module = Silent()
     module.automatic_optimization = False
     with pytest.raises(UnsupportedError, match="the training step returned no loss in a trial"):
-        fit(module, Tries(lambda trials: trials.run(Order(0, A, 2)), epoch=0))
+        fit(module, Tries(lambda trials: trials.run(TrialRequest(0, A, 2)), epoch=0))
 
 
 class Demanding(Classifier):
@@ -161,8 +163,8 @@ def test_steps_without_learning_are_whole_steps():
     results = []
 
     def do(trials):
-        results.append(trials.run(Order(0, A, 3)))
-        assert trials.steps_without_learning == 3
+        results.append(trials.run(TrialRequest(0, A, 3)))
+        assert trials.control_steps == 3
         trials.leave()
 
     fit(Demanding(), Tries(do))
@@ -180,7 +182,7 @@ def test_without_a_loss_a_branch_has_failed():
     results = []
 
     def do(trials):
-        results.append(trials.run(Order(0, A, 3)))
+        results.append(trials.run(TrialRequest(0, A, 3)))
         trials.leave()
 
     fit(Waits(), Tries(do))

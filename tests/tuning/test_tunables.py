@@ -11,7 +11,7 @@ from torch import nn
 from lightning_egeria import PrefixFreezing
 from lightning_egeria.errors import ArgumentError, UnsupportedError
 from lightning_egeria.tuning.spaces import Choice, Uniform
-from lightning_egeria.tuning.tunables import Custom, Tunables
+from lightning_egeria.tuning.tunables import CustomTunable, Tunables
 
 
 def trainer_of(module=None, adam=False, scheduler=None):
@@ -102,7 +102,7 @@ def test_dropout_clipping_and_cycled_momentum_are_refused():
 
 def test_a_custom_tunable_is_set_only_where_it_differs():
     calls, box = [], {"value": 1}
-    custom = Custom(
+    custom = CustomTunable(
         Choice([1, 2]), lambda _: box["value"], lambda _, value: (calls.append(value), box.update(value=value))
     )
     tunables, trainer = Tunables({"mine": custom, "lr": Choice([0.05])}), trainer_of()
@@ -129,8 +129,8 @@ def test_depths_are_whole_numbers(space):
 
 @pytest.mark.parametrize("arguments", [([1, 2], len, len), (Choice([1, 2]), None, len), (Choice([1, 2]), len, None)])
 def test_a_custom_tunable_needs_a_space_and_two_functions(arguments):
-    with pytest.raises(ArgumentError, match="Custom needs a Choice"):
-        Custom(*arguments)
+    with pytest.raises(ArgumentError, match="CustomTunable needs a Choice"):
+        CustomTunable(*arguments)
 
 
 @pytest.mark.parametrize("tunables", [["lr"], {}, None])

@@ -297,6 +297,24 @@ def private(tree):
     return [{name for name in names if name.startswith("_") and not name.startswith("__")} for names in (read, made)]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried"),
+        RuntimeError("MPS backend out of memory"),
+    ],
+)
+def test_out_of_memory_on_each_device(error):
+    assert of_torch.is_out_of_memory(error)
+
+
+def test_other_errors_may_mention_memory():
+    assert not of_torch.is_out_of_memory(ValueError("out of memory"))
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_other_file_has_a_private_name_of_others(room):
     package = REPOSITORY / "lightning_egeria"

@@ -1,0 +1,238 @@
+"""`egeria jobs`: from the description of a job to its run, on this machine, Ray or Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_egeria.errors import QueueError
+from lightning_egeria.jobs.backends import NAMES, backend
+from lightning_egeria.jobs.compiler import Compiled, explanation
+from lightning_egeria.jobs.eviction import evict
+from lightning_egeria.jobs.history import History, Row
+from lightning_egeria.jobs.home import VARIABLE, Home
+from lightning_egeria.jobs.jobfolders import State
+from lightning_egeria.jobs.listing import details, table
+from lightning_egeria.jobs.queue import SERVED, queue_runs
+from lightning_egeria.jobs.rules import read_description
+from lightning_egeria.jobs.scheduling import LIVE
+from lightning_egeria.jobs.submission import Backend, cancel, refresh, remove, resume, submit
+from lightning_egeria.programs import files
+from lightning_egeria.programs.arguments import period, whole_number
+from lightning_egeria.programs.terminal import printable
+
+_POLL_S = 0.2
+_BACKENDS_S = 2.0  # between two looks at Slurm
+_MOST_LINES = 2**20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--home", type=Path, help=f"folder of jobs; default: {VARIABLE}, or egeria in the user's folder for data"
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[..., int], text: str, example: str, ids: str = "") -> Any:
+        about: dict[str, Any] = {
+            "description": f"{text[:1].upper()}{text[1:]}.",
+            "epilog": f"example: egeria jobs {name} {example}".rstrip(),
+        }
+        if example:  # the others are for programs and editors: the list leaves them out
+            about["help"] = text
+        added = commands.add_parser(name, **about)
+        added.set_defaults(run=lambda options: _with_home(run, options))
+        if ids:
+            added.add_argument("id" if ids == "1" else "ids", type=int, nargs=None if ids == "1" else "+", metavar="ID")
+        return added
+
+    handing = command("submit", _submit, "compile jobs and hand them over", "job.yaml --set resources.devices=2")
+    handing.add_argument("descriptions", type=Path, nargs="+", metavar="job.yaml")
+    handing.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the description")
+    handing.add_argument("-b", "--backend", choices=NAMES, default="local", help="default: local")
+    handing.add_argument("--address", default="", help="of a Ray cluster; default: RAY_ADDRESS, or this machine")
+    handing.add_argument("--policy", choices=LIVE, help="of the queue, from now on; default: as before, first backfill")
+    handing.add_argument("--after", type=int, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
+    handing.add_argument("--dry-run", action="store_true", help="only write run directories, and say what would run")
+    listing = command("ps", _ps, "list the jobs that have not ended, and the latest that have", "-n 50 --json")
+    listing.add_argument(
+        "-n", type=whole_number(), metavar="N", default=20, help="how many that have ended; default: 20"
+    )
+    listing.add_argument("--json", action="store_true", help="print one JSON object a line")
+    showing = command("show", _show, "print all that is known of a job", "4", ids="1")
+    showing.add_argument("--json", action="store_true", help="print one JSON object")
+    logs = command("logs", _logs, "print the log of a job", "-f 4", ids="1")
+    logs.add_argument("-f", "--follow", action="store_true", help="until the job ends; status 1 if it is not done then")
+    logs.add_argument("--tail", type=whole_number(0, _MOST_LINES), metavar="LINES", help="only the last lines")
+    waiting = command("wait", _wait, "wait until jobs have ended; status 1 if one is not done then", "4 5", ids="+")
+    waiting.add_argument("--timeout", type=period, metavar="PERIOD", help="give up after this time, with status 1")
+    command("cancel", _cancel, "end jobs", "4", ids="+")
+    command("resume", _resume, "let failed or cancelled jobs go on from their last checkpoint", "4", ids="+")
+    command("rm", _remove, "remove jobs that have ended, with their logs, checkpoints and results", "4", ids="+")
+    evicting = command(
+        "evict", _evict, "remove environments and run directories that no job has used for some time", "--older-than 7d"
+    )
+    evicting.add_argument("--older-than", type=period, default="30d", metavar="PERIOD", help="default: 30d")
+    command("queue", _queue, "be the queue until no job is left, as `submit` starts it in the background", "")
+    command("schema", _schema, "print the JSON schema of a description, for editors", "")
+    digest = command("digest", _digest, "print the digest of a file or folder, for data sets", "")
+    digest.add_argument("path", type=Path)
+
+
+def _with_home(run: Callable[..., int], options: argparse.Namespace) -> int:
+    if run in (_schema, _digest):
+        return run(options)
+    home = Home(options.home or Home.default())
+    if run is _queue:
+        return run(home)
+    with home.history() as history:
+        return run(options, home, history)
+
+
+def _submit(options: argparse.Namespace, home: Home, history: History) -> int:
+    chosen = backend(options.backend, home, options.address, options.policy)
+    compiler = home.compiler(history)
+    descriptions = [read_description(path, options.set) for path in options.descriptions]
+    for description in descriptions:
+        compiled = compiler.compile(description)
+        if options.dry_run:
+            for one in compiled:
+                chosen.check(one)
+                _explain(one)
+            continue
+        ids = submit(home, history, chosen, compiled, description.folder, options.after)
+        for one, id in zip(compiled, ids, strict=True):
+            on = [choice.method for choice in one.choices if choice.on]
+            print(f"{id}  {one.name}" + (f"  with {', '.join(on)}" if on else ""))
+    return 0
+
+
+def _explain(one: Compiled) -> None:
+    print(f"{one.name}: {printable(one.path)}")
+    print("".join(f"  {printable(line)}\n" for line in explanation(one.choices).splitlines()), end="")
+
+
+def _ps(options: argparse.Namespace, home: Home, history: History) -> int:
+    _refresh(home, history)
+    rows = history.unfinished() + history.finished(options.n)
+    if options.json:
+        for row in rows:
+            print(json.dumps(row.content()))
+    else:
+        print(table(rows, home), end="")
+        if any(row.backend in SERVED and row.closed is None for row in rows) and not queue_runs(home):
+            print("no queue runs: `egeria jobs queue` goes on with these jobs")
+    return 0
+
+
+def _refresh(home: Home, history: History) -> None:
+    for name in sorted({row.backend for row in history.unfinished()} - {*SERVED}):
+        try:
+            refresh(home, history, {name: backend(name, home)})
+        except QueueError as error:  # the others are shown all the same
+            print(f"egeria jobs: {name} jobs as they were last known: {printable(error)}", file=sys.stderr)
+
+
+def _show(options: argparse.Namespace, home: Home, history: History) -> int:
+    _refresh(home, history)
+    found = details(history.get(options.id), home)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        width = max(map(len, found))
+        for name, value in found.items():
+            lines = value if isinstance(value, list) else [value]
+            for place, line in enumerate(lines):
+                print(f"{name if not place else '':{width}}  {printable(line)}")
+    return 0
+
+
+def _logs(options: argparse.Namespace, home: Home, history: History) -> int:
+    history.get(options.id)
+    looked = time.monotonic()
+    with files.reading(home.folder(options.id).log, links=False) as log:
+        if options.tail is not None:
+            sys.stdout.write(b"".join(collections.deque(log, options.tail)).decode(errors="replace"))
+        while True:
+            state = history.get(options.id).state
+            while data := log.read(2**16):
+                sys.stdout.write(data.decode(errors="replace"))
+            sys.stdout.flush()
+            if state.final or not options.follow:
+                return int(options.follow and state is not State.DONE)
+            if time.monotonic() - looked > _BACKENDS_S:
+                _refresh(home, history)
+                looked = time.monotonic()
+            time.sleep(_POLL_S)
+
+
+def _wait(options: argparse.Namespace, home: Home, history: History) -> int:
+    ends = time.monotonic() + options.timeout if options.timeout is not None else float("inf")
+    looked = -_BACKENDS_S
+    while True:
+        if time.monotonic() - looked > _BACKENDS_S:
+            _refresh(home, history)
+            looked = time.monotonic()
+        states = [history.get(id).state for id in options.ids]
+        if all(state.final for state in states) or time.monotonic() > ends:
+            for id, state in zip(options.ids, states, strict=True):
+                print(f"{id}  {state}")
+            return int(set(states) != {State.DONE})
+        time.sleep(_POLL_S)
+
+
+def _backend_of(row: Row, home: Home) -> Backend:
+    return backend(row.backend, home, row.address)
+
+
+def _cancel(options: argparse.Namespace, home: Home, history: History) -> int:
+    for id in options.ids:
+        print(cancel(home, history, _backend_of(history.get(id), home), id))
+    return 0
+
+
+def _resume(options: argparse.Namespace, home: Home, history: History) -> int:
+    for id in options.ids:
+        resume(home, history, _backend_of(history.get(id), home), id)
+        print(f"job {id} is queued again")
+    return 0
+
+
+def _remove(options: argparse.Namespace, home: Home, history: History) -> int:
+    for id in options.ids:
+        remove(home, history, id)
+        print(f"job {id} is removed")
+    return 0
+
+
+def _evict(options: argparse.Namespace, home: Home, history: History) -> int:
+    evicted = evict(home, history, options.older_than)
+    for kind, names in (("environments", evicted.environments), ("run directories", evicted.runs)):
+        print(f"removed {len(names)} {kind}" + (f": {', '.join(names)}" if names else ""))
+    return 0
+
+
+def _queue(home: Home) -> int:
+    from lightning_egeria.jobs.queue import main as be_the_queue
+
+    return be_the_queue(str(home.path))
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from lightning_egeria.jobs.editors import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _digest(options: argparse.Namespace) -> int:
+    from lightning_egeria.jobs.rundirs import digest_of
+
+    print(digest_of(options.path))
+    return 0

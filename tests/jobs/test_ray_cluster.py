@@ -1,0 +1,197 @@
+"""With a Ray cluster that the test starts, if Ray is installed."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import adaptive_job as adaptive
+import counting_job as counting
+import pytest
+from described import described
+
+from lightning_egeria.errors import QueueError
+from lightning_egeria.jobs.backends import Queued
+from lightning_egeria.jobs.home import Home
+from lightning_egeria.jobs.queue import Queue
+from lightning_egeria.jobs.submission import cancel, submit
+
+pytest.importorskip("ray", reason="ray is an extra: make test-slow installs it")
+
+from lightning_egeria.jobs.ray_cluster import RayCluster
+
+PORT = 8299
+GCS_PORT = 6399
+ADDRESS = f"http://127.0.0.1:{PORT}"
+VARIABLES = "{OMP_NUM_THREADS: 1, CUDA_VISIBLE_DEVICES: ''}"
+
+
+def test_without_a_cluster(tmp_path):
+    with pytest.raises(QueueError, match=r"no Ray cluster answers at http://127\.0\.0\.1:9"):
+        RayCluster("http://127.0.0.1:9").nodes()
+
+
+class Quiet(Queued):
+    """A back end without a queue, which the test runs itself."""
+
+    def start(self, jobs):
+        return {}
+
+    def cancel(self, row):
+        pass
+
+
+class Nodes:
+    """A Ray cluster whose nodes are processes of this machine, with two CPUs each."""
+
+    def __init__(self, folder):
+        self._folder, self._started = folder, []
+        common = ["--dashboard-host=127.0.0.1", f"--dashboard-port={PORT}", f"--port={GCS_PORT}"]
+        self._start("--head", *common, f"--temp-dir={folder}")
+        until(lambda: len(nodes_of(ADDRESS)) == 1)
+        self.add()
+
+    def add(self):
+        before = len(nodes_of(ADDRESS))
+        self._start(f"--address=127.0.0.1:{GCS_PORT}")
+        until(lambda: len(nodes_of(ADDRESS)) == before + 1)
+
+    def kill(self, place):
+        """Kill a node as its machine would, with all that runs there."""
+        import psutil  # Ray brings it
+
+        parent = self._started[place]
+        for child in [*psutil.Process(parent.pid).children(recursive=True), psutil.Process(parent.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        parent.wait(30)
+
+    def stop(self):
+        for process in reversed(self._started):
+            process.terminate()
+        for process in self._started:
+            process.wait(60)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, *options):
+        ray = Path(sys.executable).parent / "ray"
+        command = [ray, "start", "--num-cpus=2", "--disable-usage-stats", "--block", *options]
+        self._started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+
+@pytest.fixture
+def running(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    nodes = Nodes(f"/tmp/ray-{os.getpid()}")  # the names of sockets have little room
+    try:
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+@pytest.fixture
+def home(tmp_path):
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture
+def history(home):
+    with home.history() as history:
+        yield history
+
+
+def nodes_of(address):
+    with contextlib.suppress(QueueError):
+        return RayCluster(address).nodes()
+    return {}
+
+
+def until(true, seconds=120, step=lambda: None):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        step()
+        time.sleep(0.1)
+
+
+def add(home, history, command, most=None, devices=1):
+    keys = {"entry.command": json.dumps(command), "environment.variables": VARIABLES, "resources.devices": devices}
+    description = described(home.path.parent, **keys, **({"resources.most_devices": most} if most else {}))
+    compiled = home.compiler(history).compile(description)
+    return submit(home, history, Quiet(home, "ray", ADDRESS), compiled, description.folder)[0]
+
+
+def states(history, *ids):
+    return [history.get(id).state.value for id in ids]
+
+
+def ranks(home, id):
+    """Number of ranks of each epoch that a job began."""
+    return [int(ranks) for _, ranks in re.findall(r"epoch (\d+) on (\d+)", home.folder(id).log.read_text())]
+
+
+def assert_each_sample_once_an_epoch(home, id, epochs, samples):
+    assert (home.folder(id).results / "seen").read_text().split() == [str(epochs)] * samples
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of Ray
+class TestTwoNodes:
+    def test_jobs_run_wait_fail_and_are_cancelled(self, running, home, history):
+        good = add(home, history, "echo hello on $EGERIA_JOB_DEVICES", devices=2)
+        bad, endless = add(home, history, "exit 3"), add(home, history, "exec sleep 1000")
+        waits = add(home, history, "touch never", devices=2)
+        queue = Queue(home, history)
+        until(lambda: states(history, good, bad) == ["done", "failed"], step=queue.step)
+        until(lambda: states(history, endless) == ["running"] and home.folder(endless).is_watched, step=queue.step)
+        assert "\nhello on 2\n" in home.folder(good).log.read_text()
+        cancel(home, history, Quiet(home, "ray", ADDRESS), endless)
+        until(lambda: states(history, endless, waits) == ["cancelled", "done"], step=queue.step)
+
+    @pytest.mark.parametrize("policy", ["fair", "tiresias", "pollux"])
+    def test_three_jobs_end_with_each_sample_once_an_epoch(self, policy, running, home, history):
+        home.follow(policy)
+        epochs = (60, 20, 20)
+        jobs = [
+            add(home, history, [sys.executable, module.__file__, str(count)], most=2)
+            for module, count in zip((counting, adaptive, counting), epochs, strict=True)
+        ]
+        queue = Queue(home, history, interval_s=5.0)
+        until(lambda: not history.unfinished(), 500, queue.step)
+        assert states(history, *jobs) == ["done"] * 3, [home.folder(id).log.read_text()[-2000:] for id in jobs]
+        for id, module, count in zip(jobs, (counting, adaptive, counting), epochs, strict=True):
+            assert_each_sample_once_an_epoch(home, id, count, module.SAMPLES)
+        hosts = {history.get(id).status.devices for id in jobs}
+        assert hosts <= {1, 2}
+        if policy == "fair":
+            assert 2 in ranks(home, jobs[0])
+
+    def test_a_lost_node_a_lost_queue_and_a_lost_head(self, running, home, history):
+        script = 'touch "$EGERIA_CHECKPOINTS/$EGERIA_ATTEMPT"; until test -e ../../go; do sleep 0.1; done'
+        ids = [add(home, history, script, devices=2) for _ in range(2)]
+
+        def attempts():
+            return sum(history.get(id).status.attempt for id in ids)
+
+        queue = Queue(home, history)
+        until(lambda: attempts() == 2 and all(home.folder(id).is_watched for id in ids), step=queue.step)
+        running.add()
+        running.kill(1)
+        until(lambda: attempts() == 3 and all(home.folder(id).is_watched for id in ids), 200, queue.step)
+        queue = Queue(home, history)  # the last one was killed, say
+        for _ in range(20):
+            queue.step()
+            time.sleep(0.1)
+        assert attempts() == 3
+        running.kill(0)  # with the job that ran there; the other one goes on
+        (home.jobs / "go").touch()
+        until(lambda: sorted(states(history, *ids)) == ["done", "queued"], step=queue.step)
+        waits = next(id for id in ids if history.get(id).state.value == "queued")
+        cancel(home, history, Quiet(home, "ray", ADDRESS), waits)
+        until(lambda: not history.unfinished(), 60, queue.step)
+        assert sorted(states(history, *ids)) == ["cancelled", "done"]

@@ -1,0 +1,122 @@
+import signal
+
+import lightning as L
+import pytest
+import torch
+from stopped import BATCHES, EPOCHS, Net, fit
+
+from lightning_egeria import AdaptiveBatchSize, ResumableCheckpoints, SelectiveBackprop
+from lightning_egeria.errors import ArgumentError, CheckpointError
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("step", range(1, EPOCHS * BATCHES))
+def test_a_stopped_run_ends_as_one_that_was_not(step, whole, tmp_path):
+    assert fit(tmp_path, stop=step) == 75
+    assert same(fit(tmp_path, resume=True), whole)
+
+
+def test_a_signal_in_the_last_step_comes_too_late(whole, tmp_path):
+    assert same(fit(tmp_path, stop=EPOCHS * BATCHES), whole)
+
+
+@pytest.mark.parametrize("every", [None, 1, 3, 4, 5])
+def test_a_killed_run_goes_on_from_the_latest_file(every, whole, tmp_path):
+    fit(tmp_path, every_n_steps=every)  # the file is older than the end
+    assert same(fit(tmp_path, resume=True, every_n_steps=every), whole)
+
+
+def test_stopped_again_and_again(whole, tmp_path):
+    for step in (2, 5, 8, 11):
+        assert fit(tmp_path, stop=step, resume=step > 2) == 75
+    assert same(fit(tmp_path, resume=True), whole)
+
+
+def test_no_file_within_an_accumulation_window(tmp_path):
+    expected = fit(tmp_path / "whole", accumulate=2)
+    assert fit(tmp_path, stop=3, accumulate=2) == 75
+    assert same(fit(tmp_path, resume=True, accumulate=2), expected)
+
+
+def test_workers_draw_the_same_order(tmp_path):
+    expected = fit(tmp_path / "whole", workers=1)
+    assert fit(tmp_path, stop=6, workers=1) == 75
+    assert same(fit(tmp_path, resume=True, workers=1), expected)
+
+
+def adapting(loader, val):
+    return AdaptiveBatchSize(loader, 16, batch_sizes={2: 12, 5: 16}, val_dataloaders=val)
+
+
+def selecting(loader, val):
+    return SelectiveBackprop(loader, mode="in_batch", share=0.5, val_dataloaders=val)
+
+
+@pytest.mark.parametrize("wrap", [adapting, selecting])
+def test_data_that_know_their_own_place(wrap, tmp_path):
+    # A checkpoint ends the pair of gradients that a noise estimate is made of, so both runs save at the same steps.
+    options = {"every_n_steps": 1, "wrap": wrap}
+    expected = fit(tmp_path / "whole", **options)
+    for step in (1, 3, 6):
+        assert fit(tmp_path / str(step), stop=step, **options) == 75
+        assert same(fit(tmp_path / str(step), resume=True, **options), expected)
+
+
+def test_it_changes_nothing_in_a_run_that_is_not_stopped(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(ResumableCheckpoints, "_save", lambda self, trainer: None)
+    for name in ("on_train_start", "on_train_epoch_start", "on_train_batch_end"):
+        monkeypatch.setattr(ResumableCheckpoints, name, getattr(L.Callback, name))
+    assert same(fit(tmp_path), whole)
+
+
+def test_signals_mean_what_they_did_afterwards(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
+    fit(tmp_path)
+    assert fit(tmp_path, stop=2) == 75
+    assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)] == before
+
+
+def test_arguments(tmp_path, monkeypatch):
+    monkeypatch.delenv("EGERIA_CHECKPOINTS", raising=False)
+    with pytest.raises(ArgumentError, match="EGERIA_CHECKPOINTS is not set"):
+        ResumableCheckpoints()
+    with pytest.raises(ArgumentError, match="every_n_steps must be an integer of at least 1, got 0"):
+        ResumableCheckpoints(0, tmp_path)
+    monkeypatch.setenv("EGERIA_CHECKPOINTS", str(tmp_path))
+    assert ResumableCheckpoints().path == tmp_path / "last.ckpt"
+
+
+def test_a_damaged_state_is_refused(tmp_path):
+    saving = ResumableCheckpoints(folder=tmp_path)
+    state = saving.state_dict()
+    for damaged in ({}, {**state, "batches": -1}, {**state, "now": {"torch": 1}}):
+        with pytest.raises(CheckpointError, match="the resuming state in the checkpoint is damaged"):
+            saving.load_state_dict(damaged)
+
+
+def test_the_file_is_read_without_unpickling_classes(tmp_path):
+    assert fit(tmp_path, stop=2) == 75
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    (state,) = (value for name, value in content["callbacks"].items() if "ResumableCheckpoints" in name)
+    assert state["batches"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert set(Net().state_dict()) == set(content["state_dict"])
+
+
+def test_a_checkpoint_is_not_written_through_a_link(tmp_path):
+    """Somebody may have laid one into a folder that several users share."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".last.ckpt").symlink_to(tmp_path / "mine")
+    (tmp_path / "folder" / "last.ckpt").symlink_to(tmp_path / "mine")
+    fit(tmp_path / "folder", every_n_steps=1)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (tmp_path / "folder" / "last.ckpt").stat().st_size > 100
