@@ -280,8 +280,8 @@ class BatchSizeSteps(pl.Callback):
             except Exception as error:
                 self.control.halves = False
                 self._notices.warn(
-                    f"step {step}: half of a batch could not be run, to measure the noise of the gradient: "
-                    f"{type(error).__name__}: {error}. From now on larger batches are accumulated from two"
+                    f"step {step}: half of a batch could not be run to measure the gradient noise: "
+                    f"{type(error).__name__}: {error}. From now on, larger batches are accumulated from two batches"
                 )
                 return
             self._meter.add_halves(halves.first, halves.second, scale, stands_for)

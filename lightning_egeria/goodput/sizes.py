@@ -87,7 +87,7 @@ def first_sizes(
         done = _batches_begun(trainer)
         if done:
             notices.warn(
-                "the checkpoint was written in the middle of an epoch without AdaptiveBatchSize. It begins again"
+                "the checkpoint was written in the middle of an epoch without AdaptiveBatchSize. The epoch begins again"
             )
             adapted.begin_again(done)
         return Sizes(initial, most, local, now, done=done)

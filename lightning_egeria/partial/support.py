@@ -86,8 +86,8 @@ def check_model(trainer: pl.Trainer, module: nn.Module, plan: SuffixPlan, argume
     wrapped = wrapped_by_ddp(trainer.strategy)
     if wrapped is not None and arguments.exchange != "all" and has_communication_hook(wrapped):
         raise UnsupportedError(
-            "a communication hook changes how DDP exchanges gradients, and an exchange among contributors would leave "
-            "it out. Use exchange='all', or remove the hook"
+            "a communication hook changes how DDP exchanges gradients, and an exchange among contributors would not "
+            "call it. Use exchange='all', or remove the hook"
         )
     if plan.differs and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise UnsupportedError(
@@ -111,7 +111,7 @@ def check_batches(ranks: Ranks, batches: float) -> None:
         counts = ", ".join(str(int(count)) if math.isfinite(count) else "unknown" for count in found)
         raise UnsupportedError(
             f"ranks 0, 1, ... have {counts} training batches, and each exchange of gradients needs all ranks. Give all "
-            "ranks as many, as DistributedSampler does, or use limit_train_batches"
+            "ranks the same number, as DistributedSampler does, or use limit_train_batches"
         )
 
 

@@ -248,6 +248,6 @@ def _check_reads(loss: Tensor, parameters: set[int]) -> None:
         leaf = leaf_of(node)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in parameters:
             raise UnsupportedError(
-                f"the loss reads a parameter of shape {tuple(leaf.shape)} that this stage does not train. Put "
-                "whatever has parameters into the model, call its module there, and return what the loss needs"
+                f"the loss reads a parameter of shape {tuple(leaf.shape)} that this stage does not train. Move "
+                "everything with parameters into the model, call its module there, and return the inputs of the loss"
             )

@@ -43,8 +43,8 @@ class InOrder:
         batch, in_order, _ = _checked(self.collate, samples)
         if not in_order:
             raise UnsupportedError(
-                "the collate function of the DataLoader changes the order of the samples, so stale losses would be "
-                "those of other samples. Keep the order, or use staleness=0"
+                "the collate function of the DataLoader changes the order of the samples, so a stale loss would "
+                "belong to another sample. Keep the order, or use staleness=0"
             )
         return batch
 

@@ -95,7 +95,7 @@ class Scorer:
         if away > 0.1 * np.abs(found).max():
             self._notices.warn(
                 "the loss of a sample depends on the other samples of its batch (is it contrastive?), so batches of "
-                "selected samples have other losses than whole ones. Compare with a run without selection",
+                "selected samples have other losses than full batches. Compare with a run without selection",
                 once="others",
             )
 

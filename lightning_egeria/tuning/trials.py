@@ -138,7 +138,7 @@ class Trials:
                 apart = other.batches == branch.batches and other.setting[name] != value
                 if apart and other.ended.get(name) == branch.ended[name]:
                     now, others = describe({name: branch.ended[name]}), describe({name: other.setting[name]})
-                    return f"something sets {name!r} itself: {now} after this trial, as after that of {others}"
+                    return f"other code sets {name!r}: {now} after this trial, and after the trial of {others}"
         return None
 
     @property

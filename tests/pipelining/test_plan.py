@@ -74,7 +74,7 @@ def test_damaged_json_is_refused(text):
         ((Stage("a", (0, 1)), Stage("b", (2, 3)), Stage("c", ())), "0 nodes on 1 devices"),
         ((Stage("a", (0, 1)), Stage("b", (2, 3), 0)), "on 0 devices"),
         ((Stage("a", (1, 2, 3)), Stage("b", (0,))), "List stages in the order"),
-        ((Stage("a", (0, 3)), Stage("b", (1, 2))), "do not let two read each other"),
+        ((Stage("a", (0, 3)), Stage("b", (1, 2))), "let no two stages read each other"),
     ],
 )
 def test_wrong_stages_are_refused(stages, message):

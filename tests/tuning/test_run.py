@@ -74,7 +74,7 @@ def test_a_value_that_something_else_sets_is_no_setting(caplog):
     with caplog.at_level(logging.INFO):
         fit(WarmingUp(), searches)
     assert [branch["failed"] is None for branch in searches.record.branches] == [True, False, False, False]
-    assert "something sets 'lr' itself: lr=0.012 after this trial, as after that of lr=0.01" in caplog.text
+    assert "other code sets 'lr': lr=0.012 after this trial, and after the trial of lr=0.01" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
