@@ -81,7 +81,7 @@ def test_a_value_that_something_else_sets_is_no_setting(caplog):
 def test_a_scheduler_that_comes_later_forbids_searches(caplog):
     averaging = L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
     tuner = BranchTuner({"lr": Choice([0.01, 0.1])}, at_epochs=(2,), first_steps=1)
-    with pytest.warns(UserWarning, match="step 10: no search, because the scheduler SWALR is not one of torch"):
+    with pytest.warns(UserWarning, match="step 10: no search, because the scheduler SWALR is not a scheduler of torch"):
         fit(Classifier(), averaging, tuner)
     assert tuner.setting is None
     assert not tuner.searches
