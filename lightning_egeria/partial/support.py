@@ -36,8 +36,8 @@ def check_trainer(trainer: pl.Trainer, arguments: PartialArguments, layer_module
     Raises:
         UnsupportedError: with another strategy than one device or DDP, with settings of DDP that contradict, or with
             manual optimization.
-        ArgumentError: if depths are given for another number of ranks or follow a plasticity that nobody measures, or
-            if layer modules are named beside freezing.
+        ArgumentError: if depths are given for another number of ranks or follow plasticity that no callback measures,
+            or if layer modules are named beside freezing.
     """
     strategy, kind = trainer.strategy, type(trainer.strategy).__name__
     if kind not in SUPPORTED:

@@ -152,7 +152,7 @@ class StageStep:
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             self._sending.setdefault(key, []).append((dist.isend(sent, rank, tag=self._tag(action)), sent, rank))
-        if not self._work.learns:  # nobody tells this stage to wait
+        if not self._work.learns:  # no other stage makes this stage wait
             ahead = self._plan.in_flight_of_a_device(self._stage) * self._plan.stages[self._stage].width
             self._finish(("SF", action.micro_batch - ahead))
 

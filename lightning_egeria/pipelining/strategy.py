@@ -142,7 +142,7 @@ class GraphPipelineStrategy(DDPStrategy):
         for parameter in parameters:
             parameter.grad = None
         try:
-            # It seeds dropout, also of a run that goes on from a checkpoint.
+            # It seeds dropout, also in a run that resumes from a checkpoint.
             pipeline.steps = self.lightning_module.trainer.fit_loop.total_batch_idx
             with self.precision_plugin.train_step_context():
                 loss = pipeline.step(batch, step.loss)

@@ -24,7 +24,7 @@ _RECORDED = "recorded"
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a trace ends, for a forward that goes on with whatever it likes behind its last call of a unit.
+    """Where a trace ends, for a forward that continues with any code behind its last call of a unit.
 
     Attributes:
         calls: paths of the units that the forward calls, in order.

@@ -72,7 +72,7 @@ class Collated:
 
 
 class WithSamples:
-    """A collate function that hands on what is known of its batch, and the samples if some are to be collated anew.
+    """A collate function that returns ids and layout with its batch, and the samples if some are collated again.
 
     Args:
         collate: the user's collate function.

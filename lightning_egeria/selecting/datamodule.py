@@ -181,12 +181,12 @@ class SelectiveBackprop(WrappingDataModule):
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the user's own, and what selection has seen on each rank."""
+        """Return the state of the user's data module, and the state of selection on each rank."""
         state = super().state_dict()
         return state if self._batches is None else {**state, "selection": self._batches.rank_states()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """That of the user's own; selection goes on from there when training begins."""
+        """Load the state of the user's data module. Selection resumes from it when training begins."""
         super().load_state_dict(state_dict)
         self._resumed = state_dict.get("selection")
 

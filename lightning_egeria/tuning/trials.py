@@ -163,7 +163,7 @@ class Trials:
             self._batch_size.end()
 
     def adopt(self, order: Order) -> None:
-        """Let training go on from the end of a branch."""
+        """Continue training from the end of a branch."""
         branch = self._branches.setdefault(order.branch, _Branch(order.setting))
         if branch.state is None:
             self._continue(branch, order.steps)
@@ -248,7 +248,7 @@ class Trials:
         still.state = FitState(trainer, self._freezer, self._store)
 
     def _train(self, branch: _Branch, batches: int) -> None:
-        """Train until the branch has had so many batches, or a loss is not finite."""
+        """Train until the branch has had this many batches, or a loss is not finite."""
         device = self._trainer.strategy.root_device
         wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
         feed = BranchFeed(
@@ -301,7 +301,7 @@ def _is_anomaly(error: Exception) -> bool:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the host, has no memory left: torch raises a kind of its own on devices only."""
+    """Whether a device, or the host, has no memory left: torch has an exception class for this on devices only."""
     if isinstance(error, MemoryError):
         return True
     kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)

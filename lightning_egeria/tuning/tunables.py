@@ -182,7 +182,7 @@ class FrozenDepth:
         return freezer.depth if freezer is not None else 0
 
     def set(self, trainer: pl.Trainer, value: Value) -> None:
-        """Freeze so many layer modules, and no more than may freeze."""
+        """Freeze this many layer modules, and no more than may freeze."""
         freezer = freezer_of(trainer)
         assert freezer is not None  # a search waits for it
         depth = min(int(value), freezer.chain.max_depth)
