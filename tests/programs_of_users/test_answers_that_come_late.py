@@ -78,7 +78,7 @@ def test_a_run_with_default_arguments_freezes_all_the_same(lines, capsys):
 
 
 def test_fine_tuning_by_plasticity_freezes_all_the_same(lines):
-    freezing, _, _ = starved(Blocks(), policy=FreezingPolicy(pretrained=True, trial_progress=None, peer_tolerance=0.9))
+    freezing, _, _ = starved(Blocks(), policy=FreezingPolicy(pretrained=True, trial=False, peer_tolerance=0.9))
     assert freezing.frozen_depth > 0
     assert len(lines(MOVED)) == 1
 
@@ -112,7 +112,7 @@ def test_until_it_freezes_the_run_is_the_one_without_the_callback(tmp_path):
 )
 def test_the_log_and_the_report_give_the_same_reason(tmp_path, lines, arguments, reason):
     recorder = RunRecorder(tmp_path / "egeria.json")
-    policy = FreezingPolicy(tolerance=1e-12, pretrained=True, trial_progress=None, peer_tolerance=0)
+    policy = FreezingPolicy(tolerance=1e-12, pretrained=True, trial=False, peer_tolerance=0)
     freezing, _, said = starved(Blocks(), recorder, policy=policy, **arguments)
     (line,) = lines("nothing froze")
     told = line.removeprefix("freezing: nothing froze: ")
