@@ -28,7 +28,7 @@ train: $(VENV)/installed-demo ## train a ResNet-20 on handwritten digits, freezi
 test: $(VENV)/installed-dev ## run the tests
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-test-slow: $(VENV)/installed-dev $(VENV)/installed-ray $(VENV)/installed-transformers ## run the tests that take longer (installs Ray and transformers: 600 MB)
+test-slow: $(VENV)/installed-dev $(VENV)/installed-ray $(VENV)/installed-transformers ## run the tests that take longer (installs Ray and packages of Hugging Face: more than 600 MB)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m slow
 
 test-gpu: $(VENV)/installed-dev ## run the tests of single processes with a GPU

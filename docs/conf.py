@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning_egeria
 
 HERE = Path(__file__).resolve().parent
-# These are pages here as well, or parts of some. What they link to has its place in these pages.
+# Documents outside this folder that pages include, and their pages. Links to and in the documents lead to these pages.
 PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -17,6 +17,9 @@ PAGES = {
     "lightning_egeria/goodput/README.md": "cards/goodput.md",
     "lightning_egeria/jobs/README.md": "cards/jobs.md",
     "lightning_egeria/cluster/README.md": "cards/cluster.md",
+    "lightning_egeria/selecting/README.md": "cards/selecting.md",
+    "lightning_egeria/tuning/README.md": "cards/tuning.md",
+    "lightning_egeria/pipelining/README.md": "cards/pipelining.md",
 }
 
 project = "lightning_egeria"
@@ -45,14 +48,15 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 
-# Docstrings put names of all kinds in single backticks: those that are documented become links, the others stay code.
+# Docstrings put names of all kinds in single backticks: names with a page become links, the others stay code.
 default_role = "py:obj"
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
-    # Nothing is downloaded for a build, so other projects have no inventory here.
+    # A build downloads nothing, so there is no inventory of other projects.
     (r"py:.*", r"(torch|pl|lightning|torchmetrics|rich|nn|collections|pathlib|os|enum|typing)\..*"),
-    ("py:class", "Precision"),  # a name for a Literal, whose values the argument's description has
-    (r"py:.*", "(Any|Callable|DataLoader|Figure|Iterable|Literal|Mapping|Metric|Run|Sequence|Tensor|optional)"),
+    # Annotations name type aliases and classes without a page. Their short names stay code.
+    ("py:class", r"\w+"),
+    ("py:class", r"lightning_egeria\..*\.(BatchLimits|Panel|Plan|ThroughputModel)"),
 ]
 
 

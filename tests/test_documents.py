@@ -24,10 +24,18 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *CARDS, *sorted(DOCS.
 ORIGINAL_TRAINER = L.Trainer
 
 
+OF_HUGGING_FACE = ("datasets", "peft", "transformers")
+
+
+def needed(block):
+    """The packages of Hugging Face that a block imports; `make test-slow` installs them."""
+    return [name for name in OF_HUGGING_FACE if re.search(rf"^(from|import) {name}\b", block, re.MULTILINE)]
+
+
 def blocks(opening):
     pattern = re.compile(rf"^```{opening}\n(.*?)^```", re.DOTALL | re.MULTILINE)
     return [
-        pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
+        pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}", marks=[pytest.mark.slow] if needed(block) else [])
         for path in DOCUMENTS
         for number, block in enumerate(pattern.findall(path.read_text()))
     ]
@@ -72,6 +80,48 @@ def small_model(create_model, name, **kwargs):
     return create_model("test_resnet", **{**kwargs, "pretrained": False})
 
 
+def small_of_hugging_face(monkeypatch):
+    """Whatever the name, small networks with random weights and small data, without a download."""
+    datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from PIL import Image
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    # Wide enough that running them takes longer than reading what they computed.
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 512}
+    sizes_of_texts = {"vocab_size": 90, "num_hidden_layers": 12, **sizes}
+    images = transformers.Dinov2Config(image_size=32, patch_size=8, num_hidden_layers=4, **sizes)
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "good", "bad", "film"])}
+    splitting = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    splitting.pre_tokenizer = pre_tokenizers.Whitespace()
+    data = {
+        "imdb": {"text": ["good film", "a bad film"] * 32, "label": [1, 0] * 32},
+        "beans": {"image": [Image.new("RGB", (40, 40), (one, 0, 0)) for one in range(64)], "label": [0, 1] * 32},
+    }
+
+    def replace(owner, name, function):
+        monkeypatch.setattr(owner, name, staticmethod(function))
+
+    def network(name):
+        return transformers.AutoModel.from_config(
+            images if "dino" in name else transformers.BertConfig(**sizes_of_texts)
+        )
+
+    def classifier(_, num_labels):
+        config = transformers.BertConfig(num_labels=num_labels, **sizes_of_texts)
+        return transformers.BertForSequenceClassification(config)
+
+    def tokenizer(_):
+        tokens = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=splitting, **tokens)
+
+    replace(transformers.AutoModel, "from_pretrained", network)
+    replace(transformers.AutoModelForSequenceClassification, "from_pretrained", classifier)
+    replace(transformers.AutoTokenizer, "from_pretrained", tokenizer)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: datasets.Dataset.from_dict(data[name]))
+    datasets.disable_progress_bars()
+
+
 def test_nearly_all_blocks_run():
     assert len(RUN) >= 15
     assert len(SEVERAL_PROCESSES) == 3
@@ -83,6 +133,7 @@ def test_nearly_all_blocks_run():
 @pytest.mark.filterwarnings("ignore:freezing. nothing froze")  # two epochs are too short for what they schedule
 @pytest.mark.filterwarnings("ignore:cache. the cache of .* does not pay")  # the networks are tiny
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")  # as the page on frozen backbones advises
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks transformers
 @pytest.mark.parametrize("block", RUN)
 def test_block_runs(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -90,6 +141,8 @@ def test_block_runs(block, monkeypatch, tmp_path):
     monkeypatch.setattr(L, "Trainer", small_trainer)
     monkeypatch.setattr(timm, "create_model", functools.partial(small_model, timm.create_model))
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    if needed(block):
+        small_of_hugging_face(monkeypatch)
     names = {"model": Module(), "datamodule": Data()}
     exec(compile(block, "block", "exec"), names)
     if "class" in block and "cached" in names:  # an example of a frozen part

@@ -479,8 +479,19 @@ def test_measuring_leaves_a_network_as_it_was():
 def test_the_published_tables_are_what_the_files_give(path):
     runs = results.read_all(path.parts[-3], path.parts[-2])
     assert path.read_text() == figures.table(runs, results.costs_of(path.parts[-3], path.parts[-2]))
-    beside = path.with_name("sensitivity.md")
-    assert (beside.read_text() if beside.is_file() else "") == figures.sensitivity(runs)
+    for name, text in (("short", figures.short_table(runs)), ("sensitivity", figures.sensitivity(runs))):
+        beside = path.with_name(f"{name}.md")
+        assert (beside.read_text() if beside.is_file() else "") == text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*/table.md")), ids=lambda path: "-".join(path.parts[-3:-1]))
+def test_a_panel_has_at_most_five_lines_of_as_many_colors(path):
+    runs = results.read_all(path.parts[-3], path.parts[-2])
+    shown = figures.panels_of(runs)
+    assert {name for names in shown.values() for name in names} == {run.method for run in runs} & {*figures.TITLES}
+    for axes in figures.picture(runs, "val/acc").axes:
+        colors = [line.get_color() for line in axes.get_lines()]
+        assert len(colors) == len({*colors}) <= 5
 
 
 def test_the_published_losses_are_what_the_files_give():

@@ -13,7 +13,8 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.patheffects import Normal, Stroke
 from scipy.stats import t as student
 
 from benchmarks.proof.results import Run, costs_of, read_all
@@ -23,19 +24,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURES = REPOSITORY / "docs" / "_static"
 README = REPOSITORY / "README.md"
 SUMMARY = re.compile(r"(<!-- make figures: summary -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
-# Rows of the table in the README, by workload and size.
+# Rows of the table in the README, by workload and size: those whose runs have the default arguments.
 SUMMARIZED = {
-    ("trashnet_efficientnet", "small"): "fine-tune EfficientNet-Lite0 with ImageNet weights, 6 epochs",
-    ("banking77_minilm", "small"): "fine-tune MiniLM, 4 epochs",
-    ("finetune_imagenette_resnet20", "tight"): "fine-tune ResNet-20, 6 epochs",
-    ("finetune_imagenette_resnet56", "tight"): "fine-tune ResNet-56, 6 epochs",
-    ("finetune_imagenette_resnet20", "small"): "fine-tune ResNet-20, 12 epochs: more than it needs",
-    ("cifar10_resnet20", "small"): "from scratch: ResNet-20, step decay",
-    ("cifar10_resnet20_cosine", "small"): "from scratch: ResNet-20, cosine",
-    ("cifar10_mobilenetv2", "small"): "from scratch: MobileNetV2, cosine",
-    ("multi30k_transformer", "small"): "from scratch: translation transformer (BLEU)",
+    ("trashnet_efficientnet", "small"): "fine-tune EfficientNet-Lite0 on TrashNet, 6 epochs",
+    ("cifar10_efficientnet", "small"): "fine-tune EfficientNet-Lite0 on 5,000 images of CIFAR-10, 4 epochs",
+    ("banking77_minilm", "small"): "fine-tune MiniLM on 2,000 texts of Banking77, 4 epochs",
+    ("camvid_efficientnet", "small"): "fine-tune EfficientNet-Lite0 with a new decoder on CamVid, 12 epochs, mIoU",
+    ("cifar10_resnet20", "small"): "from scratch: ResNet-20 on CIFAR-10, step decay, 40 epochs",
+    ("cifar10_mobilenetv2", "small"): "from scratch: MobileNetV2 on CIFAR-10, cosine, 16 epochs",
+    ("multi30k_transformer", "small"): "from scratch: translation transformer, one cycle, 12 epochs, BLEU",
 }
-SUMMARY_METHODS = ("freezing", "cached", "shortened")
+SUMMARY_METHODS = ("cached", "half", "shortened")
 TITLES = {
     "plain": "plain",
     "shortened": "plain, shortened",
@@ -61,31 +60,21 @@ TITLES = {
     "random": "the same share at random",
     "importance": "importance sampling",
 }
-COLORS = {
-    "plain": "#333333",
-    "shortened": "#8a8a8a",
-    "freezing": "#2b6cb0",
-    "cached": "#c05621",
-    "partial": "#2f855a",
-    "partial shortened": "#b0b0b0",
-    "partial smaller": "#d0c0a0",
-    "slope": "#8da0cb",
-    "static": "#66c2a5",
-    "half": "#66c2a5",
-    "deep": "#8da0cb",
-    "probe": "#7b5ea7",
-    "lpft": "#17a2b8",
-    "gradual": "#8c564b",
-    "linear": "#e78ac3",
-    "freezeout": "#a6d854",
-    "autofreeze": "#d4a017",
-    "selective": "#2f855a",
-    "shortened_selective": "#8a8a8a",
-    "in_batch": "#1d5c3a",
-    "selective_cached": "#9b2c2c",
-    "random": "#a6d854",
-    "importance": "#e78ac3",
+# The panels of a figure. Each has at most five lines: static runs are not made where other fixed depths are.
+PANELS = {
+    "freezing beside plain runs": ("plain", "cached", "freezing", "shortened"),
+    "depths fixed in advance": ("plain", "cached", "half", "deep", "probe", "static"),
+    "the head first": ("plain", "cached", "lpft", "gradual"),
+    "rules of others": ("plain", "slope", "linear", "freezeout", "autofreeze"),
+    "Selective-Backprop": ("plain", "selective", "in_batch", "shortened_selective", "selective_cached"),
+    "other samples": ("plain", "selective", "random", "importance"),
+    "partial backprop": ("plain", "partial", "partial shortened", "partial smaller"),
 }
+COLORS = {"plain": "#4a4a4a", "cached": "#c05621"}
+OTHER_COLORS = ("#2b6cb0", "#2f855a", "#7b5ea7", "#d53f8c")  # of other methods, in the order of their panel
+# Rows of the short table: what most readers ask for.
+SHORT = ("plain", "shortened", "freezing", "cached", "half", "deep")
+MANY = 6  # methods from which a page shows the short table first
 
 
 def interval(values: Sequence[float]) -> float:
@@ -200,13 +189,30 @@ def table(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
     return "\n".join([*rows, "", f"{note} {made_by(runs, costs)}", ""])
 
 
+def short_table(runs: Sequence[Run]) -> str:
+    """The methods that most readers ask for, in the columns that they read first; empty if the whole table is short."""
+    if len({run.method for run in runs}) < MANY:
+        return ""
+    plain = [run for run in runs if run.method == "plain"]
+    base = statistics.fmean(run.seconds for run in plain)
+    rows = ["| method | training time | final, % | vs. plain | frozen |", "|---|---|---|---|---|"]
+    for method in SHORT:
+        if own := [run for run in runs if run.method == method]:
+            rows.append(
+                f"| {TITLES[method]} | {statistics.fmean(run.seconds for run in own) / base:.2f} "
+                f"| {with_interval([100 * run.final for run in own], '.1f')} | {over(own, plain)} "
+                f"| {frozen_at_the_end(own)} |"
+            )
+    return "\n".join([*rows, ""])
+
+
 def summary(runs: Mapping[str, Sequence[Run]]) -> str:
-    """Time and final metric of freezing and of the shortened plain run, beside the plain run: for the README.
+    """Time and final metric of freezing with the cache and of two controls, beside the plain run: for the README.
 
     Args:
         runs: of each workload by its title.
     """
-    rows = ["| | freezing | freezing and cache | plain, shortened |", "|---|---|---|---|"]
+    rows = ["| | freezing and cache | half frozen | plain, shortened |", "|---|---|---|---|"]
     for title, found in runs.items():
         of = {name: [run for run in found if run.method == name] for name in ("plain", *SUMMARY_METHODS)}
         base = statistics.fmean(run.seconds for run in of["plain"])
@@ -220,8 +226,9 @@ def summary(runs: Mapping[str, Sequence[Run]]) -> str:
 
 
 def readme_summary() -> str:
-    """The table in the README."""
-    return "\n" + summary({title: read_all(*which) for which, title in SUMMARIZED.items()}) + "\n"
+    """The table in the README. Each row names its workload, so that its command is known."""
+    runs = {f"{title} (`{which[0]}`)": read_all(*which) for which, title in SUMMARIZED.items()}
+    return "\n" + summary(runs) + "\n"
 
 
 def sensitivity(runs: Sequence[Run]) -> str:
@@ -260,34 +267,66 @@ def inside(path: Path, frozen: Run | None) -> Figure:
     figure.colorbar(image, label="CKA to the end")
     for event in frozen.events if frozen is not None else ():
         if event["depth"]:
-            axes.plot([event["step"]] * 2, [0, event["depth"]], color="#ffffff", linewidth=2)
+            line = axes.plot([event["step"]] * 2, [0, event["depth"]], color="#000000", linewidth=2)
+            line[0].set_path_effects([Stroke(linewidth=4, foreground="#ffffff"), Normal()])
         else:
             axes.axvline(event["step"], color="#ff5555", linewidth=2)
     axes.set_yticks([index + 0.5 for index in range(len(names))], names, fontsize=7)
-    axes.set_xlabel("optimizer steps; white: frozen from here on, red: unfrozen")
+    axes.set_xlabel("optimizer steps; black: frozen from here on, red: unfrozen")
     return figure
+
+
+def panels_of(runs: Sequence[Run]) -> Mapping[str, Sequence[str]]:
+    """The methods of each panel: of the first one, and of those that show more than the lines that others repeat."""
+    methods = {run.method for run in runs}
+    panels = {title: [one for one in names if one in methods] for title, names in PANELS.items()}
+    first = next(iter(PANELS))
+    return {title: names for title, names in panels.items() if title == first or not {*names} <= COLORS.keys()}
 
 
 def picture(runs: Sequence[Run], metric: str) -> Figure:
-    """Metric over training time, mean and range over the seeds, and below it the frozen share."""
+    """Metric over training time, mean and range over the seeds, and below it the frozen share: in panels."""
     mpl.rcParams["font.size"] = 9
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    for method, title in TITLES.items():
-        own = [run for run in runs if run.method == method]
-        if own:
-            _draw_metric(above, own, COLORS[method], title)
-            _draw_frozen(below, own, COLORS[method])
-    above.set_ylabel(metric)
-    above.legend(fontsize=8, frameon=False, loc="lower right")
+    panels = panels_of(runs)
+    columns = min(2, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(5 * columns if columns > 1 else 7, 4.2 * rows), layout="constrained")
+    places = figure.subfigures(rows, columns, squeeze=False).flat
     values = sorted(point.value for run in runs for point in run.points)
-    above.set_ylim(bottom=values[len(values) // 10])
-    below.set_ylabel("frozen share")
-    below.set_ylim(0, 1)
+    least = min(values[len(values) // 10], *(run.final for run in runs))  # the end of each line is seen
+    margin = 0.04 * (values[-1] - least)
+    longest = max(run.seconds for run in runs)
+    for place, (title, methods) in zip(places, panels.items(), strict=False):
+        shown = {method: [run for run in runs if run.method == method] for method in methods}
+        above = _panel(place, title, shown)
+        above.set_ylabel(metric)
+        above.set_ylim(least - margin, values[-1] + margin)
+        above.set_xlim(0, 1.03 * longest)
+    return figure
+
+
+def _panel(place: SubFigure, title: str, shown: Mapping[str, Sequence[Run]]) -> Axes:
+    freezes = any(run.events for runs in shown.values() for run in runs)
+    if freezes:
+        above, below = place.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    else:
+        above = below = place.subplots()
+    others = iter(OTHER_COLORS)
+    for method, runs in shown.items():
+        color = COLORS.get(method) or next(others)
+        _draw_metric(above, runs, color, TITLES[method])
+        if freezes:
+            _draw_frozen(below, runs, color, 4 if method == "cached" else 1.5)  # seen under the same line without it
+    if freezes:
+        below.set_ylabel("frozen share")
+        below.set_ylim(0, 1.05)
     below.set_xlabel("training time in seconds")
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    above.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    is_wide = any(len(TITLES[method]) > 32 for method in shown)
+    place.legend(loc="outside lower center", ncols=1 if is_wide else 2, fontsize=8, frameon=False)
+    return above
 
 
 def _draw_metric(axes: Axes, runs: Sequence[Run], color: str, title: str) -> None:
@@ -295,11 +334,12 @@ def _draw_metric(axes: Axes, runs: Sequence[Run], color: str, title: str) -> Non
     shown = [*range(min(len(run.points) for run in runs) - 1), -1]
     times = [statistics.fmean(run.points[i].seconds for run in runs) for i in shown]
     values = [[run.points[i].value for run in runs] for i in shown]
-    axes.plot(times, [statistics.fmean(column) for column in values], color=color, linewidth=1.5, label=title)
+    style = {"color": color, "linewidth": 1.5, "label": title, "marker": "o" if len(times) == 1 else None}
+    axes.plot(times, [statistics.fmean(column) for column in values], **style)
     axes.fill_between(times, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15, linewidth=0)
 
 
-def _draw_frozen(axes: Axes, runs: Sequence[Run], color: str) -> None:
+def _draw_frozen(axes: Axes, runs: Sequence[Run], color: str, width: float) -> None:
     run = runs[0]
     if not run.layer_modules:
         return
@@ -307,7 +347,7 @@ def _draw_frozen(axes: Axes, runs: Sequence[Run], color: str) -> None:
     for event in run.events:
         times.append(_seconds_at(run, event["step"]))
         shares.append(event["depth"] / len(run.layer_modules))
-    axes.step([*times, run.seconds], [*shares, shares[-1]], where="post", color=color, linewidth=1.5)
+    axes.step([*times, run.seconds], [*shares, shares[-1]], where="post", color=color, linewidth=width)
 
 
 def _seconds_at(run: Run, step: int) -> float:
@@ -332,6 +372,8 @@ def main() -> None:
                 continue
             text = table(runs, costs_of(workload, folder.name))
             (folder / "table.md").write_text(text)
+            if short := short_table(runs):
+                (folder / "short.md").write_text(short)
             if varied := sensitivity(runs):
                 (folder / "sensitivity.md").write_text(varied)
             if (folder / "inside.json").is_file():

@@ -71,7 +71,7 @@ class Start:
         now: batch size.
         settings: how steps are measured and counted.
         planned: the change on its way; None without one.
-        done: number of batches that training is done with in an epoch that goes on.
+        done: number of batches that were trained in an epoch that is resumed.
         state: that of a resumed run; None without one.
     """
 
@@ -224,7 +224,7 @@ class BatchSizeSteps(pl.Callback):
         self._timer.ready()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training goes on."""
+        """Training continues."""
         if self.started:
             self._timer.ready()
 
@@ -236,7 +236,7 @@ class BatchSizeSteps(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Let a run without `AdaptiveBatchSize` go on from the checkpoint."""
+        """Let a run without `AdaptiveBatchSize` resume from the checkpoint."""
         # Lightning saves the state of our loader, which is empty, and would ask for that loader again.
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
 
@@ -279,8 +279,8 @@ class BatchSizeSteps(pl.Callback):
             except Exception as error:
                 self.control.halves = False
                 self._notices.warn(
-                    f"step {step}: half of a batch could not be run, to measure the noise of the gradient: "
-                    f"{type(error).__name__}: {error}. From now on larger batches are accumulated from two"
+                    f"step {step}: half of a batch could not be run to measure the gradient noise: "
+                    f"{type(error).__name__}: {error}. From now on, larger batches are accumulated from two batches"
                 )
                 return
             self._meter.add_halves(halves.first, halves.second, scale, stands_for)

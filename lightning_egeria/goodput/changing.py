@@ -140,7 +140,7 @@ class BatchSizeChanges:
             # Its samples came more than once, which the training step may not take.
             self._notices.warn(
                 f"step {step}: a batch of {division.local} samples could not be tried in memory: "
-                f"{type(fits).__name__}: {fits}. It is used all the same",
+                f"{type(fits).__name__}: {fits}. The larger batch is used anyway",
                 once="not tried",
             )
         if all(value == 1.0 for value in self._ranks.mean([float(fits is not False)])):

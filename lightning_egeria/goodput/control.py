@@ -105,14 +105,14 @@ class BatchSizeControl:
         return limits_of(self._initial, self._largest, smallest, largest, replicas, 1 if self.halves else 2)
 
     def goodput(self, replicas: int) -> Goodput | None:
-        """Return throughput and efficiency as they are known now; None before both are."""
+        """Return throughput and efficiency as measured so far; None before both are known."""
         throughput = self.profile.fit(self.depth) if self.noise.known else None
         if throughput is None:
             return None
         return Goodput(throughput, self.noise.squared_norm, self.noise.variance, self.limits(replicas))
 
     def estimate(self, now: Division) -> Estimate | None:
-        """Return what a division is expected to reach; None before that is known."""
+        """Return the expected goodput of a division; None before it can be estimated."""
         goodput = self.goodput(now.replicas)
         return estimate(goodput, now, self.nodes) if goodput is not None else None
 

@@ -34,32 +34,33 @@ STATE_VERSION = 1
 
 
 class AdaptiveBatchSize(WrappingDataModule):
-    """Changes the batch size to that of the largest goodput, and the learning rate with it.
+    """Moves the batch size to the largest goodput, and adapts the learning rate.
 
-    Goodput is throughput times statistical efficiency, and both are measured while training. Batches are those of the
-    user's data module, cut otherwise: each sample still comes once an epoch. With ``max_batch_size`` at the initial
-    batch size, training is bit for bit that without this class.
+    Goodput is throughput times statistical efficiency; both are measured during training. The samples are those of your
+    data module, divided into other batches: each sample still comes once an epoch. With ``max_batch_size`` at the
+    initial batch size, training is bit for bit training without this class.
 
     A batch size is the number of samples in an optimizer step: in all processes and all accumulated batches.
 
     Args:
-        datamodule: the user's own, or just the training DataLoader.
+        datamodule: your data module, or just the training DataLoader.
         max_batch_size: the largest batch size. The initial one is the smallest.
         learning_rate: rule for the learning rate: ``"auto"`` (``"adascale"``, or ``"sqrt"`` for Adam and its like),
             ``"adascale"``, ``"sqrt"``, ``"linear"``, ``"legw"``, ``"none"``, or a `LearningRateRule`.
-        schedule_by: what schedulers that Lightning steps after each step count: ``"epoch"`` (steps of the initial batch
+        schedule_by: what schedulers count that Lightning steps after each step: ``"epoch"`` (steps of the initial batch
             size, so that a schedule ends with its epochs), ``"step"``, or ``"progress"``. None: ``"step"`` if the
             Trainer has ``max_steps``, else ``"epoch"``.
-        change_every_n_steps: steps between two decisions.
-        measure_every_n_steps: steps between two measurements of the gradient noise.
-        local_batch_sizes: smallest and largest batch of one process. None: from half of the initial one to what fits in
-            memory.
-        batch_sizes: batch sizes by optimizer step, instead of those of the largest goodput.
-        hints: file that describes this job to a scheduler, written every 30 s, more often at first; None writes none.
+        change_every_n_steps: number of steps between two decisions.
+        measure_every_n_steps: number of steps between two measurements of the gradient noise.
+        local_batch_sizes: smallest and largest batch of one process. None: from half of the initial one to the largest
+            that fits in memory.
+        batch_sizes: a fixed schedule, batch size by optimizer step, instead of the sizes of the largest goodput.
+        hints: file that describes this job to a scheduler, written every 30 s, more often at first; None writes no
+            file.
         val_dataloaders: for validation, if ``datamodule`` is a DataLoader.
 
     Attributes:
-        datamodule: the user's own.
+        datamodule: your data module.
 
     Raises:
         ArgumentError: if an argument is out of range.
@@ -122,12 +123,12 @@ class AdaptiveBatchSize(WrappingDataModule):
 
     @property
     def control(self) -> BatchSizeControl | None:
-        """What is known of the goodput, in the last fit so far; None before training starts."""
+        """Noise, throughput and limits measured in the last fit so far; None before training starts."""
         return self._control
 
     @property
     def total_batch_size(self) -> int | None:
-        """The batch size now, of all processes and accumulated batches; None outside of training."""
+        """The current batch size, over all processes and accumulated batches; None outside of training."""
         steps = self._steps
         return steps.changes.now.total if steps is not None and steps.started else None
 
@@ -183,8 +184,8 @@ class AdaptiveBatchSize(WrappingDataModule):
         steps = self._steps
         if steps is not None and steps.started and is_out_of_memory(exception):
             exception.add_note(
-                f"goodput: batches had {steps.changes.now.local} samples in each process. Set the second of "
-                "local_batch_sizes to less"
+                f"goodput: batches had {steps.changes.now.local} samples in each process. Set the second value "
+                "of local_batch_sizes to a smaller number"
             )
         self._close()
         super().on_exception(exception)

@@ -147,7 +147,7 @@ def limits_of(
         fewest_batches: in a step of one process above the initial batch size.
 
     Raises:
-        ArgumentError: if no batch size is left for so many processes.
+        ArgumentError: if no batch size is left for this number of processes.
     """
     least = max(initial, smallest_local * replicas)
     if largest < least:

@@ -61,7 +61,7 @@ def _over_steps(control: BatchSizeControl) -> list[Panel]:
         Panel(
             "goodput_noise",
             "Gradient noise scale",
-            "At that batch size a sample teaches half of what it can.",
+            "At this batch size, a sample brings half of the progress that it can bring.",
             steps,
             "samples",
             {"noise scale": scales},
@@ -77,7 +77,7 @@ def _over_steps(control: BatchSizeControl) -> list[Panel]:
         Panel(
             "goodput_efficiency",
             "Statistical efficiency",
-            "What a sample teaches, relative to the initial batch size.",
+            "Progress that a sample brings, relative to the initial batch size.",
             steps,
             "efficiency",
             {"efficiency": efficiencies},

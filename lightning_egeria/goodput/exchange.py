@@ -27,8 +27,8 @@ def measure_exchange(model: Any, meter: GradientMeter) -> None:
         return
     if model._comm_hooks or model._get_ddp_logging_data().get("comm_hook"):
         raise UnsupportedError(
-            "the gradient noise scale is measured in DDP's communication hook, and there is another one. Leave "
-            "ddp_comm_hook out of DDPStrategy"
+            "the gradient noise scale is measured in DDP's communication hook, and the strategy has another "
+            "hook. Remove ddp_comm_hook from DDPStrategy"
         )
     model.register_comm_hook(meter, _average)
 

@@ -54,7 +54,8 @@ class GradientMeter:
     are divided by the square root of the second moments, as Adam's steps are.
 
     In each step call `begin`, for each batch `batch_end` after its backward, and with several processes
-    `exchanged_bucket` for gradients that are about to be averaged. Results are read one step later, so a GPU goes on.
+    `exchanged_bucket` for gradients that are about to be averaged. Results are read one step later, so that a
+    GPU does not wait.
 
     Args:
         optimizer: the optimizer.
@@ -187,7 +188,7 @@ class GradientMeter:
         self.noise.reset(self._count)
 
     def state(self) -> dict[str, Any]:
-        """Return what a run that goes on needs, in plain types and tensors: maybe the gradients of half a pair."""
+        """Return the state for a resumed run, in plain types and tensors: maybe the gradients of half a pair."""
         self.read()
         pair = self._previous
         return {

@@ -102,7 +102,7 @@ class GradientNoise:
         self.biased, self.estimates = biased, self.estimates + 1
 
     def reset(self, groups: int | None = None) -> None:
-        """Forget all estimates: other parameters learn from now on, maybe in another number of groups."""
+        """Forget all estimates, because other parameters train from now on, maybe in another number of groups."""
         self.__init__(groups or len(self._norms))  # type: ignore[misc]  # there is no subclass
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which batch sizes a run may have, and where it begins or goes on."""
+"""The batch sizes that a run may have, and where it begins or resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sizes:
         local: smallest and largest batch of one process; None for the largest has no limit.
         now: the first of this run.
         planned: the change on its way; None without one.
-        done: number of batches that training is done with in an epoch that goes on.
+        done: number of batches that were trained in an epoch that is resumed.
     """
 
     initial: int
@@ -87,7 +87,7 @@ def first_sizes(
         done = _batches_begun(trainer)
         if done:
             notices.warn(
-                "the checkpoint was written in the middle of an epoch without AdaptiveBatchSize. It begins again"
+                "the checkpoint was written in the middle of an epoch without AdaptiveBatchSize. The epoch begins again"
             )
             adapted.begin_again(done)
         return Sizes(initial, most, local, now, done=done)
@@ -97,7 +97,7 @@ def first_sizes(
         tried = dataclasses.replace(limits, largest_local=min(limits.largest_local, local_before))
         divided, accumulation = tried.split(max(now.total, initial), replicas)
         now = Division(divided, accumulation + 1, replicas)
-    # Who asks before training starts is told what the loader would have at the initial batch size.
+    # A caller that asks before training starts gets the number of batches at the initial batch size.
     batches.announced = -(-adapted.samples // initial) * trainer.accumulate_grad_batches
     batches.change(now.local)
     with checkpoint_read("goodput"):

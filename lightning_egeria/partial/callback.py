@@ -27,21 +27,21 @@ from lightning_egeria.training.panels import Panel
 
 
 class StructuredPartialBackprop(LayerFinding):
-    """Computes the gradients of the last layer modules only; how many varies by step or by rank.
+    """Computes the gradients of the last layer modules only. How many varies by step or by rank.
 
     The callback finds the layer modules in the first training step, so the model needs no changes. In a step, the layer
     modules in front of the suffix run in training mode and without gradient. Their gradient is the mean over the ranks
-    that computed it, or zero, so the optimizer applies weight decay and momentum to every parameter once a step, and
-    all ranks stay equal. With ``min_share=1``, training is bit for bit that without the callback.
+    that computed it, or zero. The optimizer therefore applies weight decay and momentum to every parameter in every
+    step, and all ranks stay equal. With ``min_share=1``, training is bit for bit training without the callback.
 
     Args:
-        depths: number of layer modules that a rank computes gradients of. ``"temporal"``: from the whole chain to its
-            last part in turn, alike on all ranks. ``"graded"``: alike on all ranks, and each layer module as often as
-            its plasticity says, which `KnowledgeGuidedFreezing` measures. ``"uniform"``: in equal distances over the
-            ranks. ``"weighted"``: fewer on ranks whose steps are slow. A list: one number for each rank.
-        min_share: share of the steps or ranks that compute the gradient of each layer module, at least; in (0, 1].
-        rotate_every_n_steps: steps after which ranks change places, for ``"uniform"`` (by default 1) and lists (by
-            default 0, never).
+        depths: number of layer modules whose gradients a rank computes. ``"temporal"``: in turn from the whole chain to
+            its last part, the same on all ranks. ``"graded"``: the same on all ranks; each layer module gets gradients
+            in proportion to its plasticity, which `KnowledgeGuidedFreezing` measures. ``"uniform"``: at equal distances
+            over the ranks. ``"weighted"``: fewer on ranks whose steps are slow. A list: one number for each rank.
+        min_share: smallest share of the steps or ranks that compute the gradient of each layer module; in (0, 1].
+        rotate_every_n_steps: number of steps after which ranks change places, for ``"uniform"`` (default 1) and lists
+            (default 0, never).
         exchange: ``"contributors"``: each gradient is summed among the ranks that computed it, and sent to the others.
             ``"all"``: DDP sums it among all ranks, which saves no bytes and works with communication hooks.
         layer_modules: paths of the layer modules, in execution order; None finds them, or takes those of freezing.
@@ -71,7 +71,7 @@ class StructuredPartialBackprop(LayerFinding):
 
     @property
     def contributions(self) -> dict[str, int]:
-        """For each layer module, the number of its gradients so far, over steps and ranks; empty before training."""
+        """For each layer module, the number of gradients so far, over steps and ranks; empty before training."""
         return dict(zip(self.layer_modules, self._contributions, strict=True)) if self.chain is not None else {}
 
     def panels(self) -> list[Panel]:
@@ -85,7 +85,7 @@ class StructuredPartialBackprop(LayerFinding):
         return self._steps.depth if self._steps is not None else 0
 
     def savings(self) -> PartialSavings | None:
-        """Return what this `fit` left out so far; None before the first step."""
+        """Return the work that this `fit` left out so far; None before the first step."""
         if self._measures is None:
             return self._savings
         shares = self._measures.times.shares()
@@ -125,8 +125,8 @@ class StructuredPartialBackprop(LayerFinding):
         """
         if is_compiled(pl_module):
             raise UnsupportedError(
-                "partial backprop changes what has a gradient in each step, and a compiled model would compile again. "
-                "Leave out torch.compile"
+                "partial backprop changes which parameters have a gradient in each step, so a compiled model would "
+                "compile again. Remove torch.compile"
             )
         if state is None:
             self._contributions = [0] * len(chain)
@@ -193,21 +193,21 @@ class StructuredPartialBackprop(LayerFinding):
         """Log the suffixes that come."""
         if chain.max_depth == 0:
             self.notices.warn(
-                "no layer module can do without its gradient, so all steps are whole. The message before this one has "
-                "the weight that is used on both sides of each boundary"
+                "every step is a full backward: no boundary can be cut, because weights are shared across it. The "
+                "message before this one names them"
             )
         elif size == 1 and self.arguments.depths in ("uniform", "weighted"):
             self.notices.warn(
-                f"depths={self.arguments.depths!r} divides suffixes over ranks, and there is one process, so all steps "
-                "are whole. Use depths='temporal'"
+                f"depths={self.arguments.depths!r} gives each rank a suffix, and there is only one process, so all "
+                "steps are full. Use depths='temporal'"
             )
         elif isinstance(plan, TemporalPlan):
             lengths, shares = plan.cycle(len(chain)).lengths, plan.cycle(len(chain)).shares()
             least = len(chain) - chain.max_depth
             told = ", ".join(str(max(length, least)) for length in lengths)
             self.notices.inform(
-                f"gradients of the last {told} of {len(chain)} layer modules in turn; {chain.names[0]!r} has one in "
-                f"{shares[0]:.0%} of the steps"
+                f"gradients of the last {told} of {len(chain)} layer modules in turn; {chain.names[0]!r} gets a "
+                f"gradient in {shares[0]:.0%} of the steps"
             )
         elif not isinstance(plan, GradedPlan):
             told = ", ".join(map(str, plan.lengths(0, len(chain))))

@@ -30,8 +30,8 @@ def panels_of_savings(savings: PartialSavings) -> list[Panel]:
         ),
         Panel(
             "partial_ranks",
-            "What each rank did",
-            "As shares of whole steps.",
+            "Work of each rank",
+            "Shares of a full step.",
             "rank",
             "%",
             {name: points for name, points in ranks.items() if points},

@@ -116,7 +116,7 @@ class Grading(Observer):
         found, self._waiting = self._ranks.share(self._waiting), None
         if found is not None and self.plan.grade(found):
             self._report(
-                f"step {step}: of each {max(self.plan.counts)} steps, layer modules learn in {self.plan.counts}"
+                f"step {step}: of {max(self.plan.counts)} steps, layer modules get a gradient in {self.plan.counts}"
             )
 
     def state_dict(self) -> dict[str, Any]:

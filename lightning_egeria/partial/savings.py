@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class RankSavings:
-    """One rank's part.
+    """The savings of one rank.
 
     Attributes:
-        backward_share: seconds of its backwards, as a share of whole ones; None if not measured.
-        received_bytes: bytes of gradients that it received.
-        whole_bytes: bytes that it would have received in whole steps.
+        backward_share: seconds of its backward passes, as a share of full ones; None if not measured.
+        received_bytes: bytes of gradients that the rank received.
+        whole_bytes: bytes that the rank would have received in full steps.
     """
 
     backward_share: float | None
@@ -24,11 +24,11 @@ class RankSavings:
 
 @dataclasses.dataclass(frozen=True)
 class PartialSavings:
-    """What partial backprop left out in one `fit`.
+    """The work that partial backprop left out in one `fit`.
 
     Attributes:
         steps: optimizer steps since the layer modules were found.
-        ranks: the part of each rank. Backward shares of all ranks use the times of this one.
+        ranks: the savings of each rank. Backward shares of all ranks use the times of this rank.
         contributions: number of gradients of each layer module, over steps and ranks, resumed runs included.
         activation_bytes: bytes that autograd saved in a batch of this rank, by the number of layer modules in front of
             the suffix.

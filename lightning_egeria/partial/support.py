@@ -30,8 +30,8 @@ def check_trainer(trainer: pl.Trainer, arguments: PartialArguments, layer_module
     Raises:
         UnsupportedError: with another strategy than one device or DDP, with settings of DDP that contradict, or with
             manual optimization.
-        ArgumentError: if depths are given for another number of ranks or follow a plasticity that nobody measures, or
-            if layer modules are named beside freezing.
+        ArgumentError: if depths are given for another number of ranks or follow plasticity that no callback measures,
+            or if layer modules are named beside freezing.
     """
     check_setup(trainer, "partial")
     is_ddp = type(trainer.strategy).__name__ == "DDPStrategy"
@@ -64,8 +64,8 @@ def check_model(trainer: pl.Trainer, module: nn.Module, plan: SuffixPlan, argume
     wrapped = wrapped_by_ddp(trainer.strategy)
     if wrapped is not None and arguments.exchange != "all" and has_communication_hook(wrapped):
         raise UnsupportedError(
-            "a communication hook changes how DDP exchanges gradients, and an exchange among contributors would leave "
-            "it out. Use exchange='all', or remove the hook"
+            "a communication hook changes how DDP exchanges gradients, and an exchange among contributors would not "
+            "call it. Use exchange='all', or remove the hook"
         )
     if plan.differs and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise UnsupportedError(
@@ -89,7 +89,7 @@ def check_batches(ranks: Ranks, batches: float) -> None:
         counts = ", ".join(str(int(count)) if math.isfinite(count) else "unknown" for count in found)
         raise UnsupportedError(
             f"ranks 0, 1, ... have {counts} training batches, and each exchange of gradients needs all ranks. Give all "
-            "ranks as many, as DistributedSampler does, or use limit_train_batches"
+            "ranks the same number, as DistributedSampler does, or use limit_train_batches"
         )
 
 

@@ -70,7 +70,7 @@ def learning_now(
         weights = {id(p): p for unit in group for p in modules[unit].parameters()}.values()
         held = sum(weight.nbytes * (STATES if weight.requires_grad else 1) for weight in weights)
         learns = any(unit in learning for unit in group)
-        # A module too quick for the clock has a backward all the same.
+        # A module that is too fast for the clock has a backward, too.
         backward = max(1e-9, node.backward_s or 2 * node.forward_s) if learns else 0.0
         kept = (node.activation_bytes or node.output_bytes) if learns else 0
         nodes.append(dataclasses.replace(node, backward_s=backward, activation_bytes=kept, parameter_bytes=held))

@@ -62,7 +62,7 @@ class ComputationGraph:
         names = [node.name for node in self.nodes]
         twice = [name for name in dict.fromkeys(names) if names.count(name) > 1] if len({*names}) < len(names) else []
         if twice or not names:
-            raise PlanError(f"the graph needs nodes with names of their own, got {twice or 'no node'}")
+            raise PlanError(f"the graph needs nodes with different names, got {twice or 'no node'}")
         for node in self.nodes:
             costs = {key: value for key, value in dataclasses.asdict(node).items() if key != "name"}
             wrong = [key for key, value in costs.items() if not 0 <= value < float("inf")]
@@ -117,7 +117,7 @@ class ComputationGraph:
             nodes = tuple(_node(entry) for entry in state["nodes"])
             edges = tuple((_whole(first), _whole(second)) for first, second in state["edges"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise PlanError(f"this is no graph with 'nodes' and 'edges': {type(error).__name__} {error}") from error
+            raise PlanError(f"this is not a graph with 'nodes' and 'edges': {type(error).__name__} {error}") from error
         return cls(nodes, edges)
 
 

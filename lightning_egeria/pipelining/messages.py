@@ -37,7 +37,7 @@ def lost_connection(other: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PipelineError(
-            f"the connection to {other} is lost, because it has ended or waits elsewhere. Look for its own error"
+            f"lost the connection to {other}: it has ended, or waits for another process. Look at its output first"
         ) from error
 
 

@@ -35,20 +35,20 @@ _MESSAGE = 600  # characters of a failed rank's message
 class GraphPipeline:
     """Computes the gradients of a model in stages that form a graph, one process for each device.
 
-    Every process creates it with the same model, and calls `step` with the same batches; the weights of rank 0 count.
-    From the first step on, a process holds the weights and gradients of its stage only, and the optimizer, over all
-    parameters, skips the others. `gather` brings all weights to all processes.
+    Every process creates a pipeline with the same model, and calls `step` with the same batches. All processes take the
+    weights of rank 0. From the first step on, a process holds only the weights and gradients of its stage. The
+    optimizer has all parameters, and skips those of other stages. `gather` brings all weights to all processes.
 
     Args:
         model: the model, on the CPU.
-        example_batch: a batch; its first micro-batch is run to trace, check and measure the model.
-        devices: number of processes; None for as many as there are. Another number is refused.
+        example_batch: a batch; its first micro-batch is run to trace, check and time the model.
+        devices: number of processes; None takes all of them. Any other number is refused.
         micro_batches: number of parts of a batch.
-        stages: module paths of each stage, by its name; None plans them.
+        stages: module paths of each stage, by its name; None plans the stages.
         forward: called with the model and a micro-batch; returns the output. None calls ``model(micro_batch)``.
         limits: memory, width and group of planned stages; replaces ``devices`` and ``micro_batches``.
-        plan: a plan over the same modules, such as an earlier one from JSON; None makes one.
-        recompute: keep only the inputs of a stage, and repeat its forward before its backward.
+        plan: a plan over the same modules, such as an earlier one from JSON; None makes a plan.
+        recompute: keep only the inputs of a stage, and repeat its forward pass before its backward pass.
 
     Attributes:
         plan: the plan.
@@ -57,7 +57,7 @@ class GraphPipeline:
 
     Raises:
         ArgumentError: if an argument is wrong.
-        PlanError: if stages wait for each other in a circle, or nothing fits into memory.
+        PlanError: if stages wait for each other in a circle, or no plan fits into memory.
         UnsupportedError: if the model or set-up is not supported; the message has the reason.
     """
 
@@ -300,7 +300,7 @@ class GraphPipeline:
         own = torch.tensor(digest.intdigest() >> 1)
         if len({int(one) for one in self._processes.gather(own)}) > 1:
             raise PipelineError(
-                "the ranks did not get the same batch, froze other parameters, or compute other numbers between "
+                "the ranks got different batches, froze different parameters, or compute different numbers between "
                 "modules. Give each rank the whole batch: no DistributedSampler, and the same seed for shuffling"
             )
 

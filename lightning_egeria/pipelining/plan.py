@@ -64,7 +64,7 @@ class Plan:
             raise PlanError(f"the stages must hold each of {len(self.graph.nodes)} nodes once, got {placed}")
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
-            raise PlanError(f"stages need names of their own, got {names}")
+            raise PlanError(f"stages need different names, got {names}")
         for stage in self.stages:
             if stage.width < 1 or not stage.nodes:
                 raise PlanError(
@@ -75,7 +75,7 @@ class Plan:
             if first >= second:
                 raise PlanError(
                     f"stage {names[first]!r} comes after stage {names[second]!r} and is read by it. List stages in the "
-                    "order in which they run, and do not let two read each other"
+                    "order in which they run, and let no two stages read each other"
                 )
 
     @functools.cached_property
@@ -198,7 +198,7 @@ class Plan:
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise PlanError(f"this is no plan of a graph pipeline: {type(error).__name__} {error}") from error
+            raise PlanError(f"this is not a plan of a graph pipeline: {type(error).__name__} {error}") from error
 
 
 def _text(value: Any) -> str:

@@ -93,8 +93,8 @@ def _check_alike(expected: Any, traced: Any) -> None:
     pairs = list(zip(tensors_of(expected), tensors_of(traced), strict=False))
     if not pairs or not all(torch.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True) for pair in pairs):
         raise UnsupportedError(
-            "the traced model computes something else than the model, which changes a tensor in place or decides by "
-            "values or draws numbers between modules. Put this into a module, and name that in stages"
+            "the traced model does not compute the same as the model: code between modules changes a tensor in place, "
+            "depends on values or draws random numbers. Move this code into a module, and name the module in stages"
         )
 
 

@@ -185,4 +185,4 @@ def _check_progress(plan: Plan, lists: Sequence[Sequence[Action]]) -> None:
     stuck = [rank for rank, actions in enumerate(lists) if places[rank] < len(actions)]
     if stuck:
         rank = stuck[0]
-        raise PlanError(f"ranks {stuck} wait for ever: rank {rank} at {lists[rank][places[rank]]}")
+        raise PlanError(f"ranks {stuck} wait forever: rank {rank} at {lists[rank][places[rank]]}")

@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Draw random numbers by a key in the body, and go on as before after it."""
+    """Draw random numbers by a key in the body, and restore the random state after it."""
     before = [(generator, generator.get_state()) for generator in generators()]
     digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
     for generator, _ in before:  # torch.manual_seed keeps a stack trace for each back end that is not in use

@@ -152,7 +152,7 @@ class StageStep:
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             self._sending.setdefault(key, []).append((dist.isend(sent, rank, tag=self._tag(action)), sent, rank))
-        if not self._work.learns:  # nobody tells this stage to wait
+        if not self._work.learns:  # no other stage makes this stage wait
             ahead = self._plan.in_flight_of_a_device(self._stage) * self._plan.stages[self._stage].width
             self._finish(("SF", action.micro_batch - ahead))
 
@@ -248,6 +248,6 @@ def _check_reads(loss: Tensor, parameters: set[int]) -> None:
         leaf = leaf_of(node)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in parameters:
             raise UnsupportedError(
-                f"the loss reads a parameter of shape {tuple(leaf.shape)} that this stage does not train. Put "
-                "whatever has parameters into the model, call its module there, and return what the loss needs"
+                f"the loss reads a parameter of shape {tuple(leaf.shape)} that this stage does not train. Move "
+                "everything with parameters into the model, call its module there, and return the inputs of the loss"
             )

@@ -29,20 +29,20 @@ from lightning_egeria.snapshots.random_state import RandomState
 
 
 class GraphPipelineStrategy(DDPStrategy):
-    """Trains a LightningModule in stages that form a graph, one process for each.
+    """Trains a LightningModule in stages that form a graph, one process for each stage.
 
-    The first training batch makes the pipeline. From then on a process holds the weights, gradients and optimizer state
-    of its stage. `training_step` runs once for each micro-batch, in the process of the last stage; in all processes,
-    numbers that it logs are averaged, and metrics see the whole batch. Validation, tests and predictions run with all
-    weights, on the same batches in each process. Checkpoints are those of the plain model.
+    The first training batch creates the pipeline. From then on, a process holds only the weights, gradients and
+    optimizer state of its stage. `training_step` runs once for each micro-batch, in the process of the last stage. In
+    all processes, numbers that it logs are averaged, and metrics see the whole batch. Validation, tests and predictions
+    run with all weights, on the same batches in each process. Checkpoints are those of the plain model.
 
     Args:
         devices: number of processes; None takes it from ``Trainer(devices=...)``.
         micro_batches: number of parts of a batch.
-        stages: module paths of each stage, by its name; None plans them, again after each freeze.
+        stages: module paths of each stage, by its name; None plans the stages, again after each freeze.
         limits: memory, width and group of planned stages; replaces ``devices`` and ``micro_batches``.
-        recompute: keep only the inputs of a stage, and repeat its forward before its backward.
-        timeout: of exchanges between processes.
+        recompute: keep only the inputs of a stage, and repeat its forward pass before its backward pass.
+        timeout: limit for exchanges between processes.
 
     Attributes:
         pipeline: the pipeline; None before the first training batch.
@@ -50,7 +50,7 @@ class GraphPipelineStrategy(DDPStrategy):
     Raises:
         ArgumentError: if an argument is wrong.
         UnsupportedError: at setup or at the first batch, if the model or the Trainer does something that a pipeline
-            cannot do; the message names it.
+            does not support; the message names it.
     """
 
     egeria_method = "pipelining"
@@ -82,7 +82,7 @@ class GraphPipelineStrategy(DDPStrategy):
         self.pipeline: GraphPipeline | None = None
 
     def setup_distributed(self) -> None:
-        """Connect the processes, and go on in all of them with the random numbers of one process."""
+        """Connect the processes, and give all of them the random state of one process."""
         random = RandomState.current()
         super().setup_distributed()  # which seeds again
         random.restore()
@@ -138,7 +138,7 @@ class GraphPipelineStrategy(DDPStrategy):
         for parameter in parameters:
             parameter.grad = None
         try:
-            # It seeds dropout, also of a run that goes on from a checkpoint.
+            # It seeds dropout, also in a run that resumes from a checkpoint.
             pipeline.steps = self.lightning_module.trainer.fit_loop.total_batch_idx
             with self.precision_plugin.train_step_context():
                 loss = pipeline.step(batch, step.loss)
@@ -189,7 +189,7 @@ class GraphPipelineStrategy(DDPStrategy):
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state that optimizers of the plain model have, of which each process keeps that of its stage."""
+        """Load the state that optimizers of the plain model have; each process keeps the part of its stage."""
         super().load_optimizer_state_dict(checkpoint)
         if self.pipeline is not None:
             self.pipeline.keep_own_state(self.optimizers)

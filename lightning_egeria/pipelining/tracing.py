@@ -24,7 +24,7 @@ _RECORDED = "recorded"
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Where a trace ends, for a forward that goes on with whatever it likes behind its last call of a unit.
+    """Where a trace ends, for a forward that continues with any code behind its last call of a unit.
 
     Attributes:
         calls: paths of the units that the forward calls, in order.
@@ -126,8 +126,8 @@ class TracedModel:
                 graph.output(tuple(tracer.calls[number].node for number in self._cut.outputs))
         except Exception as error:  # whatever the user's forward raises with proxies
             raise UnsupportedError(
-                f"torch.fx cannot trace the model between the modules of stages: {type(error).__name__} {error}. Put "
-                "whatever depends on values or shapes into a module, and name that in stages"
+                f"torch.fx cannot trace the model between the modules of stages: {type(error).__name__} {error}. Move "
+                "code that depends on values or shapes into a module, and name the module in stages"
             ) from error
         finally:
             changed = [name for attributes in before for name in attributes.restore()]
@@ -157,8 +157,8 @@ class TracedModel:
         root, nodes = self._traced()
         if list(map(_kind, nodes)) != list(map(_kind, self.nodes)):
             raise UnsupportedError(
-                "the code between the modules of stages calls other operations than before. Put whatever changes them "
-                "into a module, and name that in stages"
+                "the code between the modules of stages calls other operations than before. Move the code that "
+                "changes them into a module, and name the module in stages"
             )
         texts, old = _texts(root, nodes), {new.name: node for new, node in zip(nodes, self.nodes, strict=True)}
         for text, before, node, new in zip(texts, self._constants, self.nodes, nodes, strict=True):

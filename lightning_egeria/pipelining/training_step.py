@@ -72,7 +72,9 @@ class TrainingStep:
                 "in a hook such as on_train_batch_end"
             )
         if not reads.calls:
-            raise UnsupportedError("training_step calls no module with parameters, so there is nothing to share out")
+            raise UnsupportedError(
+                "training_step calls no module with parameters, so there is nothing to divide into stages"
+            )
         if reads.weights:
             raise UnsupportedError(
                 f"training_step reads the weights of {reads.weights[0]!r} without calling it, and one process alone "

@@ -130,7 +130,7 @@ class StageWeights:
     # optimizer state
 
     def gather_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer over all parameters, on rank 0; on others that of their own.
+        """Return the state of an optimizer over all parameters, on rank 0; on other ranks the state of their stage.
 
         Every process must call it.
         """

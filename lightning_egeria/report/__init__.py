@@ -18,16 +18,16 @@ Run = RunRecord | str | os.PathLike[str]
 
 
 def figures(runs: Run | Sequence[Run], metric: str | None = None) -> dict[str, Figure]:
-    """Figures of one or more runs, by name; needs the extra ``lightning-egeria[report]``.
+    """Return the figures of one or more runs, by name; needs the extra ``lightning-egeria[report]``.
 
     Args:
-        runs: records of `RunRecorder` (its ``record``), or the directories that it wrote to. With several runs, the
-            first is the one to compare the others with.
-        metric: logged metric to compare runs by; None takes one that all runs have, an accuracy if possible.
+        runs: records of `RunRecorder` (its ``record``), or the directories that it wrote to. The other runs are
+            compared with the first one.
+        metric: logged metric to compare runs by; None takes a metric that all runs have, an accuracy if possible.
 
     Returns:
-        ``plasticity``, ``depth``, ``step_time``, ``phases``, ``cache``, ``accuracy`` and those of the methods that
-        trained: those with data.
+        ``plasticity``, ``depth``, ``step_time``, ``phases``, ``cache``, ``accuracy``, and the figures of other methods
+        that trained. Figures without data are left out.
 
     Raises:
         RecordError: if a record cannot be read, or the runs have no metric in common.

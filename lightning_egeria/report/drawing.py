@@ -142,7 +142,7 @@ def panel(found: Panel) -> Figure:
         elif found.kind == "bars":
             places = [x for x, _ in points]
             width = 0.9 * min((b - a for a, b in itertools.pairwise(places)), default=1.0)
-            if len(points) > _MOST_BARS:  # each is an object of its own, and too thin to be seen as a bar
+            if len(points) > _MOST_BARS:  # each bar is one object, and too thin to be seen
                 axes.vlines(places, 0, [y for _, y in points], alpha=0.6, label=name, color=f"C{row % 10}")
             else:
                 axes.bar(*_columns(points), width=width, alpha=0.6, label=name)

@@ -35,7 +35,7 @@ from lightning_egeria.training.panels import panels_of
 class RunRecorder(pl.Callback):
     """Records step times, freezes, plasticity and logged metrics for ``egeria report`` and `figures`.
 
-    Training is unchanged. It also works without freezing: add it to the plain run you compare with.
+    It does not change training. It also works without freezing: add it to the plain run that you compare with.
 
     Args:
         path: file to write; None is ``egeria.json`` in the log directory, or in the Trainer's ``default_root_dir``.

@@ -43,8 +43,8 @@ class InOrder:
         batch, in_order, _ = _checked(self.collate, samples)
         if not in_order:
             raise UnsupportedError(
-                "the collate function of the DataLoader changes the order of the samples, so stale losses would be "
-                "those of other samples. Keep the order, or use staleness=0"
+                "the collate function of the DataLoader changes the order of the samples, so a stale loss would "
+                "belong to another sample. Keep the order, or use staleness=0"
             )
         return batch
 
@@ -72,7 +72,7 @@ class Collated:
 
 
 class WithSamples:
-    """A collate function that hands on what is known of its batch, and the samples if some are to be collated anew.
+    """A collate function that returns ids and layout with its batch, and the samples if some are collated again.
 
     Args:
         collate: the user's collate function.

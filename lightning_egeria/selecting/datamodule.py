@@ -33,33 +33,34 @@ SCHEDULES = ("seen", "used")
 
 
 class SelectiveBackprop(WrappingDataModule):
-    """Computes the backward pass of the samples that teach most.
+    """Computes the backward pass only for samples with a high loss.
 
-    A forward pass without gradients gives the loss of each sample, read off your own training step. A sample is kept
-    with probability ``percentile ** beta``, where the percentile is that of its loss among the last ``history``
-    losses. With ``beta=0``, training is bit for bit that without it. The first epoch trains on all samples.
+    A forward pass without gradients computes the loss of each sample, which is read off your own training step. A
+    sample is kept with probability ``percentile ** beta``, where the percentile is that of its loss among the last
+    ``history`` losses. With ``beta=0``, training is bit for bit training without this class. The first epoch trains on
+    all samples.
 
     Args:
-        datamodule: the user's own, a `FrozenPrefixCache`, or just the training DataLoader.
+        datamodule: your data module, a `FrozenPrefixCache`, or just the training DataLoader.
         beta: how strongly high losses are preferred. About 1 / (beta + 1) of the samples are kept.
         mode: ``"queue"``: full batches of kept samples, as in the paper. ``"in_batch"``: a fixed share of each batch.
         share: share of each batch to keep with ``mode="in_batch"``; None is 1 / (beta + 1).
         history: number of last losses that a loss is compared with.
-        staleness: number of epochs for which a loss is used before the sample is scored again, with the next oldest up
-            to a quarter of a batch; 0 scores all samples.
+        staleness: number of epochs for which a loss is used before the sample is scored again; 0 scores all samples.
+            The samples to score are topped up with the next-oldest ones, to a multiple of a quarter batch.
         start: share of the run at which selection begins.
-        end: share of the run at which it ends.
-        full_every: every so many batches, one is trained whole; 0 never.
-        schedule: what learning rate schedulers and validation count with ``mode="queue"``: ``"seen"``, the batches that
+        end: share of the run at which selection ends.
+        full_every: one batch in this many is trained whole; 0 trains none whole.
+        schedule: what learning-rate schedulers and validation count with ``mode="queue"``: ``"seen"``, the batches that
             were scored, as in a plain run, or ``"used"``, the batches that were trained.
-        per_sample_loss: takes the module and a batch, returns one loss a sample; None reads the losses off the training
-            step.
-        seed: of the random numbers of the selection.
+        per_sample_loss: takes the module and a batch, returns one loss for each sample; None reads the losses off the
+            training step.
+        seed: seed of the random numbers of the selection.
         val_dataloaders: for validation, if ``datamodule`` is a DataLoader.
 
     Attributes:
-        datamodule: the user's own.
-        selection: what was done, in the last fit so far.
+        datamodule: your data module.
+        selection: which samples were scored and trained, in the last fit so far.
         losses: the last loss of each sample, by id; filled with ``staleness``.
 
     Raises:
@@ -111,11 +112,11 @@ class SelectiveBackprop(WrappingDataModule):
         self.wrap(datamodule, val_dataloaders)
 
     def make_rule(self) -> SelectionRule:
-        """Return the rule of a run. Override it for another one with the same methods."""
+        """Return the rule of a run. Override it to use another rule with the same methods."""
         return SelectionRule(self.beta, self.history)
 
     def setup(self, stage: str) -> None:
-        """As the user's; in `fit`, refuse what cannot work.
+        """Set up your data module; for `fit`, refuse a set-up that does not work.
 
         Raises:
             UnsupportedError: the strategy, the module or the loader cannot be used; the message has the reason.
@@ -150,7 +151,8 @@ class SelectiveBackprop(WrappingDataModule):
             return loader
         if isinstance(loader, (list, tuple, dict)) or type(loader).__name__ == "CombinedLoader":
             raise UnsupportedError(
-                f"selective backprop needs one training loader, got a {type(loader).__name__} of several. Join them"
+                f"selective backprop needs one training loader, got a {type(loader).__name__} of several. Join "
+                "their datasets"
             )
         batch_size = getattr(loader, "batch_size", None)
         if isinstance(batch_size, int) and batch_size > self.history:
@@ -177,12 +179,12 @@ class SelectiveBackprop(WrappingDataModule):
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the user's own, and what selection has seen on each rank."""
+        """Return the state of the user's data module, and the state of selection on each rank."""
         state = super().state_dict()
         return state if self._batches is None else {**state, "selection": self._batches.rank_states()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """That of the user's own; selection goes on from there when training begins."""
+        """Load the state of the user's data module. Selection resumes from it when training begins."""
         super().load_state_dict(state_dict)
         self._resumed = state_dict.get("selection")
 
@@ -251,7 +253,7 @@ class SelectiveBackprop(WrappingDataModule):
         module, strategy = trainer.lightning_module, type(trainer.strategy).__name__
         if trainer.datamodule is not self:
             raise UnsupportedError(
-                "SelectiveBackprop is inside another wrapper. Turn them around: "
+                "SelectiveBackprop is inside another wrapper. Swap them: "
                 "SelectiveBackprop(FrozenPrefixCache(datamodule))"
             )
         check_setup(trainer, "selecting")
@@ -261,17 +263,17 @@ class SelectiveBackprop(WrappingDataModule):
             )
         if strategy == "ModelParallelStrategy" and self.staleness:
             raise UnsupportedError(
-                "with FSDP2 all ranks score together, and with staleness they do not. Use staleness=0"
+                "with FSDP2 all ranks must score at the same step, and with staleness they do not. Use staleness=0"
             )
         if not module.automatic_optimization and self.per_sample_loss is None and self.make_rule().needs_losses:
             raise UnsupportedError(
-                "with manual optimization the training step cannot run without learning, so the losses of the samples "
-                "cannot be read off it. Pass per_sample_loss=function: it takes the module and a batch, and returns "
-                "one loss a sample"
+                "with manual optimization the training step cannot run without training the model, so the losses of "
+                "the samples cannot be read off it. Pass per_sample_loss=function: it takes the module and a batch, "
+                "and returns one loss a sample"
             )
         ends = (trainer.max_epochs or -1) > 0 or trainer.max_steps > 0
         if not ends and not self.window.is_whole_run:
-            raise UnsupportedError("start and end are shares of a run, and this one has no end. Give max_epochs")
+            raise UnsupportedError("start and end are shares of the run, and its length is unknown. Pass max_epochs")
         return trainer
 
     def _close(self) -> None:

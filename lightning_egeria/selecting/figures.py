@@ -26,7 +26,7 @@ def _shares(stats: SelectionStats) -> Panel:
     return Panel(
         "selection_share",
         "Samples that are trained",
-        "Of the samples of each epoch: those that were trained, and those whose loss was computed to select.",
+        "Share of each epoch's samples that were trained, and share whose loss was computed for the selection.",
         "epoch",
         "share of the samples",
         {
@@ -45,7 +45,7 @@ def _losses(stats: SelectionStats) -> Panel:
     shown = range(used[0], used[-1] + 1) if used else ()
     return Panel(
         "selection_losses",
-        "Losses of kept and left samples",
+        "Losses of kept and dropped samples",
         "Number of samples by the logarithm of their loss, over the epochs in which samples were selected.",
         "log10 of the loss",
         "samples",
@@ -61,11 +61,11 @@ def _cost(stats: SelectionStats) -> Panel:
     return Panel(
         "selection_cost",
         "Cost of an epoch",
-        f"As a share of an epoch that trains all samples. Counted: {stats.scored} forwards to select, {stats.trained} "
-        "forwards and backwards to train; a backward counts as two forwards. Measured: without validation, beside the "
-        "quickest whole epoch.",
+        f"As a share of an epoch that trains all samples. Counted: {stats.scored} forward passes to select, and "
+        f"{stats.trained} forward and backward passes to train; a backward pass counts as two forward passes. "
+        "Measured: without validation, compared with the fastest full epoch.",
         "epoch",
-        "share of a whole epoch",
+        "share of a full epoch",
         {
             "counted": [(epoch, (scored + 3 * trained) / (3 * seen)) for epoch, seen, scored, trained in stats.epochs],
             "measured": [(epoch, one / typical) for epoch, one in stats.seconds] if typical else [],

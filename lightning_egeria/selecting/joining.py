@@ -27,7 +27,7 @@ class Joining:
     """Takes samples out of batches and makes batches of them.
 
     A cache knows its batches, so it joins rows of them. Samples of one shape are rows too. Samples that are padded to
-    other lengths in each batch are collated anew, by the cache if it knows them.
+    other lengths in each batch are collated again, by the cache if it has them.
 
     Args:
         loader: the user's loader.
@@ -167,7 +167,7 @@ class Joining:
         """Return samples as one batch.
 
         Raises:
-            RowsError: they have several shapes, and nothing to collate anew.
+            RowsError: they have several shapes, and cannot be collated again.
         """
         lookahead = self._lookahead
         if lookahead is not None:

@@ -26,7 +26,7 @@ from lightning_egeria.snapshots.random_state import RandomState, preserved_rando
 from lightning_egeria.training.loops import is_asked_by_loop
 
 CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
-SCORED_PARTS = 4  # of a batch: so many sizes of batches of stale samples
+SCORED_PARTS = 4  # of a batch: batches of stale samples have this many sizes
 _Ids = tuple[Any, ...] | None
 _WasMoved = tuple[Any, RandomState] | None
 
@@ -62,7 +62,7 @@ class SelectedBatches:
         self._ahead: dict[int, RandomState] = {}  # in which the batches behind its position had been loaded
         self._loaded: deque[tuple[int, RandomState]] = deque(maxlen=2)
         self._random = self._begun  # in which the last batch was loaded
-        self._now: RandomState | None = None  # of a checkpoint, until the epoch begins or goes on
+        self._now: RandomState | None = None  # of a checkpoint, until the epoch begins or resumes
         self._seen = self._resumed_seen = 0
         self._collated: Collated | None = None  # what the loader handed on, if that is not the batch itself
 

@@ -43,7 +43,7 @@ class ScheduleByScoredBatches:
         self._trainer.val_check_batch = self._validates_every
 
     def begin_epoch(self, seen: int) -> None:
-        """An epoch begins, or goes on after ``seen`` forward batches."""
+        """An epoch begins, or resumes after ``seen`` forward batches."""
         self._seen_before = seen
 
     def batch_start(self, number: int, seen: int, is_last: bool) -> None:

@@ -54,7 +54,7 @@ class Scorer:
             moved: returns the batch on its device.
             samples: as in `losses`.
             number: as in `losses`.
-            rows: takes a batch of so many samples apart.
+            rows: takes a batch and its number of samples, and divides it into samples.
 
         Raises:
             PerSampleLossError: they cannot.
@@ -95,7 +95,7 @@ class Scorer:
         if away > 0.1 * np.abs(found).max():
             self._notices.warn(
                 "the loss of a sample depends on the other samples of its batch (is it contrastive?), so batches of "
-                "selected samples have other losses than whole ones. Compare with a run without selection",
+                "selected samples have other losses than full batches. Compare with a run without selection",
                 once="others",
             )
 
@@ -103,7 +103,7 @@ class Scorer:
         """The losses of samples that are not a batch of the program's; None if the step fails on them."""
         try:
             return self._losses(batch, samples, number)
-        except Exception:  # of the user's training step: it needs samples that are sorted, or so many of them
+        except Exception:  # of the user's training step: it needs samples that are sorted, or a whole batch of them
             return None
 
     def losses(self, batch: Any, samples: int, number: int) -> NDArray[np.float64]:
@@ -168,7 +168,7 @@ def _explained(compute: Callable[[], Tensor]) -> Tensor:
             f"{error}, and pass SelectiveBackprop(..., per_sample_loss=function): it takes the module and a batch, and "
             "returns one loss a sample"
         ) from error
-    except Exception as error:  # of the user's training step; it goes on with a note
+    except Exception as error:  # of the user's training step; raised again with a note
         error.add_note(
             "SelectiveBackprop ran this training step in evaluation mode, to read off the loss of each sample. If the "
             "step works in training mode only, pass per_sample_loss=function"

@@ -16,7 +16,7 @@ class Window:
     Args:
         start: share of the run at which selection begins, in [0, 1].
         end: share of the run at which it ends, above ``start`` and at most 1.
-        full_every: every so many batches, one is trained whole; 0 never.
+        full_every: one batch in this many is trained whole; 0 trains none whole.
 
     Raises:
         ArgumentError: an argument is out of its range.

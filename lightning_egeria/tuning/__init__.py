@@ -1,1 +1,1 @@
-"""Branch tuning: settings are tried from one state of training within one fit, and the best branch goes on."""
+"""Branch tuning: tries settings from one state of training within one fit, and continues from the best branch."""

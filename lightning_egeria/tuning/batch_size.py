@@ -1,4 +1,4 @@
-"""The batch size as a tunable: each branch cuts the same samples into batches of its own size."""
+"""The batch size as a tunable: each branch divides the same samples into batches of another size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BatchSize:
     """Samples in a batch of one process.
 
     The Trainer gets a copy of the user's DataLoader, whose batches may change their size. In a search, a branch of
-    another size trains on the samples that follow in the epoch, cut to its size. Training goes on behind them.
+    another size trains on the samples that follow in the epoch, cut to its size. Training continues behind them.
 
     Args:
         space: the sizes.
@@ -147,19 +147,19 @@ class BatchSize:
         self._loaded.order()
         ids = [self._rest[first : first + size] for first in range(0, self._count(size) * size, size)]
         loader = copy.copy(self._loaded.loader)
-        # One of its own, with workers of its own.
+        # Another loader, with other workers.
         vars(loader).update(batch_sampler=ids, persistent_workers=False, _iterator=None)
         with self._loaded.preserved_generators():  # it draws a seed for workers
             loaded = iter(loader)
         return ((batch, number, 0) for number, batch in enumerate(loaded))
 
     def go_on(self, trainer: pl.Trainer, batches: int, restart: Callable[[], None]) -> None:
-        """Let training go on behind a branch, with its size.
+        """Continue training behind a branch, with its size.
 
         Args:
             trainer: the Trainer.
             batches: that the branch has had.
-            restart: begins to go through the Trainer's data anew.
+            restart: restarts the iteration over the Trainer's data.
         """
         adapted, size = self._loaded, self._size
         assert size is not None

@@ -32,24 +32,26 @@ STATE_VERSION = 1
 
 
 class BranchTuner(pl.Callback):
-    """Finds settings within one fit: tries each from the same state of training, and goes on from the best branch.
+    """Finds settings within one fit: tries each from the same state of training, and continues from the best branch.
 
     Args:
-        tunables: the values of each tunable, by name: ``"lr"``, ``"momentum"``, ``"dropout"``,
-            ``"gradient_clip_val"``, ``"frozen_depth"``, or any option of the optimizer. A
-            `CustomTunable` has its own setter.
-        searcher: ``"compass"`` (a few spread, then around the fastest), ``"random"``, ``"grid"``, with Optuna ``"tpe"``
-            or ``"cmaes"``, or a function from spaces and a seed to a searcher.
-        max_trials: most settings in a search.
-        max_share: most steps of all trials together, as a share of the steps of the run. The first search may take all.
+        tunables: the values of each tunable, by name: ``"lr"``, ``"momentum"``, ``"batch_size"``, ``"dropout"``,
+            ``"gradient_clip_val"``, ``"frozen_depth"``, or any option of the optimizer. A `CustomTunable` has its own
+            setter.
+        searcher: ``"compass"`` (first a few settings over the whole space, then settings around the fastest),
+            ``"random"``, ``"grid"``; with Optuna ``"tpe"`` or ``"cmaes"``; or a function from spaces and a seed to a
+            searcher.
+        max_trials: largest number of settings in a search.
+        max_share: largest number of steps of all trials together, as a share of the steps of the run. The first search
+            may use all of them.
         first_steps: optimizer steps of the first trials.
-        monitor: metric of validation that starts a search when it stops getting better; None starts none.
-        mode: ``"min"`` if less of the metric is better, or ``"max"``.
-        patience: validations without a better one before a search.
-        stop_patience: validations without a better one that end training; None never ends it.
+        monitor: validation metric that starts a search when it no longer improves; None starts no such search.
+        mode: ``"min"`` if a lower metric is better, or ``"max"``.
+        patience: number of validations without improvement before a search.
+        stop_patience: number of validations without improvement that end training; None never ends it.
         at_epochs: epochs that begin with a search.
-        seed: the same settings are tried for the same seed.
-        most_state_bytes: most bytes of host memory for the states of branches; more are in temporary files.
+        seed: equal seeds try equal settings.
+        most_state_bytes: host memory for the states of branches, in bytes; more goes to temporary files.
 
     Attributes:
         searches: a record of each search so far.
@@ -124,7 +126,7 @@ class BranchTuner(pl.Callback):
 
     @property
     def search_steps(self) -> int:
-        """Optimizer steps of all trials so far, the ones that were kept included."""
+        """Optimizer steps of all trials so far, including the trials that training kept."""
         return sum(record.steps for record in self.searches)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -202,7 +204,7 @@ class BranchTuner(pl.Callback):
         self._release(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what the searches found and cost."""
+        """Log the results and the cost of the searches."""
         for line in closing_lines(self.searches, time.perf_counter() - self._started):
             self.notices.inform(line)
 
@@ -308,8 +310,8 @@ class BranchTuner(pl.Callback):
             self.notices.warn(TOO_SHORT)
         elif limits.most_total < 2 * limits.lengths[0]:
             self.notices.inform(
-                f"step {trainer.global_step}: no search, because two trials of {limits.lengths[0]} steps are more "
-                f"than what is left of max_share={self.max_share}"
+                f"step {trainer.global_step}: no search, because two trials of {limits.lengths[0]} steps need more "
+                f"steps than are left of max_share={self.max_share}"
             )
         else:
             trials = Trials(trainer, self._feed, self.tunables, self.ranks, freezer_of(trainer), self.most_state_bytes)

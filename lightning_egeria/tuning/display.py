@@ -18,7 +18,7 @@ def closing_lines(searches: Sequence[SearchRecord], seconds: float) -> Iterator[
         seconds: time that the run took.
     """
     if not searches:
-        yield "no search ran: none began (at_epochs, monitor), or there was no room for one, as was told"
+        yield "no search ran: none was due (at_epochs, monitor), or the budget was too small (see above)"
         return
     steps, spent = sum(one.steps for one in searches), sum(one.seconds for one in searches)
     share = f" ({spent / seconds:.0%} of the run)" if seconds > 0 else ""
@@ -59,8 +59,8 @@ def panels_of_searches(searches: Sequence[SearchRecord]) -> list[Panel]:
         Panel(
             "tuning_branches",
             "Branches",
-            "Each row is a branch of a search: where it began, and the steps it trained. Training went on from the end "
-            "of the ones that won.",
+            "Each row is a branch of a search: where it began, and the steps that it trained. Training continued from "
+            "the end of the winners.",
             "optimizer steps",
             "branch",
             tree,
@@ -69,7 +69,7 @@ def panels_of_searches(searches: Sequence[SearchRecord]) -> list[Panel]:
         Panel(
             "tuning_speeds",
             "Speeds of the branches",
-            "Loss that a branch gained in a step, or in a second. 0 is no progress.",
+            "Decrease of the loss in a step, or in a second. 0 is no progress.",
             "number of the branch",
             "speed",
             speeds,

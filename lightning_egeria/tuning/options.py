@@ -42,7 +42,7 @@ class OptimizerOption:
             names = sorted({name for one in trainer.optimizers for name in one.param_groups[0]} - {"params"})
             raise UnsupportedError(
                 f"there is nothing to tune named {self._path!r}: no parameter group has such an option. The options "
-                f"are {', '.join(names)}; what is no option of an optimizer needs CustomTunable and a setter"
+                f"are {', '.join(names)}; for anything else, use CustomTunable with a setter"
             )
         value = self.get(trainer)
         if not isinstance(value, bool | int | float | str):

@@ -37,8 +37,8 @@ class LearningRate:
         for scheduler in _schedulers(trainer):
             if type(scheduler).__module__ != "torch.optim.lr_scheduler":
                 raise UnsupportedError(
-                    f"the scheduler {type(scheduler).__name__} is not one of torch, so nobody knows how to scale its "
-                    "rates. Use one of torch.optim.lr_scheduler, or tune its own argument with a CustomTunable"
+                    f"the scheduler {type(scheduler).__name__} is not a scheduler of torch, so its rates cannot be "
+                    "scaled. Use one of torch.optim.lr_scheduler, or tune its argument with a CustomTunable"
                 )
         if "lr" not in trainer.optimizers[0].param_groups[0]:
             raise UnsupportedError(
@@ -46,9 +46,7 @@ class LearningRate:
                 "Tune its own option by its name"
             )
         if not self.get(trainer) > 0:
-            raise UnsupportedError(
-                "the learning rate is 0, expected the base rate that is to be scaled. Start with a positive one"
-            )
+            raise UnsupportedError("the learning rate is 0, expected a base rate to scale. Start with a positive rate")
 
     def get(self, trainer: pl.Trainer) -> float:
         """Return the base rate."""

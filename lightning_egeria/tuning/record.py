@@ -11,18 +11,18 @@ from lightning_egeria.tuning.spaces import Setting
 
 @dataclasses.dataclass(frozen=True)
 class SearchRecord:
-    """One search.
+    """The record of one search.
 
     Attributes:
-        step: optimizer steps of training before it.
-        reason: why it began.
-        ended: why it ended.
+        step: optimizer steps of training before the search.
+        reason: why the search began.
+        ended: why the search ended.
         branches: for each branch its setting, steps, speed, label, range, noise, and why it failed.
-        winner: number of the branch that training went on from; None if none made progress.
-        trial_steps: steps of the winner's trial, of its batch size; of the last trial without a winner.
-        seconds: time that the search took.
-        setting: setting in use after it.
-        unlearned_steps: optimizer steps whose weights were put back: what the loss of each batch is without learning.
+        winner: number of the branch from which training continued; None if no branch made progress.
+        trial_steps: steps of the winner's trial, in its batch size; without a winner, steps of the last trial.
+        seconds: duration of the search.
+        setting: setting in use after the search.
+        unlearned_steps: optimizer steps of the control branch, which undoes its weight updates.
     """
 
     step: int

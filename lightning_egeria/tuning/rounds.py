@@ -26,7 +26,7 @@ class Limits:
         most_steps: most steps of a trial.
         most_trials: most branches.
         most_total: most steps of all branches together.
-        halving: whether the faster half of the branches goes on, in trials twice as long, until one is left.
+        halving: whether the faster half of the branches continues, in trials twice as long, until one is left.
     """
 
     first_steps: int
@@ -74,7 +74,7 @@ class TrialRequest:
     Attributes:
         branch: its number; 0 is the first one.
         setting: its setting.
-        steps: until it has so many optimizer steps. It may have some already, and goes on from there.
+        steps: number of optimizer steps that it trains to, including the steps that it has already.
         needed: branches whose state may be asked for later, this one not among them.
     """
 
@@ -134,7 +134,7 @@ class Branch:
 
     @property
     def score(self) -> float:
-        """What a searcher is told of it: its speed, or -1 if it failed or has diverged."""
+        """The result for a searcher: its speed, or -1 if it failed or has diverged."""
         return self.speed if self.alive else -1.0
 
     @property
@@ -260,7 +260,7 @@ class _Rounds:
     def _try_others(
         self, racing: list[int], steps: int, most: int, most_spent: float = math.inf
     ) -> Generator[TrialRequest, Result, None]:
-        """Train further branches for so many steps, and add them to those of the round."""
+        """Train further branches for a number of steps, and add them to the branches of the round."""
         self.reason = None
         while self._spent + steps <= most_spent and (number := self._next_branch(most)) is not None:
             yield from self._train(number, steps, self._may_go_on(racing, most))
@@ -286,7 +286,7 @@ class _Rounds:
         return sorted(alive, key=lambda number: self.branches[number].gain, reverse=True)[: max(least, -(-count // 2))]
 
     def _has_left(self, steps: int) -> bool:
-        """Whether trials may take so many steps more; the first one may. If not, the search ends."""
+        """Whether trials may take this many more steps; the first one may. If not, the search ends."""
         if self._spent + steps > self._limits.most_total and self._spent > 0:
             self.spent_all, self.reason = True, f"{self._spent} steps of trials were used up"
         return not self.spent_all

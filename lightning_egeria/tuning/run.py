@@ -58,7 +58,7 @@ class SearchRun:
         reason: str,
         show: Callable[[str], None],
     ) -> SearchRecord:
-        """Search, and let training go on from the fastest branch.
+        """Search, and continue training from the fastest branch.
 
         Args:
             new_searcher: makes the searcher from the spaces; on rank 0 only.
@@ -119,7 +119,7 @@ class SearchRun:
         """Let no error, and no signal, leave training within a branch."""
         try:
             yield
-        except BaseException as error:  # a signal too; it goes on
+        except BaseException as error:  # a signal too; it is raised again
             self._trials.leave()
             if self._trying is not None and isinstance(error, Exception):
                 error.add_note(f"tuning: this was in a trial of {describe(self._trying)}")

@@ -15,7 +15,7 @@ from lightning_egeria.tuning.spaces import Choice, LogUniform, Setting, Space, U
 
 SPREAD = 3  # settings for each tunable that a compass search begins with
 DISTANCE = 1 / 6  # share of a space between neighbours in it
-NEIGHBOUR_DISTANCES = 1.3  # so many distances away is a neighbour, too
+NEIGHBOUR_DISTANCES = 1.3  # a setting within this many distances is a neighbour, too
 DRAWS = 20  # of a random searcher, to draw a setting that was not tried yet
 
 
@@ -141,7 +141,7 @@ class CompassSearcher:
             if isinstance(space, Choice):  # each value once: no trial of one tells of another
                 beside = ({**setting, name: value} for value in space.values)
                 yield from (one for one in beside if one not in self._tried)
-            elif isinstance(space, Uniform):  # of others nobody knows what is near
+            elif isinstance(space, Uniform):  # other spaces have no neighbours
                 others = {**setting, name: None}
                 tried = [one[name] for _, one in self._told if {**one, name: None} == others]
                 here, *shares = (min(max(space.share(float(one)), 0.0), 1.0) for one in (setting[name], *tried))
@@ -204,7 +204,7 @@ class OptunaSearcher:
         )
 
     def ask(self) -> Setting | None:
-        """Return a setting that was not asked before; a sampler that repeats itself is told the speed it has seen."""
+        """Return a setting that was not asked before; a sampler that repeats a setting gets the speed from before."""
         for _ in range(DRAWS):
             if len(self._speeds) + len(self._asked) >= self._most:
                 return None

@@ -14,8 +14,8 @@ from lightning_egeria.training.feed import Feed
 from lightning_egeria.training.support import check_setup
 
 TOO_SHORT = (
-    "no search, because a trial ends before the last step of its epoch and before a validation, and this one has no "
-    "step to spare. Use epochs of at least 20 steps, and a longer val_check_interval"
+    "no search: a trial must end before the next validation and the last step of its epoch, and no steps are left. "
+    "Use epochs of at least 20 steps, and a longer val_check_interval"
 )
 
 
@@ -29,8 +29,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     averaging = getattr(pl.callbacks, "WeightAveraging", None)  # from Lightning 2.6 on
     if averaging is not None and any(isinstance(one, averaging) for one in getattr(trainer, "callbacks", ())):
         raise UnsupportedError(
-            "branch tuning does not run with WeightAveraging: its averages would lack the steps of trials that are "
-            "kept. Average the weights in the model, which trials restore"
+            "branch tuning does not run with WeightAveraging: its averages would not include the steps of trials "
+            "that are kept. Average the weights in the model, which trials restore"
         )
 
 
@@ -48,8 +48,8 @@ def check_schedulers(trainer: pl.Trainer, inform: Callable[[str], None]) -> None
             )
         if config.reduce_on_plateau:
             inform(
-                f"ReduceLROnPlateau follows {config.monitor!r}. If that is a mean over training steps, it lacks those "
-                "of trials that are kept. Let it follow a metric of validation"
+                f"ReduceLROnPlateau follows {config.monitor!r}. If that is a mean over training steps, it does "
+                "not include the steps of trials that are kept. Let it follow a metric of validation"
             )
 
 

@@ -37,7 +37,7 @@ class Choice:
         values: numbers, strings or booleans, each once.
 
     Raises:
-        ArgumentError: if there are none, or one is of another type or comes twice.
+        ArgumentError: if the list is empty, or a value has another type or is in the list twice.
 
     >>> Choice([32, 64]).grid(10)
     [32, 64]
@@ -71,7 +71,7 @@ class Uniform:
     """A number from ``low`` to ``high``.
 
     Args:
-        low: least value.
+        low: smallest value.
         high: largest value.
 
     Raises:

@@ -144,7 +144,7 @@ class Trials:
                 apart = other.batches == branch.batches and other.setting[name] != value
                 if apart and other.ended.get(name) == branch.ended[name]:
                     now, others = describe({name: branch.ended[name]}), describe({name: other.setting[name]})
-                    return f"something sets {name!r} itself: {now} after this trial, as after that of {others}"
+                    return f"other code sets {name!r}: {now} after this trial, and after the trial of {others}"
         return None
 
     @property
@@ -169,7 +169,7 @@ class Trials:
             self._batch_size.end()
 
     def adopt(self, request: TrialRequest) -> None:
-        """Let training go on from the end of a branch."""
+        """Continue training from the end of a branch."""
         branch = self._branches.setdefault(request.branch, _Branch(request.setting))
         if branch.state is None:
             self._continue(branch, request.steps)
@@ -249,7 +249,7 @@ class Trials:
         control.state = FitState(trainer, self._freezer, self._store)
 
     def _train(self, branch: _Branch, batches: int) -> None:
-        """Train until the branch has had so many batches, or a loss is not finite."""
+        """Train until the branch has had this many batches, or a loss is not finite."""
         device = self._trainer.strategy.root_device
         wait = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
         feed = BranchFeed(

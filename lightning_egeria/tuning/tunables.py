@@ -41,16 +41,16 @@ class Tunable(Protocol):
 
 
 class CustomTunable:
-    """A tunable of your own.
+    """A tunable with a getter and a setter of your own.
 
     Args:
         space: its values.
-        get: returns the present value; called with the Trainer.
+        get: returns the current value; called with the Trainer.
         set: sets a value; called with the Trainer and the value.
-        changes_cost: whether a step takes another time with another value.
+        changes_cost: whether the time of a step depends on the value.
 
     Raises:
-        ArgumentError: if the space is none, or a function cannot be called.
+        ArgumentError: if ``space`` is not a space, or a function cannot be called.
 
     >>> from lightning_egeria.tuning.spaces import Choice
     >>> smoothing = CustomTunable(
@@ -173,7 +173,7 @@ class FrozenDepth:
         """
         if freezing_of(trainer) is None:
             raise UnsupportedError(
-                "to tune frozen_depth, something must find the layer modules. Add PrefixFreezing() to the callbacks"
+                "to tune frozen_depth, a callback must find the layer modules. Add PrefixFreezing() to the callbacks"
             )
 
     def get(self, trainer: pl.Trainer) -> int:
@@ -182,7 +182,7 @@ class FrozenDepth:
         return freezer.depth if freezer is not None else 0
 
     def set(self, trainer: pl.Trainer, value: Value) -> None:
-        """Freeze so many layer modules, and no more than may freeze."""
+        """Freeze this many layer modules, and no more than may freeze."""
         freezer = freezer_of(trainer)
         assert freezer is not None  # a search waits for it
         depth = min(int(value), freezer.chain.max_depth)

@@ -247,7 +247,7 @@ def test_a_run_goes_on_without_it_and_with_it(batches, tmp_path):
         warnings.simplefilter("always")
         data = adaptive(numbered(40, **own_generator()), batch_sizes={9: 16})
         module, _ = trained(data, epochs=3, ckpt_path=tmp_path / "plain")
-    begun_again = any("It begins again" in str(one.message) for one in told)
+    begun_again = any("The epoch begins again" in str(one.message) for one in told)
     assert begun_again == (batches != 5)
     seen = flat(module.seen)
     assert len(seen) == 40 * (3 - batches // 6 - (batches == 5))
@@ -331,7 +331,7 @@ def test_memory_that_ends_all_the_same_says_what_to_do():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trained(data, module=Later())
     assert caught.value.__notes__ == [
-        "goodput: batches had 8 samples in each process. Set the second of local_batch_sizes to less"
+        "goodput: batches had 8 samples in each process. Set the second value of local_batch_sizes to a smaller number"
     ]
 
 

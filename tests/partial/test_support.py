@@ -85,7 +85,7 @@ def test_each_parameter_that_trains_is_in_one_layer():
 def test_one_process_has_whole_steps_and_a_warning(depths):
     plain, ours, callback = Classifier(), Classifier(), StructuredPartialBackprop(depths)
     fit(plain)
-    with pytest.warns(UserWarning, match="there is one process, so all steps are whole. Use depths='temporal'"):
+    with pytest.warns(UserWarning, match="there is only one process, so all steps are full. Use depths='temporal'"):
         fit(ours, callback)
     assert ours.losses == plain.losses
     assert set(callback.contributions.values()) == {15}

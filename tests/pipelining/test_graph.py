@@ -42,7 +42,7 @@ def test_a_wrong_graph_is_refused(nodes, edges, message):
     "state", [None, [], {"nodes": []}, {"nodes": [{"name": "a"}], "edges": []}, {"edges": 3}, DAMAGED, INFINITE]
 )
 def test_a_damaged_state_is_refused(state):
-    with pytest.raises(PlanError, match="no graph with"):
+    with pytest.raises(PlanError, match="not a graph with"):
         ComputationGraph.from_state(state)
 
 

@@ -40,7 +40,7 @@ def test_four_ranks_train_as_one_and_fail_together():
         assert found["failure"] == "rank 3, stage 'end', failed: ValueError: the labels are wrong"
         for kind in ("broken", "new shape"):
             assert found[kind] == "rank 1, stage 'left', failed: ZeroDivisionError: division by zero"
-        assert "did not get the same batch" in found["batches"]
+        assert "got different batches" in found["batches"]
         assert found["state dict"].startswith("this process holds the weights of its stage only")
         assert found["module"] == found["state dict"]
 
@@ -141,7 +141,7 @@ class Aliased(nn.Module):
 
 
 def test_a_trace_that_computes_something_else_is_refused():
-    with pytest.raises(UnsupportedError, match="computes something else than the model"):
+    with pytest.raises(UnsupportedError, match="does not compute the same as the model"):
         GraphPipeline(Aliased(), torch.ones(4, 2))
 
 

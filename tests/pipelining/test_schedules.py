@@ -116,7 +116,7 @@ def swap(actions):
         (edited(0, lambda actions: actions.remove(Action("B", 1))), "rank 0 does not run each"),
         (edited(0, swap), "rank 0 does not run each"),
         (edited(0, lambda actions: actions.remove(Action("SF", 1, 1))), "rank 0 sends micro-batches .0. and rank 1"),
-        (edited(1, lambda actions: actions.insert(0, actions.pop())), "rank 1|wait for ever|sends"),
+        (edited(1, lambda actions: actions.insert(0, actions.pop())), "rank 1|wait forever|sends"),
         (edited(1, lambda actions: actions.insert(0, actions.pop(actions.index(Action("F", 1))))), "rank 1 does not"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_circle_of_waiting_is_found():
     lists[0].insert(lists[0].index(Action("B", 0)) + 1, send)
     moved = lists[0].pop(lists[0].index(Action("SF", 1, 1)))
     lists[0].insert(lists[0].index(send) + 1, moved)
-    with pytest.raises(PlanError, match=r"ranks \[0, 1\] wait for ever: rank 0 at B0"):
+    with pytest.raises(PlanError, match=r"ranks \[0, 1\] wait forever: rank 0 at B0"):
         check(PLAN, lists)
 
 

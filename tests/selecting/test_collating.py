@@ -46,7 +46,7 @@ def test_stale_losses_are_never_paired_with_other_samples(workers):
 
     data = DataLoader(Indexed(images(40)), 8, shuffle=True, collate_fn=backwards, num_workers=workers)
     module = Noting()
-    with pytest.raises(UnsupportedError, match="stale losses would be those of other samples"):
+    with pytest.raises(UnsupportedError, match="a stale loss would belong to another sample"):
         trained(module=module, batches=data, staleness=1)
     assert module.losses == []
     trained(module=module, batches=data)

@@ -270,9 +270,9 @@ def test_unsupported_runs_are_refused_at_the_start():
         trained(batches=DataLoader(Stream(), 8), staleness=1)
     with pytest.raises(UnsupportedError, match="needs one training loader, got a dict"):
         trained(batches={"a": loader(), "b": loader()})
-    with pytest.raises(UnsupportedError, match=r"this one has no end\. Give max_epochs"):
+    with pytest.raises(UnsupportedError, match=r"its length is unknown\. Pass max_epochs"):
         trained(epochs=-1, start=0.5)
-    with pytest.raises(UnsupportedError, match=r"inside another wrapper\. Turn them around"):
+    with pytest.raises(UnsupportedError, match=r"inside another wrapper\. Swap them"):
         fit(Noting(), data=FrozenPrefixCache(SelectiveBackprop(loader(Indexed()))))
     module = Mixed()
     with pytest.raises(PerSampleLossError, match="per_sample_loss=function"):

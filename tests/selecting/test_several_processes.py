@@ -82,7 +82,7 @@ def with_fsdp_on_a_rank():
         found.append((module.losses, trainer.global_step, data.selection.epochs))
     refused = {
         "or mode='in_batch'": ({"mode": "queue"}, shards()),
-        "all ranks score together": ({"mode": "in_batch", "staleness": 1}, shards()),
+        "all ranks must score at the same step": ({"mode": "in_batch", "staleness": 1}, shards()),
         "Use tensor_parallel_size=1": ({"mode": "in_batch"}, shards(1, 2)),
     }
     for words, (options, strategy) in refused.items():

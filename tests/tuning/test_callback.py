@@ -464,7 +464,7 @@ def test_a_checkpoint_of_another_version_is_refused():
 def test_an_epoch_of_one_batch_has_no_search():
     plain, module = Classifier(), Classifier()
     fit(plain, data=loader(images(8)))
-    with pytest.warns(UserWarning, match="no search, because a trial ends before the last step"):
+    with pytest.warns(UserWarning, match="no search: a trial must end before the next validation"):
         fit(module, tuner(), data=loader(images(8)))
     assert equal(plain, module)
 

@@ -20,7 +20,7 @@ def record(step=10, winner=1, branches=None):
 
 def test_the_closing_lines():
     assert list(closing_lines([], 9.0)) == [
-        "no search ran: none began (at_epochs, monitor), or there was no room for one, as was told"
+        "no search ran: none was due (at_epochs, monitor), or the budget was too small (see above)"
     ]
     assert list(closing_lines([record(), record(40, None)], 10.0)) == [
         "2 searches took 40 steps and 3.0 s (30% of the run)",

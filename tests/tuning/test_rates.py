@@ -82,7 +82,7 @@ def test_a_rate_of_zero_and_a_foreign_scheduler_are_refused():
         def get_lr(self):
             return [0.1 for _ in self.base_lrs]
 
-    with pytest.raises(UnsupportedError, match="Mine is not one of torch"):
+    with pytest.raises(UnsupportedError, match="Mine is not a scheduler of torch"):
         LearningRate().check(trainer_of(0.1, lambda optimizer, rate: Mine(optimizer)))
     with pytest.raises(UnsupportedError, match="the learning rate is 0"):
         LearningRate().check(trainer_of(0.0, None))

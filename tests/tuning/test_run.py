@@ -74,14 +74,14 @@ def test_a_value_that_something_else_sets_is_no_setting(caplog):
     with caplog.at_level(logging.INFO):
         fit(WarmingUp(), searches)
     assert [branch["failed"] is None for branch in searches.record.branches] == [True, False, False, False]
-    assert "something sets 'lr' itself: lr=0.012 after this trial, as after that of lr=0.01" in caplog.text
+    assert "other code sets 'lr': lr=0.012 after this trial, and after the trial of lr=0.01" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns gives it out again
 def test_a_scheduler_that_comes_later_forbids_searches(caplog):
     averaging = L.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
     tuner = BranchTuner({"lr": Choice([0.01, 0.1])}, at_epochs=(2,), first_steps=1)
-    with pytest.warns(UserWarning, match="step 10: no search, because the scheduler SWALR is not one of torch"):
+    with pytest.warns(UserWarning, match="step 10: no search, because the scheduler SWALR is not a scheduler of torch"):
         fit(Classifier(), averaging, tuner)
     assert tuner.setting is None
     assert not tuner.searches
