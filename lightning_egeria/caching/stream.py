@@ -18,18 +18,18 @@ from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.probe import try_rows, why_not_a_row
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.outside import Outside, has_samples
+from lightning_egeria.caching.record.tape import UNKNOWN, Node
+from lightning_egeria.caching.record.units import UnitCall
 from lightning_egeria.caching.serve import CachedBatch, paths_behind
 from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
+from lightning_egeria.caching.store.directory import CacheDirectory
+from lightning_egeria.caching.store.limits import Limits
+from lightning_egeria.caching.store.rows import Rows
+from lightning_egeria.caching.store.samples import without_inputs
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError, StoreError
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.outside import Outside, has_samples
-from lightning_egeria.lazy.tape import UNKNOWN, Node
-from lightning_egeria.lazy.units import UnitCall
-from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.limits import Limits
-from lightning_egeria.stores.rows import Rows
-from lightning_egeria.stores.samples import without_inputs
-from lightning_egeria.training.notices import Notices
 
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 

@@ -11,9 +11,9 @@ import untimed
 from programs.harness import Run
 from programs.parts import Classifier, ConvNet, images, loader
 
+from lightning_egeria.caching.store.manifest import ENTRIES, LOCK, MANIFEST
+from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.command import main
-from lightning_egeria.stores.manifest import ENTRIES, LOCK, MANIFEST
-from lightning_egeria.stores.store import ActivationStore
 
 
 @pytest.fixture(scope="module")
