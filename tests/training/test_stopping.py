@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_egeria.core.training.stopping import is_to_stop, stop
+from lightning_egeria.core.training.resumable import ResumableCheckpoints, is_to_stop, stop
 
 
-class Stopper:
+class Stopper(ResumableCheckpoints):
     def __init__(self, is_asked):
-        self.is_asked = is_asked
+        super().__init__(folder="checkpoints")
+        self._asked = is_asked
 
     def stop(self, trainer):
         raise SystemExit(75)

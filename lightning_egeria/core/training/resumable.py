@@ -201,3 +201,17 @@ def _goes_on_by_itself(trainer: pl.Trainer) -> bool:
     """Whether the loader has state, and so begins behind the batches that the epoch has had."""
     combined = trainer.fit_loop._combined_loader
     return combined is not None and any(hasattr(loader, "load_state_dict") for loader in combined.flattened)
+
+
+def is_to_stop(trainer: pl.Trainer) -> bool:
+    """Whether Lightning, or `ResumableCheckpoints`, was asked to stop this process."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # the connectors set it
+    asked = any(isinstance(one, ResumableCheckpoints) and one.is_asked for one in callbacks)
+    return asked or bool(getattr(trainer, "received_sigterm", False))
+
+
+def stop(trainer: pl.Trainer) -> None:
+    """Let the first `ResumableCheckpoints` save, and end the process, if there is one. Every rank must call it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the connectors set it
+        if isinstance(callback, ResumableCheckpoints):
+            callback.stop(trainer)

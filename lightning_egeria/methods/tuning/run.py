@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_egeria.core.distributed.ranks import Ranks
 from lightning_egeria.core.training.isolation import saving_later
 from lightning_egeria.core.training.notices import Notices
-from lightning_egeria.core.training.stopping import is_to_stop, stop
+from lightning_egeria.core.training.resumable import is_to_stop, stop
 from lightning_egeria.methods.tuning.record import SearchRecord, describe
 from lightning_egeria.methods.tuning.rounds import WINDOWS_IN_RACE, Limits, Outcome, Result, TrialRequest, search
 from lightning_egeria.methods.tuning.searchers import Searcher

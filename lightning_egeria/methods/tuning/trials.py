@@ -18,7 +18,7 @@ from lightning_egeria.core.training.branches import train_hidden
 from lightning_egeria.core.training.feed import BranchFeed, Feed, ReadAhead
 from lightning_egeria.core.training.fit_state import FitState
 from lightning_egeria.core.training.freezer import Freezer, FreezingEvent
-from lightning_egeria.core.training.stopping import is_to_stop
+from lightning_egeria.core.training.resumable import is_to_stop
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.methods.tuning.record import describe
 from lightning_egeria.methods.tuning.rounds import Result, TrialRequest
