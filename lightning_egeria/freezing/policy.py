@@ -183,7 +183,7 @@ class FreezingPolicy(Annealing):
 
     @property
     def holds_reference(self) -> bool:
-        """Whether some prefix is below its limit: the reference stays then, so that slow drift accumulates."""
+        """Whether some prefix is below its limit. The reference then stays, so that slow drift accumulates."""
         return any(self._at_rest[self.depth : self._max_depth])
 
     def start(self, max_depth: int) -> None:
