@@ -29,7 +29,7 @@ from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.data import Cifar10Data
 from lightning_egeria.demos.resnet import CifarResNet
-from lightning_egeria.goodput.profile import Profile
+from lightning_egeria.methods.goodput.profile import Profile
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_egeria import GraphPipeline
-from lightning_egeria.pipelining.timeline import predict
+from lightning_egeria.methods.pipelining.timeline import predict
 
 CHAIN = 4  # stages
 BRANCHES = ("one", "two", "three", "four")

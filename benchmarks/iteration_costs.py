@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_egeria import LayerChain
+from lightning_egeria.core.network.paused import PausedPrefix
+from lightning_egeria.core.network.saved import SavedActivations
+from lightning_egeria.core.profiling.clock import mark, reached, seconds_between
+from lightning_egeria.core.programs.files import write_whole
 from lightning_egeria.demos.mobilenet import cifar_mobilenet_v2
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.demos.sentences import BertEncoder, SentenceNet
-from lightning_egeria.network.paused import PausedPrefix
-from lightning_egeria.network.saved import SavedActivations
-from lightning_egeria.profiling.clock import mark, reached, seconds_between
-from lightning_egeria.programs.files import write_whole
 
 FOLDER = Path(__file__).parent / "iteration_costs"
 CLASSES, WORDS, TOKENS = 10, 1000, 32

@@ -31,8 +31,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
-from lightning_egeria.stores.manifest import Manifest
-from lightning_egeria.stores.store import ActivationStore
+from lightning_egeria.caching.store.manifest import Manifest
+from lightning_egeria.caching.store.store import ActivationStore
 
 ENTRIES, ENTRY_BYTES, FIELD_BYTES = 20_000, 16 << 10, 64
 STEPS = 20
@@ -71,7 +71,7 @@ def use(folder: Path, seed: int, together: Any, results: Any) -> None:
 def concurrent(processes: list[int]) -> None:
     """So many at the same time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning", "lightning_egeria.stores.store"])
+    context.set_forkserver_preload(["lightning", "lightning_egeria.caching.store.store"])
     print(f"| processes | entries of {ENTRY_BYTES >> 10} kB written and read /s | misses | wrong |")
     print("| --- | --- | --- | --- |")
     for count in processes:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.communication import in_two_ranks, train_quietly
 from lightning_egeria import LayerChain, StructuredPartialBackprop
-from lightning_egeria.network.paused import PausedPrefix
+from lightning_egeria.core.network.paused import PausedPrefix
 
 BLOCKS = 8
 

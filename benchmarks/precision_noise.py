@@ -20,13 +20,13 @@ import torch
 from matplotlib import pyplot as plt
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing
+from lightning_egeria.core.network.calls import crop_calls
 from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.data import Cifar10Data
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.freezing import callback as callback_module
 from lightning_egeria.freezing.precision import SnapshotNetwork
 from lightning_egeria.freezing.reference import EvaluationResult, plasticity_between
-from lightning_egeria.network.calls import crop_calls
 
 PRECISIONS = ("float32", "bf16", "int8")
 

@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 from lightning_egeria import LayerChain
+from lightning_egeria.core.network.calls import NetworkCall
+from lightning_egeria.core.network.chain import LayerModule
+from lightning_egeria.core.snapshots.packing import pack
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.freezing import precision as precision_module
 from lightning_egeria.freezing.precision import SnapshotNetwork
 from lightning_egeria.freezing.reference import EvaluationRequest
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
-from lightning_egeria.network.calls import NetworkCall
-from lightning_egeria.network.chain import LayerModule
-from lightning_egeria.snapshots.packing import pack
 
 
 def encoder() -> nn.Module:

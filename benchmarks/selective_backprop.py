@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SelectiveBackprop
-from lightning_egeria.batches.reading import BatchSource
+from lightning_egeria.core.batches.reading import BatchSource
 from lightning_egeria.demos.classifier import ImageClassifier
 from lightning_egeria.demos.resnet import CifarResNet
-from lightning_egeria.selecting.scoring import Scorer
+from lightning_egeria.methods.selecting.scoring import Scorer
 
 EPOCHS = 2  # that are measured
 BEFORE, BEFORE_CACHED = 1, 3  # epochs before them: the first is whole, and a cache fills and sees whether it pays

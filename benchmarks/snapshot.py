@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_egeria import TrainingState
-from lightning_egeria.snapshots.tensor_store import TensorStore
+from lightning_egeria.core.snapshots.tensor_store import TensorStore
 
 
 def network(width, depth):

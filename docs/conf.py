@@ -13,13 +13,13 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "lightning_egeria/freezing/README.md": "cards/freezing.md",
     "lightning_egeria/caching/README.md": "cards/caching.md",
-    "lightning_egeria/partial/README.md": "cards/partial.md",
-    "lightning_egeria/goodput/README.md": "cards/goodput.md",
+    "lightning_egeria/methods/partial/README.md": "cards/partial.md",
+    "lightning_egeria/methods/goodput/README.md": "cards/goodput.md",
     "lightning_egeria/jobs/README.md": "cards/jobs.md",
     "lightning_egeria/cluster/README.md": "cards/cluster.md",
-    "lightning_egeria/selecting/README.md": "cards/selecting.md",
-    "lightning_egeria/tuning/README.md": "cards/tuning.md",
-    "lightning_egeria/pipelining/README.md": "cards/pipelining.md",
+    "lightning_egeria/methods/selecting/README.md": "cards/selecting.md",
+    "lightning_egeria/methods/tuning/README.md": "cards/tuning.md",
+    "lightning_egeria/methods/pipelining/README.md": "cards/pipelining.md",
 }
 
 project = "lightning_egeria"

@@ -6,28 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_egeria.caching.datamodule import FrozenPrefixCache
+    from lightning_egeria.core.network.chain import LayerChain
+    from lightning_egeria.core.snapshots.training_state import TrainingState
+    from lightning_egeria.core.training.callback import PrefixFreezing
+    from lightning_egeria.core.training.freezer import Decision, Freezer
+    from lightning_egeria.core.training.observers import Observer
+    from lightning_egeria.core.training.resumable import ResumableCheckpoints
+    from lightning_egeria.core.training.turns import DeviceTurns
     from lightning_egeria.freezing.callback import KnowledgeGuidedFreezing
     from lightning_egeria.freezing.metric import SimilarityPreservingLoss
     from lightning_egeria.freezing.policy import FreezingPolicy
     from lightning_egeria.freezing.scripted import ScriptedPolicy
     from lightning_egeria.freezing.similarity import similarity_preserving_loss
     from lightning_egeria.freezing.slopes import SlopePolicy
-    from lightning_egeria.goodput.datamodule import AdaptiveBatchSize
-    from lightning_egeria.network.chain import LayerChain
-    from lightning_egeria.partial.callback import StructuredPartialBackprop
-    from lightning_egeria.pipelining.pipeline import GraphPipeline
-    from lightning_egeria.pipelining.strategy import GraphPipelineStrategy
+    from lightning_egeria.methods.goodput.datamodule import AdaptiveBatchSize
+    from lightning_egeria.methods.partial.callback import StructuredPartialBackprop
+    from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
+    from lightning_egeria.methods.pipelining.strategy import GraphPipelineStrategy
+    from lightning_egeria.methods.selecting.datamodule import SelectiveBackprop
+    from lightning_egeria.methods.tuning.callback import BranchTuner
+    from lightning_egeria.methods.tuning.spaces import Choice, LogUniform, Uniform
+    from lightning_egeria.methods.tuning.tunables import CustomTunable
     from lightning_egeria.report.recorder import RunRecorder
-    from lightning_egeria.selecting.datamodule import SelectiveBackprop
-    from lightning_egeria.snapshots.training_state import TrainingState
-    from lightning_egeria.training.callback import PrefixFreezing
-    from lightning_egeria.training.freezer import Decision, Freezer
-    from lightning_egeria.training.observers import Observer
-    from lightning_egeria.training.resumable import ResumableCheckpoints
-    from lightning_egeria.training.turns import DeviceTurns
-    from lightning_egeria.tuning.callback import BranchTuner
-    from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
-    from lightning_egeria.tuning.tunables import CustomTunable
 
 __version__ = "0.1.0"
 
@@ -61,31 +61,31 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AdaptiveBatchSize": "goodput.datamodule",
-    "Decision": "training.freezer",
-    "DeviceTurns": "training.turns",
-    "Freezer": "training.freezer",
-    "Observer": "training.observers",
-    "PrefixFreezing": "training.callback",
+    "AdaptiveBatchSize": "methods.goodput.datamodule",
+    "Decision": "core.training.freezer",
+    "DeviceTurns": "core.training.turns",
+    "Freezer": "core.training.freezer",
+    "Observer": "core.training.observers",
+    "PrefixFreezing": "core.training.callback",
     "FreezingPolicy": "freezing.policy",
     "FrozenPrefixCache": "caching.datamodule",
-    "GraphPipeline": "pipelining.pipeline",
-    "GraphPipelineStrategy": "pipelining.strategy",
+    "GraphPipeline": "methods.pipelining.pipeline",
+    "GraphPipelineStrategy": "methods.pipelining.strategy",
     "KnowledgeGuidedFreezing": "freezing.callback",
-    "LayerChain": "network.chain",
-    "ResumableCheckpoints": "training.resumable",
+    "LayerChain": "core.network.chain",
+    "ResumableCheckpoints": "core.training.resumable",
     "RunRecorder": "report.recorder",
     "ScriptedPolicy": "freezing.scripted",
-    "SelectiveBackprop": "selecting.datamodule",
+    "SelectiveBackprop": "methods.selecting.datamodule",
     "SimilarityPreservingLoss": "freezing.metric",
     "SlopePolicy": "freezing.slopes",
-    "StructuredPartialBackprop": "partial.callback",
-    "TrainingState": "snapshots.training_state",
-    "BranchTuner": "tuning.callback",
-    "Choice": "tuning.spaces",
-    "LogUniform": "tuning.spaces",
-    "Uniform": "tuning.spaces",
-    "CustomTunable": "tuning.tunables",
+    "StructuredPartialBackprop": "methods.partial.callback",
+    "TrainingState": "core.snapshots.training_state",
+    "BranchTuner": "methods.tuning.callback",
+    "Choice": "methods.tuning.spaces",
+    "LogUniform": "methods.tuning.spaces",
+    "Uniform": "methods.tuning.spaces",
+    "CustomTunable": "methods.tuning.tunables",
     "similarity_preserving_loss": "freezing.similarity",
 }
 

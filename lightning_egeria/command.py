@@ -9,21 +9,21 @@ import sys
 from collections.abc import Sequence
 
 import lightning_egeria
+from lightning_egeria.core.programs.terminal import printable
 from lightning_egeria.errors import EgeriaError, JobError
-from lightning_egeria.programs.terminal import printable
 
 # Module, what it does, and an example. A module is imported when its command is called: some take seconds.
 COMMANDS = {
     "train": ("lightning_egeria.cli.train", "train a configured model, with Hydra's overrides", "model=resnet20"),
     "jobs": ("lightning_egeria.jobs.command", "run jobs on this machine, Ray or Slurm", "submit job.yaml"),
-    "cache": ("lightning_egeria.stores.command", "list, check and delete cached outputs", "ls --json"),
+    "cache": ("lightning_egeria.caching.store.command", "list, check and delete cached outputs", "ls --json"),
     "report": ("lightning_egeria.report.command", "draw figures of runs, on one page", "runs/plain runs/freezing"),
     "simulate": (
         "lightning_egeria.cluster.command",
         "run a workload of jobs under cluster policies",
         "trial/workload.csv --policy pollux tiresias",
     ),
-    "plan": ("lightning_egeria.pipelining.command", "plan a graph pipeline", "dlrm --devices 16"),
+    "plan": ("lightning_egeria.methods.pipelining.command", "plan a graph pipeline", "dlrm --devices 16"),
 }
 _EXTRAS = {"hydra": "cli", "omegaconf": "cli", "matplotlib": "report", "scipy": "cluster"}
 

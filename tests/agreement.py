@@ -4,9 +4,9 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
-from lightning_egeria.snapshots.digests import digest
-from lightning_egeria.training.callback import freezing_of
-from lightning_egeria.training.observers import Observer
+from lightning_egeria.core.snapshots.digests import digest
+from lightning_egeria.core.training.callback import freezing_of
+from lightning_egeria.core.training.observers import Observer
 
 
 class DisagreementError(AssertionError):

@@ -6,13 +6,13 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.training.freezer import Freezer
+from lightning_egeria.core.training.observers import Observers
 from lightning_egeria.freezing.comparison import ReferenceComparison
 from lightning_egeria.freezing.decide import Decider
 from lightning_egeria.freezing.reference import ReferenceModel
 from lightning_egeria.freezing.runner import ReferenceRunner
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.training.freezer import Freezer
-from lightning_egeria.training.observers import Observers
 
 
 class HeldPool(ReferenceRunner):

@@ -20,8 +20,8 @@ from lightning_egeria import (
     SlopePolicy,
     StructuredPartialBackprop,
 )
-from lightning_egeria.training.callback import freezing_of
-from lightning_egeria.training.freezer import Decision
+from lightning_egeria.core.training.callback import freezing_of
+from lightning_egeria.core.training.freezer import Decision
 
 SCHEDULE = {3: 1, 8: 2}  # of 15 steps
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_egeria.batches.tree import tensor_leaves
-from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.core.batches.tree import tensor_leaves
+from lightning_egeria.core.network.chain import LayerChain
 
 
 class OutOfOrder(nn.Module):

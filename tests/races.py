@@ -2,8 +2,8 @@
 
 import types
 
-from lightning_egeria.profiling import race as racing
-from lightning_egeria.profiling.race import TURN, TURNS
+from lightning_egeria.core.profiling import race as racing
+from lightning_egeria.core.profiling.race import TURN, TURNS
 
 
 class Clock:

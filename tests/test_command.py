@@ -61,7 +61,7 @@ def test_train_becomes_the_application_of_hydra(monkeypatch):
     ],
 )
 def test_statuses(raised, status, message, monkeypatch, capsys):
-    from lightning_egeria.pipelining import command as room
+    from lightning_egeria.methods.pipelining import command as room
 
     def fail(options):
         raise raised
@@ -72,7 +72,7 @@ def test_statuses(raised, status, message, monkeypatch, capsys):
 
 
 def test_a_module_that_is_no_extra_is_not_hidden(monkeypatch):
-    from lightning_egeria.pipelining import command as room
+    from lightning_egeria.methods.pipelining import command as room
 
     def fail(options):
         import no_such_module  # noqa: F401

@@ -16,9 +16,9 @@ from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 
 from lightning_egeria import KnowledgeGuidedFreezing, PrefixFreezing, ScriptedPolicy
+from lightning_egeria.core.snapshots.digests import digest
+from lightning_egeria.core.training.callback import freezing_of
 from lightning_egeria.freezing import trial_plan
-from lightning_egeria.snapshots.digests import digest
-from lightning_egeria.training.callback import freezing_of
 
 EVAL_MODE = r"ignore:Found 1 module\(s\) in eval mode"
 each = pytest.mark.parametrize("name", METHODS)

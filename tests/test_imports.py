@@ -64,7 +64,7 @@ def test_public_names():
 def test_a_worker_imports_neither_lightning_nor_torchmetrics():
     """They take longer to import than torch, and each worker would."""
     program = (
-        "import sys, lightning_egeria.snapshots.worker, lightning_egeria.freezing.reference;"
+        "import sys, lightning_egeria.core.snapshots.worker, lightning_egeria.freezing.reference;"
         "sys.exit(any(name in sys.modules for name in ('lightning', 'torchmetrics')))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=PACKAGE.parent)

@@ -7,7 +7,7 @@ from torch import nn
 
 from benchmarks.iteration_costs import SETTLING_ROUNDS, VERSION, measure_depths
 from benchmarks.scheduling.iterations import IterationCost
-from lightning_egeria.network.chain import LayerChain
+from lightning_egeria.core.network.chain import LayerChain
 
 ROWS, WIDTH = 5, 4
 

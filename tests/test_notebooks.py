@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from ranks import LOCAL
 
-from lightning_egeria.training.freezer import FreezingEvent
+from lightning_egeria.core.training.freezer import FreezingEvent
 from notebooks.execute import NOTEBOOKS, PROMISES, digest, execute
 
 OUTPUTS_BYTES = 350_000

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, SequentialLR
 
 from lightning_egeria import Decision, Freezer, LayerChain, Observer, PrefixFreezing
-from lightning_egeria.network.paused import PausedPrefix
-from lightning_egeria.training.finding import LayerFinding
+from lightning_egeria.core.network.paused import PausedPrefix
+from lightning_egeria.core.training.finding import LayerFinding
 
 
 class StaticFreezing(PrefixFreezing):

@@ -27,7 +27,7 @@ from benchmarks.proof.curve import Curve
 from benchmarks.proof.run import about, configured, quiet, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, ScriptedPolicy, SelectiveBackprop
-from lightning_egeria.network.prefix import SETTLING_STEPS, follows_slowly
+from lightning_egeria.core.network.prefix import SETTLING_STEPS, follows_slowly
 
 BATCHES = 24  # of an epoch; the first ones of a fit are not written yet
 EPOCHS = 3  # that are measured

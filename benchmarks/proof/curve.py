@@ -8,7 +8,7 @@ from typing import Any
 import lightning
 
 from lightning_egeria import FrozenPrefixCache, PrefixFreezing
-from lightning_egeria.selecting.stats import SelectionStats
+from lightning_egeria.methods.selecting.stats import SelectionStats
 
 MOSTLY = 0.9  # share of a batch's samples that makes it one of their kind, where steps are timed
 

@@ -16,9 +16,9 @@ import lightning
 from benchmarks.proof.run import configured, quiet, trainer_of
 from benchmarks.proof.workloads import WORKLOADS
 from lightning_egeria import PrefixFreezing
+from lightning_egeria.core.training.branches import Branches
+from lightning_egeria.core.training.feed import Feed
 from lightning_egeria.freezing.trial import worth
-from lightning_egeria.training.branches import Branches
-from lightning_egeria.training.feed import Feed
 
 LENGTHS = (8, 12, 16, 24, 32, 48, 64)  # of trials, as far as the steps go
 

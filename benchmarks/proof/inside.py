@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.proof.run import about, configured, quiet, steps_of, trainer_of
 from benchmarks.proof.workloads import RESULTS, WORKLOADS, keep
 from lightning_egeria import PrefixFreezing
-from lightning_egeria.network.calls import boundary_activation
+from lightning_egeria.core.network.calls import boundary_activation
 
 SAMPLES = 512
 MOMENTS = 20

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_egeria import SelectiveBackprop
-from lightning_egeria.selecting.rule import SelectionRule
-from lightning_egeria.selecting.stats import SelectionStats
+from lightning_egeria.methods.selecting.rule import SelectionRule
+from lightning_egeria.methods.selecting.stats import SelectionStats
 
 BETA = 1
 SHARE = 1 / (BETA + 1)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_egeria.core.programs.files import read_json
 from lightning_egeria.errors import ArgumentError, SchedulingError, TraceError
-from lightning_egeria.programs.files import read_json
 
 _LARGEST = 2**20  # bytes of measured costs
 

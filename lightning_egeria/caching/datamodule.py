@@ -17,17 +17,17 @@ from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.session import CacheSession
 from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.caching.store.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.caching.store.limits import Budget, Limits
+from lightning_egeria.caching.store.rows import Precision
 from lightning_egeria.caching.stream import Stream
+from lightning_egeria.core.network.sharding import holds_shards
+from lightning_egeria.core.training.loops import is_asked_by_loop
+from lightning_egeria.core.training.methods import check_combination, methods_of
+from lightning_egeria.core.training.notices import Notices
+from lightning_egeria.core.training.progress import BarEntry
+from lightning_egeria.core.training.wrapping import WrappingDataModule
 from lightning_egeria.errors import ArgumentError, CacheError, check_integers
-from lightning_egeria.network.sharding import holds_shards
-from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
-from lightning_egeria.stores.limits import Budget, Limits
-from lightning_egeria.stores.rows import Precision
-from lightning_egeria.training.loops import is_asked_by_loop
-from lightning_egeria.training.methods import check_combination, methods_of
-from lightning_egeria.training.notices import Notices
-from lightning_egeria.training.progress import BarEntry
-from lightning_egeria.training.wrapping import WrappingDataModule
 
 
 class FrozenPrefixCache(WrappingDataModule):

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.caching.store.background import ReadAhead, WriteBehind
+from lightning_egeria.caching.store.directory import CacheDirectory
+from lightning_egeria.caching.store.limits import Limits
+from lightning_egeria.caching.store.manifest import FORMAT, Manifest
+from lightning_egeria.caching.store.memory import MemoryTier, as_bytes, chosen, room_for
+from lightning_egeria.caching.store.rows import Flags, RowForm, Rows
+from lightning_egeria.caching.store.samples import STAMP_BYTES, stamps_of
+from lightning_egeria.caching.store.store import ActivationStore
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError, StoreError
-from lightning_egeria.stores.background import ReadAhead, WriteBehind
-from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.limits import Limits
-from lightning_egeria.stores.manifest import FORMAT, Manifest
-from lightning_egeria.stores.memory import MemoryTier, as_bytes, chosen, room_for
-from lightning_egeria.stores.rows import Flags, RowForm, Rows
-from lightning_egeria.stores.samples import STAMP_BYTES, stamps_of
-from lightning_egeria.stores.store import ActivationStore
-from lightning_egeria.training.notices import Notices
 
 AGREEING = 8  # rows in batches of another size with the bits of the entries, before it is used
 COUNT_EVERY_S = 1.0

@@ -29,22 +29,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.batches.onlookers import unwatched
 from lightning_egeria.caching import policy
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.meta import Meta, version_of
+from lightning_egeria.caching.record.tape import UNKNOWN, Call, Node, Tape
+from lightning_egeria.caching.record.tensors import LazyTensor, node_of, plain, show
+from lightning_egeria.caching.record.units import Context, UnitCall, are_fixed, is_plain
+from lightning_egeria.core.batches.onlookers import unwatched
+from lightning_egeria.core.network.compilation import eager
+from lightning_egeria.core.network.forwards import ReplacedForward, restore_forward, users_forward
+from lightning_egeria.core.network.prefix import FrozenPrefix
+from lightning_egeria.core.profiling.clock import mark, wait_for
+from lightning_egeria.core.snapshots.digests import overlap
+from lightning_egeria.core.snapshots.frozen_state import FrozenState
+from lightning_egeria.core.snapshots.random_state import RandomState
+from lightning_egeria.core.training.isolation import is_outside_batch
 from lightning_egeria.errors import CacheError
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.meta import Meta, version_of
-from lightning_egeria.lazy.tape import UNKNOWN, Call, Node, Tape
-from lightning_egeria.lazy.tensors import LazyTensor, node_of, plain, show
-from lightning_egeria.lazy.units import Context, UnitCall, are_fixed, is_plain
-from lightning_egeria.network.compilation import eager
-from lightning_egeria.network.forwards import ReplacedForward, restore_forward, users_forward
-from lightning_egeria.network.prefix import FrozenPrefix
-from lightning_egeria.profiling.clock import mark, wait_for
-from lightning_egeria.snapshots.digests import overlap
-from lightning_egeria.snapshots.frozen_state import FrozenState
-from lightning_egeria.snapshots.random_state import RandomState
-from lightning_egeria.training.isolation import is_outside_batch
 
 if TYPE_CHECKING:
     from lightning_egeria.caching.serve import CachedBatch

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_egeria.batches.order import draws_at_once, has_samples_once, is_shuffled
-from lightning_egeria.batches.reading import LoaderCopies, why_no_ids
-from lightning_egeria.batches.rows import Index, Rows
-from lightning_egeria.batches.worker_calls import CallableWorkers
 from lightning_egeria.caching.loading import PlannedDataset, WorkerInit, as_it_is, whole
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
+from lightning_egeria.caching.record.sending import joined_rows
 from lightning_egeria.caching.serve import CachedBatch, joined
 from lightning_egeria.caching.stream import Stream
-from lightning_egeria.lazy.sending import joined_rows
-from lightning_egeria.snapshots.contents import changed, digests_of
-from lightning_egeria.training.loops import fetches_batches, is_asked_by_loop
+from lightning_egeria.core.batches.order import draws_at_once, has_samples_once, is_shuffled
+from lightning_egeria.core.batches.reading import LoaderCopies, why_no_ids
+from lightning_egeria.core.batches.rows import Index, Rows
+from lightning_egeria.core.batches.worker_calls import CallableWorkers
+from lightning_egeria.core.snapshots.contents import changed, digests_of
+from lightning_egeria.core.training.loops import fetches_batches, is_asked_by_loop
 
 LOOK_AHEAD_BATCHES = 3
 
@@ -197,10 +197,7 @@ class Line:
                     return
                 waited = time.perf_counter() - started
                 self.stream.accounts.race.arrived(loaded.plan.number, waited)
-                started = time.perf_counter()
                 *given, cached = self.stream.receive(loaded, waited)
-                if cached is not None:
-                    cached.around += time.perf_counter() - started
                 self.last = cached if cached is not None else loaded.plan
                 del loaded
                 self._arrived(cached)

@@ -19,18 +19,13 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate, default_collate_fn_map
 
-from lightning_egeria.batches.worker_calls import answer_calls, this_worker
 from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
-from lightning_egeria.errors import StoreError
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.meta import Meta
-from lightning_egeria.lazy.sending import SentRows, send
-from lightning_egeria.lazy.tape import Node, Tape
-from lightning_egeria.lazy.tensors import LazyTensor, show, stack
-from lightning_egeria.snapshots.contents import changed, moving_of
-from lightning_egeria.snapshots.digests import has_values
-from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
-from lightning_egeria.stores.samples import (
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.meta import Meta
+from lightning_egeria.caching.record.sending import SentRows, send
+from lightning_egeria.caching.record.tape import Node, Tape
+from lightning_egeria.caching.record.tensors import LazyTensor, show, stack
+from lightning_egeria.caching.store.samples import (
     STAMP_BYTES,
     Absent,
     FieldMemory,
@@ -40,7 +35,12 @@ from lightning_egeria.stores.samples import (
     with_descriptions,
     with_leaves,
 )
-from lightning_egeria.stores.store import ActivationStore
+from lightning_egeria.caching.store.store import ActivationStore
+from lightning_egeria.core.batches.worker_calls import answer_calls, this_worker
+from lightning_egeria.core.snapshots.contents import changed, moving_of
+from lightning_egeria.core.snapshots.digests import has_values
+from lightning_egeria.core.snapshots.random_state import RandomState, preserved_random_state
+from lightning_egeria.errors import StoreError
 
 
 def _collate(batch: list[Any], *, collate_fn_map: Any = None) -> Any:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_egeria.batches.tree import change_leaves
-from lightning_egeria.batches.worker_calls import Worker
-from lightning_egeria.lazy.tensors import LazyTensor
+from lightning_egeria.caching.record.tensors import LazyTensor
+from lightning_egeria.core.batches.tree import change_leaves
+from lightning_egeria.core.batches.worker_calls import Worker
 
 
 class Mode(enum.Enum):

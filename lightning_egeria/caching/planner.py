@@ -19,10 +19,10 @@ from lightning_egeria.caching.entries import CachedValue, CachedValues, Found
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.serve import Read
+from lightning_egeria.caching.store.rows import Rows
+from lightning_egeria.core.snapshots.contents import changed, digests_of
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError
-from lightning_egeria.snapshots.contents import changed, digests_of
-from lightning_egeria.stores.rows import Rows
-from lightning_egeria.training.notices import Notices
 
 QUICK_S = 0.0005  # a look at the dataset that takes less is taken before each batch
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_egeria.caching.record.meta import version_of
+from lightning_egeria.caching.record.outside import has_samples
+from lightning_egeria.caching.record.replay import replay as replay_of
+from lightning_egeria.caching.record.tape import Node
 from lightning_egeria.caching.serve import is_rounding
-from lightning_egeria.lazy.meta import version_of
-from lightning_egeria.lazy.outside import has_samples
-from lightning_egeria.lazy.replay import replay as replay_of
-from lightning_egeria.lazy.tape import Node
-from lightning_egeria.snapshots.digests import same_bits
-from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
+from lightning_egeria.core.snapshots.digests import same_bits
+from lightning_egeria.core.snapshots.random_state import RandomState, preserved_random_state
 
 
 def why_not_a_row(node: Node, value: Tensor) -> str | None:

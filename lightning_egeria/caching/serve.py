@@ -39,16 +39,16 @@ from torch import Tensor
 from lightning_egeria.caching.entries import CachedValue, Found
 from lightning_egeria.caching.frozen import FrozenModules
 from lightning_egeria.caching.plan import Loaded, Mode
+from lightning_egeria.caching.record.meta import version_of
+from lightning_egeria.caching.record.sending import receive
+from lightning_egeria.caching.record.tape import UNKNOWN, Node, Tape
+from lightning_egeria.caching.record.tensors import caller
+from lightning_egeria.caching.record.units import UnitCall, precision_of
+from lightning_egeria.caching.store.rows import LARGEST_STEP, Flags, RowForm, Rows, laid_out
+from lightning_egeria.caching.store.samples import stamp_of
+from lightning_egeria.core.profiling.clock import mark, wait_for
+from lightning_egeria.core.snapshots.digests import same_bits
 from lightning_egeria.errors import CacheError
-from lightning_egeria.lazy.meta import version_of
-from lightning_egeria.lazy.sending import receive
-from lightning_egeria.lazy.tape import UNKNOWN, Node, Tape
-from lightning_egeria.lazy.tensors import caller
-from lightning_egeria.lazy.units import UnitCall, precision_of
-from lightning_egeria.profiling.clock import mark, wait_for
-from lightning_egeria.snapshots.digests import same_bits
-from lightning_egeria.stores.rows import LARGEST_STEP, Flags, RowForm, Rows, laid_out
-from lightning_egeria.stores.samples import stamp_of
 
 if TYPE_CHECKING:
     from lightning_egeria.caching.stream import Stream

@@ -14,10 +14,10 @@ from lightning_egeria.caching.entries import CachedValues
 from lightning_egeria.caching.frozen import FrozenModules, TrueTensors
 from lightning_egeria.caching.loader import Line
 from lightning_egeria.caching.serve import CachedBatch
-from lightning_egeria.network.compilation import is_compiled
-from lightning_egeria.training.callback import freezing_of
-from lightning_egeria.training.notices import Notices
-from lightning_egeria.training.observers import Observer, ObserverCallback
+from lightning_egeria.core.network.compilation import is_compiled
+from lightning_egeria.core.training.callback import freezing_of
+from lightning_egeria.core.training.notices import Notices
+from lightning_egeria.core.training.observers import Observer, ObserverCallback
 
 
 class CacheSession(Observer):

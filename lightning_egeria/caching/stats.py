@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lightning_egeria.caching import policy
-from lightning_egeria.profiling.race import Race
+from lightning_egeria.core.profiling.race import Race
 
 if TYPE_CHECKING:
     from lightning_egeria.caching.serve import CachedBatch

@@ -18,18 +18,18 @@ from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
 from lightning_egeria.caching.probe import try_rows, why_not_a_row
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.outside import Outside, has_samples
+from lightning_egeria.caching.record.tape import UNKNOWN, Node
+from lightning_egeria.caching.record.units import UnitCall
 from lightning_egeria.caching.serve import CachedBatch, paths_behind
 from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
+from lightning_egeria.caching.store.directory import CacheDirectory
+from lightning_egeria.caching.store.limits import Limits
+from lightning_egeria.caching.store.rows import Rows
+from lightning_egeria.caching.store.samples import without_inputs
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError, StoreError
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.outside import Outside, has_samples
-from lightning_egeria.lazy.tape import UNKNOWN, Node
-from lightning_egeria.lazy.units import UnitCall
-from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.limits import Limits
-from lightning_egeria.stores.rows import Rows
-from lightning_egeria.stores.samples import without_inputs
-from lightning_egeria.training.notices import Notices
 
 FIELD_SLACK = 2  # encoded fields may be so many times as long as the longest of the first batch
 
@@ -202,7 +202,7 @@ class Stream:
 
     def receive(self, loaded: Loaded, waited: float) -> tuple[Any, CachedBatch | None]:
         """Return the user's batch, and the batch under the cache; None for one without."""
-        plan = loaded.plan
+        started, plan = time.perf_counter(), loaded.plan
         reads = self._planner.received(loaded)
         if loaded.together and self.frozen is not None:
             self.stop("the dataset's __getitems__ makes batches, whose samples are not those of its __getitem__")
@@ -220,6 +220,7 @@ class Stream:
         if plan.mode is Mode.PROBE and not batch.eager:  # another one has shown what is kept
             fields = (one if one is None else without_inputs(one, self._planner.inputs) for one in batch.fields)
             batch.fields = tuple(fields)
+        batch.around = time.perf_counter() - started
         given, batch.batch = batch.batch, None  # what the program does not hold must not seem to be held
         return given, batch
 

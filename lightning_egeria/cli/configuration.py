@@ -13,8 +13,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 from yaml import YAMLError
 
 from lightning_egeria.cli.signatures import check_value, line_of, parameters_of
+from lightning_egeria.core.training.methods import METHODS
 from lightning_egeria.errors import ArgumentError, EgeriaError, near_match
-from lightning_egeria.training.methods import METHODS
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel carries conf/ inside the package; a checkout has it beside the package.

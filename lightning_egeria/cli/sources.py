@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from lightning_egeria.core.programs import files
 from lightning_egeria.errors import ArgumentError, near_match
-from lightning_egeria.programs import files
 
 _LARGEST_SOURCE = 2**22
 _MOST_STEPS = 20  # from a name to where it is defined

@@ -18,8 +18,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, WRAPPERS, check, explain
+from lightning_egeria.core.programs.files import write_whole
 from lightning_egeria.errors import ArgumentError, UnsupportedError, near_match
-from lightning_egeria.programs.files import write_whole
 from lightning_egeria.report.record import FILE_NAME
 
 # Lightning is imported when training starts: each press of the tab key runs this program and waits for it.
@@ -107,7 +107,7 @@ def _tell_of_bfloat16(precision: str) -> None:
     """Say so where a CPU has no fast kernels for it, as those without AVX-512."""
     import torch
 
-    from lightning_egeria.profiling.clock import seconds_of_product
+    from lightning_egeria.core.profiling.clock import seconds_of_product
 
     ratio = seconds_of_product(torch.bfloat16) / seconds_of_product(torch.float32)
     if ratio > _SLOW:

@@ -20,9 +20,9 @@ from lightning_egeria.cluster.records import Record
 from lightning_egeria.cluster.simulator import simulate
 from lightning_egeria.cluster.traces import read_applications
 from lightning_egeria.cluster.workloads import read_workload
+from lightning_egeria.core.programs.arguments import whole_number
+from lightning_egeria.core.programs.files import write_whole
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.programs.arguments import whole_number
-from lightning_egeria.programs.files import write_whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_egeria.core.programs.files import read_json
 from lightning_egeria.errors import TraceError
-from lightning_egeria.programs.files import read_json
 
 _LARGEST = 2**24  # bytes of each file
 

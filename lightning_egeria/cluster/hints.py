@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
 from lightning_egeria.cluster.throughput import ThroughputModel
+from lightning_egeria.core.programs.files import read_json, write_whole
 from lightning_egeria.errors import TraceError
-from lightning_egeria.programs.files import read_json, write_whole
 
 VERSION = 1
 MAX_BYTES = 2**16

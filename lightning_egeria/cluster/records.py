@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_egeria.cluster.jobs import Allocation, devices_of
+from lightning_egeria.core.programs.files import parsed_json, read_text, write_whole
 from lightning_egeria.errors import TraceError
-from lightning_egeria.programs.files import parsed_json, read_text, write_whole
 
 _LARGEST = 2**28  # bytes of a log
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_egeria.core.programs.files import read_text, write_whole
 from lightning_egeria.errors import TraceError
-from lightning_egeria.programs.files import read_text, write_whole
 
 Numbers = NDArray[np.float64]
 Table = dict[str, Numbers]

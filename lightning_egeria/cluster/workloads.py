@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 
 from lightning_egeria.cluster.tables import read_rows, write_rows
+from lightning_egeria.core.programs.files import read_text
 from lightning_egeria.errors import TraceError
-from lightning_egeria.programs.files import read_text
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 _LARGEST = 2**24  # bytes of a trace

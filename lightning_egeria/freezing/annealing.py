@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+from lightning_egeria.core.training.checkpoints import number_of
+from lightning_egeria.core.training.freezer import Decision
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.training.checkpoints import number_of
-from lightning_egeria.training.freezer import Decision
 
 
 class Annealing:

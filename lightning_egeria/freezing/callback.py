@@ -9,6 +9,14 @@ import lightning.pytorch as pl
 from rich import get_console
 from torch import Tensor
 
+from lightning_egeria.core.network.normalisation import normalisation_layers
+from lightning_egeria.core.training.branches import Branches
+from lightning_egeria.core.training.callback import PrefixFreezing
+from lightning_egeria.core.training.feed import Feed
+from lightning_egeria.core.training.freezer import Decision, Freezer, FreezingEvent
+from lightning_egeria.core.training.methods import methods_of
+from lightning_egeria.core.training.notices import log_line
+from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.errors import NothingTrainedError
 from lightning_egeria.freezing.arguments import (
     check_arguments,
@@ -29,14 +37,6 @@ from lightning_egeria.freezing.savings import (
     summarize,
 )
 from lightning_egeria.freezing.trial import Frontier
-from lightning_egeria.network.normalisation import normalisation_layers
-from lightning_egeria.training.branches import Branches
-from lightning_egeria.training.callback import PrefixFreezing
-from lightning_egeria.training.feed import Feed
-from lightning_egeria.training.freezer import Decision, Freezer, FreezingEvent
-from lightning_egeria.training.methods import methods_of
-from lightning_egeria.training.notices import log_line
-from lightning_egeria.training.observers import Observer
 from lightning_egeria.upstream.lightning import data_fetcher, loaders_keep_their_place
 
 

@@ -11,16 +11,16 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_egeria.distributed.gathering import GatheredWeights
+from lightning_egeria.core.distributed.gathering import GatheredWeights
+from lightning_egeria.core.network.sharding import holds_shards
+from lightning_egeria.core.profiling.costs import StepCosts
+from lightning_egeria.core.training.freezer import Freezer
+from lightning_egeria.core.training.notices import Notices
+from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.freezing.evaluation import EvaluationQueue
 from lightning_egeria.freezing.policy import Policy
 from lightning_egeria.freezing.reference import Precision, ReferenceModel
 from lightning_egeria.freezing.runner import ReferenceRunner, has_idle_core
-from lightning_egeria.network.sharding import holds_shards
-from lightning_egeria.profiling.costs import StepCosts
-from lightning_egeria.training.freezer import Freezer
-from lightning_egeria.training.notices import Notices
-from lightning_egeria.training.observers import Observer
 
 EVALUATIONS_PER_RUN = 50  # bounds their cost, however long the run
 EVALUATE_EVERY_N_STEPS_OF_ENDLESS_RUN = 100

@@ -9,16 +9,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_egeria.distributed.ranks import DepthBroadcast
+from lightning_egeria.core.distributed.ranks import DepthBroadcast
+from lightning_egeria.core.training.branches import Branches
+from lightning_egeria.core.training.checkpoints import checkpoint_read
+from lightning_egeria.core.training.feed import Feed
+from lightning_egeria.core.training.freezer import Decision, Freezer
 from lightning_egeria.freezing.comparison import ReferenceComparison
 from lightning_egeria.freezing.loss_limits import LossLimits, limits_of
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import untrained_behind
 from lightning_egeria.freezing.trial import DepthTrial, Frontier
-from lightning_egeria.training.branches import Branches
-from lightning_egeria.training.checkpoints import checkpoint_read
-from lightning_egeria.training.feed import Feed
-from lightning_egeria.training.freezer import Decision, Freezer
 
 
 @dataclasses.dataclass(frozen=True)

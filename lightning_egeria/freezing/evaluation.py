@@ -34,17 +34,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_egeria.distributed.gathering import GatheredWeights
+from lightning_egeria.core.distributed.gathering import GatheredWeights
+from lightning_egeria.core.network.calls import CallRecorder
+from lightning_egeria.core.network.compilation import eager
+from lightning_egeria.core.network.prefix import FrozenPrefix
+from lightning_egeria.core.network.sharding import holds_shards
+from lightning_egeria.core.profiling.clock import mark
+from lightning_egeria.core.profiling.costs import BoundaryTimer, StepCosts
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.reference import EvaluationRequest, EvaluationResult
 from lightning_egeria.freezing.runner import ReferenceRunner
-from lightning_egeria.network.calls import CallRecorder
-from lightning_egeria.network.compilation import eager
-from lightning_egeria.network.prefix import FrozenPrefix
-from lightning_egeria.network.sharding import holds_shards
-from lightning_egeria.profiling.clock import mark
-from lightning_egeria.profiling.costs import BoundaryTimer, StepCosts
-from lightning_egeria.training.notices import Notices
 
 FAILURES_TO_STOP = 3  # in a row
 MANY_SMALLER = 3  # evaluations of smaller batches, before a warning

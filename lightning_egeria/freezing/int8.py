@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_egeria.core.network.forwards import Forward, ForwardReplacements
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.network.forwards import Forward, ForwardReplacements
 from lightning_egeria.upstream.torch import (
     has_hooks,
     own_parameter,

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
+from lightning_egeria.core.training.checkpoints import checkpoint_read, count_of, number_of
+from lightning_egeria.core.training.freezer import Decision
 from lightning_egeria.errors import ArgumentError, check_integers
 from lightning_egeria.freezing.annealing import Annealing
-from lightning_egeria.training.checkpoints import checkpoint_read, count_of, number_of
-from lightning_egeria.training.freezer import Decision
 
 COMPARED = 2  # evaluations after which pre-trained layer modules are compared with one another
 PEAK_SHARE_TO_FREEZE = 0.5  # of the learning rate's peak: from scratch, nothing freezes above it

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.batches.tree import change_leaves, tensor_leaves
+from lightning_egeria.core.batches.tree import change_leaves, tensor_leaves
+from lightning_egeria.core.network.calls import EarlierOutput, NetworkCall
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.passing import BoundaryObserver
+from lightning_egeria.core.snapshots.packing import copied
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing.int8 import Int8Layers, has_layers
 from lightning_egeria.freezing.similarity import gram_matrix
-from lightning_egeria.network.calls import EarlierOutput, NetworkCall
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.passing import BoundaryObserver
-from lightning_egeria.snapshots.packing import copied
 from lightning_egeria.upstream.torch import BatchNorm
 
 Lower = Literal["bf16", "int8"]

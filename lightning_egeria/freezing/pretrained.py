@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.normalisation import looks_trained, of_trained_weights
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.normalisation import looks_trained, of_trained_weights
-from lightning_egeria.training.notices import Notices
 
 
 def evidence(norms: Mapping[str, bool], module: nn.Module, chain: LayerChain) -> dict[str, bool]:

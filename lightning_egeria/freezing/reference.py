@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_egeria.core.network.calls import NetworkCall, crop_calls
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.compilation import eager
 from lightning_egeria.freezing.precision import Lower, SnapshotNetwork
 from lightning_egeria.freezing.similarity import gram_distance, tells_apart
-from lightning_egeria.network.calls import NetworkCall, crop_calls
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.compilation import eager
 
 Precision = Literal["auto", "int8", "bf16", "float32"]
 NOISE_SHARE = 0.1  # a lower precision may change plasticity by this share of it

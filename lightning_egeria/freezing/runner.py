@@ -12,13 +12,13 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor, nn
 
-from lightning_egeria.distributed.gathering import fill
+from lightning_egeria.core.distributed.gathering import fill
+from lightning_egeria.core.snapshots.module_attributes import CodeValues
+from lightning_egeria.core.snapshots.packing import PackedObject, copied, pack, unpack
+from lightning_egeria.core.snapshots.random_state import preserved_random_state
+from lightning_egeria.core.snapshots.worker import Worker
 from lightning_egeria.errors import CheckpointError
 from lightning_egeria.freezing.reference import EvaluationRequest, EvaluationResult, ReferenceModel
-from lightning_egeria.snapshots.module_attributes import CodeValues
-from lightning_egeria.snapshots.packing import PackedObject, copied, pack, unpack
-from lightning_egeria.snapshots.random_state import preserved_random_state
-from lightning_egeria.snapshots.worker import Worker
 
 
 def has_idle_core(device: torch.device, processes: int = 1) -> bool:

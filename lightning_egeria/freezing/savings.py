@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 from rich.table import Table
 from rich.text import Text
 
+from lightning_egeria.core.training.freezer import FreezingEvent
+from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.freezing.decide import Decider
 from lightning_egeria.freezing.slopes import SlopePolicy, Stage
-from lightning_egeria.training.freezer import FreezingEvent
-from lightning_egeria.training.observers import Observer
 from lightning_egeria.upstream.lightning import logging_step
 
 

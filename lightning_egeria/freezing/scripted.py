@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_egeria.core.training.checkpoints import checkpoint_read, count_of, is_whole
+from lightning_egeria.core.training.freezer import Decision
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.training.checkpoints import checkpoint_read, count_of, is_whole
-from lightning_egeria.training.freezer import Decision
 
 
 class ScriptedPolicy:

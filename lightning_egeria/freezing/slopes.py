@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from lightning_egeria.core.profiling.trend import PlasticitySeries
+from lightning_egeria.core.training.checkpoints import checkpoint_read, count_of, number_of
+from lightning_egeria.core.training.freezer import Decision
 from lightning_egeria.errors import ArgumentError, check_integers
 from lightning_egeria.freezing.annealing import Annealing
 from lightning_egeria.freezing.policy import in_words
-from lightning_egeria.profiling.trend import PlasticitySeries
-from lightning_egeria.training.checkpoints import checkpoint_read, count_of, number_of
-from lightning_egeria.training.freezer import Decision
 
 FIRST_SLOPES = 5  # slopes before one may count as calm: the largest of fewer means little
 

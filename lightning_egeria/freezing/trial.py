@@ -10,15 +10,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from torch import nn
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.training.branches import Branches
+from lightning_egeria.core.training.feed import Feed
+from lightning_egeria.core.training.freezer import Decision, Freezer
+from lightning_egeria.core.training.isolation import saving_later
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.freezing.loss_limits import LossLimits, untried_depth
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.freezing.trial_plan import LEAST_STEPS, Budget, candidate_depths, trial_steps
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.training.branches import Branches
-from lightning_egeria.training.feed import Feed
-from lightning_egeria.training.freezer import Decision, Freezer
-from lightning_egeria.training.isolation import saving_later
-from lightning_egeria.training.notices import Notices
 
 STEPS_BEFORE = 2  # of the run, before the trial
 ENOUGH = 3 / 4  # of the trial's steps have to be left in the epoch

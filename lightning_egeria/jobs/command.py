@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.core.programs import files
+from lightning_egeria.core.programs.arguments import period, whole_number
+from lightning_egeria.core.programs.terminal import printable
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.backends import NAMES, backend
 from lightning_egeria.jobs.compiler import Compiled, explanation
@@ -23,9 +26,6 @@ from lightning_egeria.jobs.queue import SERVED, queue_runs
 from lightning_egeria.jobs.rules import read_description
 from lightning_egeria.jobs.scheduling import LIVE
 from lightning_egeria.jobs.submission import Backend, cancel, refresh, remove, resume, submit
-from lightning_egeria.programs import files
-from lightning_egeria.programs.arguments import period, whole_number
-from lightning_egeria.programs.terminal import printable
 
 _POLL_S = 0.2
 _BACKENDS_S = 2.0  # between two looks at Slurm

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.core.programs import files as disk
+from lightning_egeria.core.programs.descriptions import Description
+from lightning_egeria.core.training.methods import check_combination
 from lightning_egeria.errors import ArgumentError, CompilationError, DescriptionError, UnsupportedError
 from lightning_egeria.jobs.environments import lock_of, requirements_in
 from lightning_egeria.jobs.optimisations import Choice, Facts, Measured, choose
@@ -18,9 +21,6 @@ from lightning_egeria.jobs.redaction import forms_of
 from lightning_egeria.jobs.rules import IN_TABLE
 from lightning_egeria.jobs.rundirs import CODE, EXPLANATION, JOB, LOCK, digest_of, write_run_directory
 from lightning_egeria.jobs.schema import Job
-from lightning_egeria.programs import files as disk
-from lightning_egeria.programs.descriptions import Description
-from lightning_egeria.training.methods import check_combination
 
 LARGEST_CODE = 100 * 2**20
 _LARGEST_LOCK = 2**24

@@ -8,8 +8,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_egeria.core.programs.arguments import LARGEST
 from lightning_egeria.jobs.schema import Job
-from lightning_egeria.programs.arguments import LARGEST
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 

@@ -7,11 +7,11 @@ import math
 import time
 from pathlib import Path
 
+from lightning_egeria.core.programs import files
 from lightning_egeria.jobs.history import History
 from lightning_egeria.jobs.jobfolders import JobFolder, State
 from lightning_egeria.jobs.optimisations import Measured
 from lightning_egeria.jobs.rundirs import JOB
-from lightning_egeria.programs import files
 
 LARGEST_RECORD = 2**26
 

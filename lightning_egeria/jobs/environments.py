@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from lightning_egeria.core.programs import files
 from lightning_egeria.errors import CompilationError, ExecutionError
-from lightning_egeria.programs import files
 
 # A name and versions as PEP 508 has them. Installers take any other text, and some file names, for a file to install.
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*\s*(\[[A-Za-z0-9,._ -]*\])?\s*"

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.core.programs import files
+from lightning_egeria.core.programs.arguments import quantity
+from lightning_egeria.core.programs.processes import PREEMPTED, ProgramProcess, kill_marked
 from lightning_egeria.errors import JobError, ProgramError
 from lightning_egeria.jobs import preparing
 from lightning_egeria.jobs.jobfolders import JobFolder, State, Status
 from lightning_egeria.jobs.redaction import Redactor, looks_secret
 from lightning_egeria.jobs.rundirs import read_run_directory
-from lightning_egeria.programs import files
-from lightning_egeria.programs.arguments import quantity
-from lightning_egeria.programs.processes import PREEMPTED, ProgramProcess, kill_marked
 
 BEAT_S = 2.0
 _MOST_SAID = 2**16  # bytes of a notification's output in the log

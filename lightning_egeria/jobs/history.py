@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.core.programs import files
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.jobfolders import JobFolder, State, Status
 from lightning_egeria.jobs.optimisations import Measured
-from lightning_egeria.programs import files
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS submitted (

@@ -6,12 +6,12 @@ import errno
 import os
 from pathlib import Path
 
+from lightning_egeria.core.programs import files
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.compiler import Compiler
 from lightning_egeria.jobs.history import History
 from lightning_egeria.jobs.jobfolders import JobFolder
 from lightning_egeria.jobs.scheduling import DEFAULT, policy_named
-from lightning_egeria.programs import files
 
 VARIABLE = "EGERIA_JOBS"
 _LARGEST_NAME = 2**10

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.core.programs import files
 from lightning_egeria.errors import ExecutionError, QueueError
 from lightning_egeria.jobs.rundirs import check_owned
-from lightning_egeria.programs import files
 
 MOST_STALLS = 3
 _LARGEST = 2**20  # of each of the files beside the log

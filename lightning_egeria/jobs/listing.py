@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.core.programs.terminal import printable
 from lightning_egeria.errors import JobError
 from lightning_egeria.jobs.history import Row
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import State
 from lightning_egeria.jobs.rundirs import explanation_in, read_run_directory
-from lightning_egeria.programs.terminal import printable
 
 _HEADS = ("ID", "NAME", "STATE", "WHERE", "ATTEMPT", "FOR", "NOTE")
 _SILENT_S = 30.0  # since the last heart-beat

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from lightning_egeria.core.programs import files
+from lightning_egeria.core.programs.processes import MARK
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.jobfolders import JobFolder
-from lightning_egeria.programs import files
-from lightning_egeria.programs.processes import MARK
 
 HERE = "here"
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_egeria.core.training.methods import reason_against
 from lightning_egeria.jobs.rules import IN_TABLE
 from lightning_egeria.jobs.schema import METHODS
-from lightning_egeria.training.methods import reason_against
 
 SHORT_S = 60.0  # a run below this is over before a method has paid for its start
 SHORT_EPOCHS = 2

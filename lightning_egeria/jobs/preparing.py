@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.core.programs import files
+from lightning_egeria.core.programs.processes import CHECKPOINT
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.jobs.environments import python_of
 from lightning_egeria.jobs.jobfolders import JobFolder, Status
 from lightning_egeria.jobs.rundirs import CODE, digest_of, listed, lock_in
-from lightning_egeria.programs import files
-from lightning_egeria.programs.processes import CHECKPOINT
 
 
 def python_for(job: Mapping[str, Any], run: Path, environments: Path, folder: JobFolder) -> str:

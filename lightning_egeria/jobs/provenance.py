@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lightning_egeria
+from lightning_egeria.core.programs import files
 from lightning_egeria.errors import CompilationError
-from lightning_egeria.programs import files
 
 LARGEST_DIFF = 10 * 2**20
 LARGEST_INDEX = 2**28

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from lightning_egeria.core.programs import files
+from lightning_egeria.core.programs.processes import kill_marked
 from lightning_egeria.errors import ExecutionError, JobError, QueueError
 from lightning_egeria.jobs.endings import note_end
 from lightning_egeria.jobs.history import History, Row
@@ -19,8 +21,6 @@ from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import JobFolder, State
 from lightning_egeria.jobs.machine import ThisMachine, detached, devices_here, inherited
 from lightning_egeria.jobs.scheduling import INTERVAL_S, QueueEntry, Scheduler, policy_named
-from lightning_egeria.programs import files
-from lightning_egeria.programs.processes import kill_marked
 
 SERVED = ("local", "ray")
 _LOCK, _LOG = "queue.lock", "queue.log"

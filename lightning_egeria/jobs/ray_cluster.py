@@ -13,11 +13,11 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_nodes
 from ray.util.state.exception import RayStateApiException
 
+from lightning_egeria.core.programs.arguments import quantity
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.jobfolders import JobFolder
 from lightning_egeria.jobs.machine import execution_command
 from lightning_egeria.jobs.rundirs import read_run_directory
-from lightning_egeria.programs.arguments import quantity
 
 _ENDED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.SUCCEEDED)
 _MOST_NODES = 10_000

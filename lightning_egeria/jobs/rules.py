@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.core.programs.descriptions import Description, read
+from lightning_egeria.core.training.methods import check_combination
 from lightning_egeria.errors import UnsupportedError, near_match
 from lightning_egeria.jobs.schema import METHODS, VARIABLE, Job
-from lightning_egeria.programs.descriptions import Description, read
-from lightning_egeria.training.methods import check_combination
 
 MOST_JOBS = 1000  # of one sweep
 # The words of a description, and those of the table of combinations.

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from lightning_egeria.core.programs import files
+from lightning_egeria.core.programs.arguments import PERIOD, SIZE
 from lightning_egeria.errors import CompilationError, ExecutionError
 from lightning_egeria.jobs.schema import OPTION, OPTION_NAME, Job
-from lightning_egeria.programs import files
-from lightning_egeria.programs.arguments import PERIOD, SIZE
 
 JOB, MANIFEST, EXPLANATION, CODE, LOCK = "job.json", "manifest.json", "explanation.txt", "code", "requirements.lock"
 # Why a method is on may name times of earlier runs. What runs is the same.

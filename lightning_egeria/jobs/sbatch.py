@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_egeria.programs.arguments import quantity
-from lightning_egeria.programs.processes import PREEMPTED
+from lightning_egeria.core.programs.arguments import quantity
+from lightning_egeria.core.programs.processes import PREEMPTED
 
 # Puts a job into the queue again after it has saved, or after it was killed.
 REQUEUE = f'case $? in {PREEMPTED}|137) scontrol requeue "$SLURM_JOB_ID" ;; esac'

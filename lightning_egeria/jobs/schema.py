@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from lightning_egeria.programs.arguments import PERIOD, SIZE
-from lightning_egeria.programs.descriptions import key
+from lightning_egeria.core.programs.arguments import PERIOD, SIZE
+from lightning_egeria.core.programs.descriptions import key
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"

@@ -11,6 +11,8 @@ from typing import Any
 
 import submitit
 
+from lightning_egeria.core.programs import files
+from lightning_egeria.core.programs.processes import PREEMPTED
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.compiler import Compiled
 from lightning_egeria.jobs.execution import Execution, stopping_on_signals
@@ -18,8 +20,6 @@ from lightning_egeria.jobs.history import Row
 from lightning_egeria.jobs.jobfolders import JobFolder, State
 from lightning_egeria.jobs.rundirs import read_run_directory
 from lightning_egeria.jobs.sbatch import sbatch_options
-from lightning_egeria.programs import files
-from lightning_egeria.programs.processes import PREEMPTED
 
 _LARGEST = 2**20  # of the file with the ids
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from lightning_egeria.core.programs import files
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.compiler import Compiled
 from lightning_egeria.jobs.endings import note_end
 from lightning_egeria.jobs.history import History, Row
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import JobFolder, State, Submission
-from lightning_egeria.programs import files
 
 
 class Backend(Protocol):

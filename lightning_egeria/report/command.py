@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lightning_egeria.core.programs.files import write_whole
+from lightning_egeria.core.programs.terminal import printable
 from lightning_egeria.errors import RecordError
-from lightning_egeria.programs.files import write_whole
-from lightning_egeria.programs.terminal import printable
 from lightning_egeria.report.comparison import summary_of, summary_table, why_nothing_froze
 from lightning_egeria.report.naming import with_short_names
 from lightning_egeria.report.record import FILE_NAME, RunRecord

@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from lightning_egeria.core.programs.terminal import printable
 from lightning_egeria.errors import RecordError
-from lightning_egeria.programs.terminal import printable
 from lightning_egeria.report.naming import LONGEST_NAME
 from lightning_egeria.report.record import RunRecord
 

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
+from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.report.comparison import common_metric, last_value, times_to_target
 from lightning_egeria.report.record import RunRecord, StepTimes
-from lightning_egeria.training.panels import Panel
 
 PHASES = {
     "data": "waiting for data",

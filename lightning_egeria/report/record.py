@@ -12,10 +12,10 @@ from typing import Annotated, TypedDict
 import msgspec
 from msgspec import Meta
 
+from lightning_egeria.core.programs.files import read_at_most, write_whole
+from lightning_egeria.core.training.panels import Panel, Real
 from lightning_egeria.errors import RecordError
 from lightning_egeria.freezing.savings import Savings
-from lightning_egeria.programs.files import read_at_most, write_whole
-from lightning_egeria.training.panels import Panel, Real
 
 FILE_NAME = "egeria.json"
 VERSION = 1

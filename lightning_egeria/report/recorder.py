@@ -16,8 +16,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.core.profiling.phases import PhaseTimer, exposed_communication
+from lightning_egeria.core.training.methods import parts_of
+from lightning_egeria.core.training.panels import panels_of
 from lightning_egeria.freezing.callback import KnowledgeGuidedFreezing
-from lightning_egeria.profiling.phases import PhaseTimer, exposed_communication
 from lightning_egeria.report.record import (
     FILE_NAME,
     CachePoint,
@@ -28,8 +30,6 @@ from lightning_egeria.report.record import (
     StepTimes,
     finite,
 )
-from lightning_egeria.training.methods import parts_of
-from lightning_egeria.training.panels import panels_of
 
 
 class RunRecorder(pl.Callback):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from lightning_egeria.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.errors import ArgumentError, TrainingDataError
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch.overrides import TorchFunctionMode, has_torch_function_variadic
 
-from lightning_egeria.batches.onlookers import Onlooker, unwatched
+from lightning_egeria.core.batches.onlookers import Onlooker, unwatched
 
 
 class Seeing:

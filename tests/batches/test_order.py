@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_egeria.batches.order import EpochOrder, digest_of, share_of
+from lightning_egeria.core.batches.order import EpochOrder, digest_of, share_of
 
 DATA = list(range(23))
 

@@ -5,7 +5,7 @@ import torch
 from models import vectors
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from lightning_egeria.batches.reading import BatchSource, why_no_ids
+from lightning_egeria.core.batches.reading import BatchSource, why_no_ids
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lightning_egeria.batches.rows import Rows, layout_of_both, layout_of_default, layout_of_two, samples_of
+from lightning_egeria.core.batches.rows import Rows, layout_of_both, layout_of_default, layout_of_two, samples_of
 from lightning_egeria.errors import RowsError
 
 ROWS = np.array([2, 0])

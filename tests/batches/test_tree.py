@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.batches.tree import change_leaves, tensor_leaves
+from lightning_egeria.core.batches.tree import change_leaves, tensor_leaves
 
 
 @dataclasses.dataclass

@@ -7,8 +7,8 @@ import time
 import pytest
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_egeria.batches.reading import LoaderCopies
-from lightning_egeria.batches.worker_calls import answer_calls, this_worker
+from lightning_egeria.core.batches.reading import LoaderCopies
+from lightning_egeria.core.batches.worker_calls import answer_calls, this_worker
 from lightning_egeria.errors import WorkerError
 
 

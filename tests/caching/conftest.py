@@ -3,7 +3,7 @@ import functools
 import pytest
 from programs import harness
 
-from lightning_egeria.stores.background import WriteBehind
+from lightning_egeria.caching.store.background import WriteBehind
 
 
 @pytest.fixture

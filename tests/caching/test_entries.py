@@ -8,10 +8,10 @@ import torch
 
 from lightning_egeria.caching.entries import AGREEING, BatchSizes, CachedValues, Origin
 from lightning_egeria.caching.stats import CacheStats
-from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.limits import Budget, Limits
-from lightning_egeria.stores.samples import stamp_of
-from lightning_egeria.training.notices import Notices
+from lightning_egeria.caching.store.directory import CacheDirectory
+from lightning_egeria.caching.store.limits import Budget, Limits
+from lightning_egeria.caching.store.samples import stamp_of
+from lightning_egeria.core.training.notices import Notices
 
 CPU = torch.device("cpu")
 SAMPLES = 12

@@ -13,8 +13,8 @@ import torch
 from programs.harness import Run
 from programs.parts import Chain, Classifier, ConvNet, Validated, at, images, loader
 
-from lightning_egeria.stores.manifest import ENTRIES, INDEX, MANIFEST, Manifest, read_manifest
-from lightning_egeria.stores.store import ActivationStore
+from lightning_egeria.caching.store.manifest import ENTRIES, INDEX, MANIFEST, Manifest, read_manifest
+from lightning_egeria.caching.store.store import ActivationStore
 
 
 def damaged_run(compare, damage):
@@ -79,8 +79,8 @@ def test_damaged_entries_are_written_anew(compare, damage, written):
 WRITER = """
 import sys, numpy as np
 from pathlib import Path
-from lightning_egeria.stores.manifest import Manifest
-from lightning_egeria.stores.store import ActivationStore
+from lightning_egeria.caching.store.manifest import Manifest
+from lightning_egeria.caching.store.store import ActivationStore
 folder = Path(sys.argv[1])
 store = ActivationStore.create(folder, Manifest(folder.name, 10000, 4096, 64, "torch.float32", (0, 1), {}))
 print("ready", flush=True)
@@ -192,7 +192,7 @@ import sys
 from pathlib import Path
 from programs.harness import Run
 from programs.parts import Classifier, at, on
-from lightning_egeria.stores.manifest import ENTRIES
+from lightning_egeria.caching.store.manifest import ENTRIES
 
 def stop(trainer, module):
     raise ZeroDivisionError

@@ -9,11 +9,11 @@ from torch import nn
 
 from lightning_egeria.caching import policy
 from lightning_egeria.caching.frozen import FrozenModules, FrozenSequence, Replacement
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.meta import Meta
+from lightning_egeria.caching.record.tape import Tape
+from lightning_egeria.caching.record.tensors import LazyTensor, plain, stack
 from lightning_egeria.errors import CacheError
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.meta import Meta
-from lightning_egeria.lazy.tape import Tape
-from lightning_egeria.lazy.tensors import LazyTensor, plain, stack
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

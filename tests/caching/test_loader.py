@@ -135,7 +135,13 @@ def line():
 
     def make(data):
         made.append(
-            Line(data, lambda dataset, elsewhere: Stream(), lambda once: (5, 7 if once else None), arrived.append, int)
+            Line(
+                data,
+                lambda dataset, elsewhere: Stream(),
+                lambda once: (5, 7 if once else None),
+                arrived.append,
+                begins=lambda: True,
+            )
         )
         made[-1].arrived = arrived
         return made[-1]

@@ -12,10 +12,10 @@ from torch.utils.data import default_collate
 
 from lightning_egeria.caching.loading import PlannedDataset, as_it_is
 from lightning_egeria.caching.plan import Mode, Plan
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.sending import Sent, receive
-from lightning_egeria.lazy.tape import Tape
-from lightning_egeria.lazy.tensors import LazyTensor, plain
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.sending import Sent, receive
+from lightning_egeria.caching.record.tape import Tape
+from lightning_egeria.caching.record.tensors import LazyTensor, plain
 
 IDS = (4, 9, 2)
 

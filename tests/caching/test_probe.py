@@ -7,9 +7,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.probe import try_rows, why_not_a_row
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.meta import Meta
-from lightning_egeria.lazy.tape import Tape, Unit
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.meta import Meta
+from lightning_egeria.caching.record.tape import Tape, Unit
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 ONE = pytree.tree_flatten(((0,), {}))[1]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, SelectiveBackprop
-from lightning_egeria.training.wrapping import WrappingDataModule
+from lightning_egeria.core.training.wrapping import WrappingDataModule
 
 
 class Network(L.LightningModule):

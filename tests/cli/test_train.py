@@ -13,7 +13,7 @@ from ranks import LOCAL, free_port
 
 from lightning_egeria.cli.train import main
 from lightning_egeria.command import main as egeria
-from lightning_egeria.profiling import clock
+from lightning_egeria.core.profiling import clock
 
 COMMAND = (sys.executable, "-m", "lightning_egeria.cli.train")
 

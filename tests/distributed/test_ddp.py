@@ -29,8 +29,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSG
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_egeria import KnowledgeGuidedFreezing
+from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.training.observers import Observer
 
 
 def run_scripted(schedule, ranks, steps):

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_egeria import FreezingPolicy, KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.core.snapshots.packing import pack, unpack
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing import evaluation
 from lightning_egeria.freezing.evaluation import StepCapture
-from lightning_egeria.snapshots.packing import pack, unpack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),

@@ -5,7 +5,7 @@ import torch
 from networks import assert_same_attributes, attributes
 from torch import nn
 
-from lightning_egeria.distributed.gathering import GatheredWeights, fill
+from lightning_egeria.core.distributed.gathering import GatheredWeights, fill
 
 
 class Shard(torch.Tensor):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from networks import deep_mlp
 from ranks import all_well, in_ranks
 
-from lightning_egeria.distributed.ranks import MESSAGE_BYTES, DepthBroadcast, Ranks
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.training.freezer import Freezer
+from lightning_egeria.core.distributed.ranks import MESSAGE_BYTES, DepthBroadcast, Ranks
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.training.freezer import Freezer
 
 
 def join():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_egeria.distributed.reducer import rebuild_reducer
+from lightning_egeria.core.distributed.reducer import rebuild_reducer
 
 
 class Strategy:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing
 from lightning_egeria.caching import policy
-from lightning_egeria.training.freezer import Decision
+from lightning_egeria.core.training.freezer import Decision
 
 SAMPLES, BATCH, EPOCHS = 40, 8, 10
 STEPS = SAMPLES // BATCH * EPOCHS

@@ -13,7 +13,7 @@ from faults.job import EPOCHS, EVERY, SAMPLES, STEPS, At, Job, Net, images
 from faults.processes import run
 from faults.trainer import ended_well
 from lightning_egeria import FreezingPolicy
-from lightning_egeria.training.freezer import Decision
+from lightning_egeria.core.training.freezer import Decision
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 

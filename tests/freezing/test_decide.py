@@ -7,10 +7,10 @@ import torch
 from held import Asked, Run, Told
 from networks import deep_mlp
 
-from lightning_egeria.distributed.ranks import DepthBroadcast
+from lightning_egeria.core.distributed.ranks import DepthBroadcast
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.training.freezer import Decision, Freezer
 from lightning_egeria.freezing.decide import Decider
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.training.freezer import Decision, Freezer
 
 
 class Ranks:

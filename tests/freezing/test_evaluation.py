@@ -7,11 +7,11 @@ import torch
 from held import Asked, Run
 from networks import assert_same_attributes, attributes, deep_mlp
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.prefix import FrozenPrefix
+from lightning_egeria.core.training.freezer import Decision
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing.evaluation import StepCapture
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.prefix import FrozenPrefix
-from lightning_egeria.training.freezer import Decision
 
 # --- the captured step ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_egeria import KnowledgeGuidedFreezing
-from lightning_egeria.training.freezer import Decision
+from lightning_egeria.core.training.freezer import Decision
 
 
 def freezing(policy, **arguments):

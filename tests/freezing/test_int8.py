@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_egeria.core.network.calls import NetworkCall
+from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing.int8 import Int8Layers
 from lightning_egeria.freezing.reference import EvaluationRequest, ReferenceModel
-from lightning_egeria.network.calls import NetworkCall
-from lightning_egeria.network.chain import LayerChain
 
 
 def convolutions():

@@ -7,11 +7,11 @@ import torch
 from networks import Encoder, deep_mlp, ids
 from torch import nn
 
+from lightning_egeria.core.network.calls import EarlierOutput, NetworkCall
+from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.freezing.precision import GramRecorder, SnapshotNetwork
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
-from lightning_egeria.network.calls import EarlierOutput, NetworkCall
-from lightning_egeria.network.chain import LayerChain
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from models import equal, mlp
 from torch import nn
 
 from lightning_egeria import FreezingPolicy, SlopePolicy
+from lightning_egeria.core.network.normalisation import normalisation_layers
 from lightning_egeria.freezing.pretrained import answer_auto, untrained_behind
-from lightning_egeria.network.normalisation import normalisation_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:freezing. nothing froze")
 

@@ -22,6 +22,10 @@ from hypothesis.stateful import (
 )
 from torch import nn
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.training.freezer import Decision, Freezer
+from lightning_egeria.core.training.notices import Notices
+from lightning_egeria.core.training.observers import Observers
 from lightning_egeria.errors import WorkerError
 from lightning_egeria.freezing import runner as runner_module
 from lightning_egeria.freezing.comparison import ReferenceComparison
@@ -31,10 +35,6 @@ from lightning_egeria.freezing.reference import EvaluationRequest, EvaluationRes
 from lightning_egeria.freezing.runner import ReferenceRunner
 from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.training.freezer import Decision, Freezer
-from lightning_egeria.training.notices import Notices
-from lightning_egeria.training.observers import Observers
 
 NAN, INF = math.nan, math.inf
 SETTINGS = settings(max_examples=25, stateful_step_count=40, deadline=None, derandomize=True)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_egeria.core.network.calls import EarlierOutput, NetworkCall
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.snapshots.packing import copied
 from lightning_egeria.freezing.reference import NEGLIGIBLE, EvaluationRequest, ReferenceModel, distances, noise_share
 from lightning_egeria.freezing.similarity import gram_distance, gram_matrix
-from lightning_egeria.network.calls import EarlierOutput, NetworkCall
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.snapshots.packing import copied
 
 
 class Net(nn.Module):

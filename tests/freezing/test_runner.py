@@ -11,11 +11,11 @@ import torch
 from models import slow
 from torch import nn
 
+from lightning_egeria.core.network.calls import NetworkCall
+from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import CheckpointError, WorkerError
 from lightning_egeria.freezing.reference import EvaluationRequest, ReferenceModel
 from lightning_egeria.freezing.runner import ReferenceRunner, has_idle_core
-from lightning_egeria.network.calls import NetworkCall
-from lightning_egeria.network.chain import LayerChain
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class Eager(FreezingPolicy):
 
     @property
     def _early(self):
-        from lightning_egeria.training.freezer import Decision
+        from lightning_egeria.core.training.freezer import Decision
 
         return Decision(1, "early")
 

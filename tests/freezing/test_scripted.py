@@ -5,9 +5,9 @@ import math
 
 import pytest
 
+from lightning_egeria.core.training.freezer import Decision
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.freezing.scripted import ScriptedPolicy
-from lightning_egeria.training.freezer import Decision
 
 NAN = math.nan
 

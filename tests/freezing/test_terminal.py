@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
-from lightning_egeria.training.notices import log_line
+from lightning_egeria.core.training.notices import log_line
 
 WIDTH = 80
 

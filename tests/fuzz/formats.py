@@ -18,17 +18,17 @@ import torch
 import xxhash
 
 from lightning_egeria.caching.entries import BatchSizes, CachedValue
+from lightning_egeria.caching.store.manifest import ENTRIES, INDEX, MANIFEST, Manifest, read_manifest
+from lightning_egeria.caching.store.memory import MemoryTier
+from lightning_egeria.caching.store.rows import RowForm
+from lightning_egeria.caching.store.samples import STAMP_BYTES, Absent, Opaque, decode, encode
+from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.errors import CheckpointError, RecordError, StoreError
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
 from lightning_egeria.freezing.scripted import ScriptedPolicy
 from lightning_egeria.freezing.slopes import SlopePolicy
 from lightning_egeria.report.record import CachePoint, EvaluationPoint, MetricPoint, RunRecord, StepTimes
-from lightning_egeria.stores.manifest import ENTRIES, INDEX, MANIFEST, Manifest, read_manifest
-from lightning_egeria.stores.memory import MemoryTier
-from lightning_egeria.stores.rows import RowForm
-from lightning_egeria.stores.samples import STAMP_BYTES, Absent, Opaque, decode, encode
-from lightning_egeria.stores.store import ActivationStore
 
 # What came of an input. Where there is no checksum, other content may be as sound as what was written.
 EXACT, OTHER, MISS = "exact", "other", "miss"

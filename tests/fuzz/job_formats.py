@@ -34,11 +34,11 @@ from lightning_egeria.jobs.rules import read_description
 from lightning_egeria.jobs.rundirs import read_run_directory, remove, write_run_directory
 from lightning_egeria.jobs.sbatch import sbatch_options
 from lightning_egeria.jobs.scheduling import QueueEntry, Scheduler, policy_named
-from lightning_egeria.pipelining.command import read_graph
-from lightning_egeria.pipelining.graph import ComputationGraph, Node
-from lightning_egeria.pipelining.plan import Plan, Stage
-from lightning_egeria.pipelining.planner import Limits, plan_graph
-from lightning_egeria.pipelining.timeline import predict
+from lightning_egeria.methods.pipelining.command import read_graph
+from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node
+from lightning_egeria.methods.pipelining.plan import Plan, Stage
+from lightning_egeria.methods.pipelining.planner import Limits, plan_graph
+from lightning_egeria.methods.pipelining.timeline import predict
 
 DESCRIPTION = b"""\
 name: tune

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from stored import bits
 
 from lightning_egeria import errors
+from lightning_egeria.caching.store.directory import CacheDirectory
+from lightning_egeria.caching.store.manifest import ENTRIES, INDEX, LOCK, MANIFEST, is_in_use, remove_store
+from lightning_egeria.caching.store.samples import decode, encode
+from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.command import main as egeria
+from lightning_egeria.core.snapshots.framing import read_part, write_parts
 from lightning_egeria.errors import CheckpointError, RecordError, StoreError
 from lightning_egeria.freezing.policy import FreezingPolicy
 from lightning_egeria.report import figures
 from lightning_egeria.report.record import LARGEST_BYTES, RunRecord
-from lightning_egeria.snapshots.framing import read_part, write_parts
-from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, is_in_use, remove_store
-from lightning_egeria.stores.samples import decode, encode
-from lightning_egeria.stores.store import ActivationStore
 
 FUZZ = settings(deadline=None)
 ERRORS = {"ValueError", "no state"} | {name for name, kind in vars(errors).items() if isinstance(kind, type)}

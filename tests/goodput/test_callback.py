@@ -3,8 +3,8 @@
 from adaptive import adaptive, numbered, trained
 from models import After
 
-from lightning_egeria.goodput.callback import BatchSizeSteps
-from lightning_egeria.goodput.profile import Configuration
+from lightning_egeria.methods.goodput.callback import BatchSizeSteps
+from lightning_egeria.methods.goodput.profile import Configuration
 
 
 def steps_of(trainer):

@@ -6,12 +6,12 @@ import pytest
 from adaptive import Seeing, adaptive, trained
 from models import trainer_of
 
-from lightning_egeria.batches.batch_sampler import MutableBatchSampler
-from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.goodput.changing import BatchSizeChanges, planned_of
-from lightning_egeria.goodput.control import BatchSizeControl
-from lightning_egeria.goodput.decision import Division, ScriptedBatchSizes
-from lightning_egeria.training.notices import Notices
+from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.core.training.notices import Notices
+from lightning_egeria.methods.goodput.changing import BatchSizeChanges, planned_of
+from lightning_egeria.methods.goodput.control import BatchSizeControl
+from lightning_egeria.methods.goodput.decision import Division, ScriptedBatchSizes
 
 
 @pytest.fixture

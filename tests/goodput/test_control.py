@@ -6,9 +6,9 @@ import pytest
 
 from lightning_egeria.cluster.goodput import BatchLimits
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.goodput.control import BatchSizeControl
-from lightning_egeria.goodput.decision import Division, LargestGoodput, ScriptedBatchSizes
-from lightning_egeria.goodput.profile import Configuration
+from lightning_egeria.methods.goodput.control import BatchSizeControl
+from lightning_egeria.methods.goodput.decision import Division, LargestGoodput, ScriptedBatchSizes
+from lightning_egeria.methods.goodput.profile import Configuration
 
 
 def control(largest=256, rule=None, local=(8, None), groups=1):

@@ -469,7 +469,7 @@ def test_a_fast_run_is_the_users():
 
 def test_it_finds_a_larger_batch_by_itself(monkeypatch):
     """With times as if each batch took the same, noisy gradients get the largest batch."""
-    from lightning_egeria.goodput.profile import Profile
+    from lightning_egeria.methods.goodput.profile import Profile
 
     add = Profile.add
     monkeypatch.setattr(Profile, "add", lambda self, where, _, *rest, **more: add(self, where, 1.0, *rest, **more))

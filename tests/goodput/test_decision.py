@@ -5,7 +5,7 @@ import pytest
 from lightning_egeria.cluster.goodput import BatchLimits, Goodput
 from lightning_egeria.cluster.throughput import ThroughputModel
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.goodput.decision import (
+from lightning_egeria.methods.goodput.decision import (
     Division,
     LargestGoodput,
     ScriptedBatchSizes,

@@ -4,10 +4,10 @@ import pytest
 from adaptive import adaptive, numbered, trained
 
 from lightning_egeria import RunRecorder
-from lightning_egeria.goodput.control import BatchSizeControl
-from lightning_egeria.goodput.decision import Division, LargestGoodput
-from lightning_egeria.goodput.display import panels_of
-from lightning_egeria.goodput.profile import Configuration
+from lightning_egeria.methods.goodput.control import BatchSizeControl
+from lightning_egeria.methods.goodput.decision import Division, LargestGoodput
+from lightning_egeria.methods.goodput.display import panels_of
+from lightning_egeria.methods.goodput.profile import Configuration
 from lightning_egeria.report.record import RunRecord
 
 

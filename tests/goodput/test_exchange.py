@@ -11,10 +11,10 @@ from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy
+from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.goodput.exchange import measure_exchange
-from lightning_egeria.goodput.profile import Profile
-from lightning_egeria.snapshots.digests import digest
+from lightning_egeria.methods.goodput.exchange import measure_exchange
+from lightning_egeria.methods.goodput.profile import Profile
 
 
 def ddp(**arguments):

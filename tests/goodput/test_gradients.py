@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.goodput import gradients as module
-from lightning_egeria.goodput.gradients import GradientMeter
-from lightning_egeria.goodput.noise import GradientNoise
+from lightning_egeria.methods.goodput import gradients as module
+from lightning_egeria.methods.goodput.gradients import GradientMeter
+from lightning_egeria.methods.goodput.noise import GradientNoise
 
 WIDTH, SAMPLES = 300, 4  # samples of a batch, also the initial batch size
 GENERATOR = torch.Generator().manual_seed(0)

@@ -7,8 +7,8 @@ from methods import scripted
 from models import Classifier, ConvNet, equal, fit, loader
 
 from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache
-from lightning_egeria.goodput.control import BatchSizeControl
-from lightning_egeria.goodput.profile import Profile
+from lightning_egeria.methods.goodput.control import BatchSizeControl
+from lightning_egeria.methods.goodput.profile import Profile
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import json
 
-from lightning_egeria.goodput.decision import Division
-from lightning_egeria.goodput.history import MOST, History
-from lightning_egeria.goodput.noise import GradientNoise
+from lightning_egeria.methods.goodput.decision import Division
+from lightning_egeria.methods.goodput.history import MOST, History
+from lightning_egeria.methods.goodput.noise import GradientNoise
 
 
 def test_a_long_run_is_thinned_and_changes_are_kept():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.goodput.learning_rate import LEGW, RULES, rule_of
-from lightning_egeria.goodput.noise import GradientNoise
+from lightning_egeria.methods.goodput.learning_rate import LEGW, RULES, rule_of
+from lightning_egeria.methods.goodput.noise import GradientNoise
 
 
 @pytest.fixture

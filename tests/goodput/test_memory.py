@@ -6,9 +6,9 @@ import pytest
 import torch
 from models import After, Classifier, ConvNet, fit, images, loader
 
+from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.errors import RowsError
-from lightning_egeria.goodput.memory import enlarged, fits_in_memory, run_in_halves
-from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.methods.goodput.memory import enlarged, fits_in_memory, run_in_halves
 
 
 class Failing(Classifier):

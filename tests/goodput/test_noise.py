@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_egeria.goodput.noise import GradientNoise
+from lightning_egeria.methods.goodput.noise import GradientNoise
 
 TRUE = np.random.default_rng(0).normal(size=400) * 0.3
 DEVIATIONS = np.linspace(0.1, 2.0, 400)  # of the gradient of one sample

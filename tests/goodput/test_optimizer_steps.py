@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.goodput.optimizer_steps import ScaledSteps
+from lightning_egeria.methods.goodput.optimizer_steps import ScaledSteps
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_egeria.cluster.throughput import ThroughputModel
-from lightning_egeria.goodput import profile as module
-from lightning_egeria.goodput.profile import KEPT, Configuration, Profile
+from lightning_egeria.methods.goodput import profile as module
+from lightning_egeria.methods.goodput.profile import KEPT, Configuration, Profile
 
 PLANTED = ThroughputModel((0.05, 0.003), (0.12, 0.004), (0.03, 0.002), 2.0)
 PLACES = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 5), (3, 8), (4, 16)]

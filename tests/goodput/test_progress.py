@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_egeria.goodput.progress import COUNTS, Progress
+from lightning_egeria.methods.goodput.progress import COUNTS, Progress
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from adaptive import adaptive, numbered, trained
 
-from lightning_egeria.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError
-from lightning_egeria.goodput.decision import Division
-from lightning_egeria.goodput.sizes import Sizes, first_sizes
-from lightning_egeria.training.notices import Notices
+from lightning_egeria.methods.goodput.decision import Division
+from lightning_egeria.methods.goodput.sizes import Sizes, first_sizes
 
 NOW = {"local": 32, "batches": 1, "replicas": 1}
 PLACE = {"place": None, "generator": None, "done": 0}

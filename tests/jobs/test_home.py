@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from lightning_egeria.command import main
+from lightning_egeria.core.programs import files
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.home import Home
-from lightning_egeria.programs import files
 
 
 def test_it_is_this_users_alone(tmp_path):

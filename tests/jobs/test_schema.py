@@ -5,8 +5,8 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_egeria.core.programs.arguments import quantity
 from lightning_egeria.jobs.schema import METHODS, Job
-from lightning_egeria.programs.arguments import quantity
 
 
 def test_it_is_a_structured_config_of_hydra():

@@ -4,10 +4,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.meta import Meta
-from lightning_egeria.lazy.tape import Tape, Unit
-from lightning_egeria.lazy.tensors import LazyTensor, plain, show
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.meta import Meta
+from lightning_egeria.caching.record.tape import Tape, Unit
+from lightning_egeria.caching.record.tensors import LazyTensor, plain, show
 
 X, W = torch.randn(6, 4), torch.randn(4, 4)
 # Functions of a batch, each row by itself.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from lazies import ONE_ARGUMENT, Layers, Source, X
 
-from lightning_egeria.lazy.meta import Meta
-from lightning_egeria.lazy.tensors import plain, show
+from lightning_egeria.caching.record.meta import Meta
+from lightning_egeria.caching.record.tensors import plain, show
 
 
 class Owner:

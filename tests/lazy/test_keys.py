@@ -1,6 +1,6 @@
 """Numbers of computations."""
 
-from lightning_egeria.lazy.keys import Keys, Of
+from lightning_egeria.caching.record.keys import Keys, Of
 
 
 def test_keys_are_described_alike_in_each_process():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_egeria.lazy.meta import Meta, stacked, version_of
+from lightning_egeria.caching.record.meta import Meta, stacked, version_of
 
 
 def test_meta_makes_a_tensor_like_the_first():

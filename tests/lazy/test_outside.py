@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.meta import MOST_BYTES, Meta
-from lightning_egeria.lazy.outside import Outside
-from lightning_egeria.lazy.tape import Tape
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.meta import MOST_BYTES, Meta
+from lightning_egeria.caching.record.outside import Outside
+from lightning_egeria.caching.record.tape import Tape
 
 SAMPLES = 4
 

@@ -5,9 +5,9 @@ import torch
 from lazies import BY_ROW, ONE_ARGUMENT, Layers, Source, W, X, is_lazy
 from torch import nn
 
-from lightning_egeria.lazy.keys import Keys
-from lightning_egeria.lazy.replay import replay
-from lightning_egeria.lazy.tensors import plain
+from lightning_egeria.caching.record.keys import Keys
+from lightning_egeria.caching.record.replay import replay
+from lightning_egeria.caching.record.tensors import plain
 
 
 def key(function, x=X):
@@ -101,7 +101,7 @@ def test_tensor_that_numpy_changes_is_another_one():
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
 def test_what_a_weight_was_counts(monkeypatch, kind, most_bytes):
     """Also if its version does not count the change. Large ones are not copied: the operation runs at once."""
-    monkeypatch.setattr("lightning_egeria.lazy.meta.MOST_BYTES", most_bytes)
+    monkeypatch.setattr("lightning_egeria.caching.record.meta.MOST_BYTES", most_bytes)
     weight = torch.ones(4) if kind is torch.Tensor else nn.Parameter(torch.ones(4), requires_grad=False)
     result = Source(X).batch() * weight
     assert is_lazy(result) == (most_bytes > 0)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.lazy.tensors import LazyTensor, plain, stack
+from lightning_egeria.caching.record.tensors import LazyTensor, plain, stack
 
 X = torch.randn(4, 3, 6)
 INTO = torch.randn(6, 2)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lightning_egeria.caching.record.units import Context, UnitCall, constants_of
 from lightning_egeria.errors import CacheError
-from lightning_egeria.lazy.units import Context, UnitCall, constants_of
 
 X = torch.randn(4, 3)
 

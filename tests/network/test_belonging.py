@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.limits import find_chain
+from lightning_egeria.core.network.tracing import StepTrace
 from lightning_egeria.errors import TooFewLayersError
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.limits import find_chain
-from lightning_egeria.network.tracing import StepTrace
 
 
 class Called(nn.ModuleDict):

@@ -22,9 +22,9 @@ from repeated_calls import Alternating, SharedEmbedding, UsedTwice
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.prefix import FrozenPrefix
 from lightning_egeria.errors import LayerChainError
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.prefix import FrozenPrefix
 
 
 class TestWhatIsFound:

@@ -5,7 +5,13 @@ import torch
 from networks import assert_same_attributes, attributes
 from torch import nn
 
-from lightning_egeria.network.calls import CallRecorder, EarlierOutput, NetworkCall, boundary_activation, crop_calls
+from lightning_egeria.core.network.calls import (
+    CallRecorder,
+    EarlierOutput,
+    NetworkCall,
+    boundary_activation,
+    crop_calls,
+)
 
 
 class Pair(nn.Module):

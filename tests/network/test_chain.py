@@ -24,8 +24,8 @@ from networks import (
 )
 from torch import nn
 
+from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import LayerChainError
-from lightning_egeria.network.chain import LayerChain
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.network import compilation
+from lightning_egeria.core.network import compilation
 
 
 def compiled(log):
@@ -47,7 +47,7 @@ def test_old_versions_of_torch_compile_anew_after_a_change(monkeypatch, version,
 
 def test_a_process_that_never_compiles_imports_no_compiler():
     program = (
-        "import sys; from lightning_egeria.network import compilation as c\n"
+        "import sys; from lightning_egeria.core.network import compilation as c\n"
         "with c.eager(): pass\nc.forget_compiled(); sys.exit('torch._dynamo' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

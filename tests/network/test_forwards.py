@@ -9,7 +9,7 @@ import torch
 from networks import assert_same_attributes, attributes
 from torch import nn
 
-from lightning_egeria.network.forwards import ForwardReplacements
+from lightning_egeria.core.network.forwards import ForwardReplacements
 
 
 def doubled(original):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.limits import depth_limit, one_optimizer
 from lightning_egeria.errors import LayerChainError
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.limits import depth_limit, one_optimizer
 
 
 @pytest.fixture

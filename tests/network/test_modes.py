@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_egeria.network.modes import drops, looks_at_its_mode
+from lightning_egeria.core.network.modes import drops, looks_at_its_mode
 
 
 class StochasticDepth(nn.Module):

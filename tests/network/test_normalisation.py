@@ -5,7 +5,7 @@ import torch
 from models import Classifier, ConvNet, Transformer, fit
 from torch import nn
 
-from lightning_egeria.network.normalisation import looks_trained, normalisation_layers
+from lightning_egeria.core.network.normalisation import looks_trained, normalisation_layers
 
 
 class RootMeanSquare(nn.Module):

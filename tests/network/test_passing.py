@@ -4,8 +4,8 @@ import torch
 from networks import assert_same_attributes, attributes, deep_mlp
 from torch import nn
 
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.passing import BoundaryObserver
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.passing import BoundaryObserver
 
 
 class Seen(BoundaryObserver):

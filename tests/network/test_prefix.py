@@ -28,9 +28,9 @@ from networks import (
 from repeated_calls import RandomCalls
 from torch import nn
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.prefix import SETTLING_STEPS, FrozenPrefix
 from lightning_egeria.errors import LayerChainError
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.prefix import SETTLING_STEPS, FrozenPrefix
 
 
 @pytest.mark.parametrize("name", MODELS)

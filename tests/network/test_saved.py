@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_egeria.network.saved import SavedActivations
+from lightning_egeria.core.network.saved import SavedActivations
 
 
 def saved_by(net, *inputs):

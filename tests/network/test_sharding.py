@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_egeria.network.sharding import holds_shards, is_distributed, is_sharded, undivided
+from lightning_egeria.core.network.sharding import holds_shards, is_distributed, is_sharded, undivided
 
 
 class FSDPModule:

@@ -7,7 +7,7 @@ import torch
 from networks import assert_same_attributes, attributes
 from torch import nn
 
-from lightning_egeria.network.tracing import StepTrace, leaf_of, walk
+from lightning_egeria.core.network.tracing import StepTrace, leaf_of, walk
 
 
 def network():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.network.trainable import TrainableParameters, nothing_trains, without_part_in
+from lightning_egeria.core.network.trainable import TrainableParameters, nothing_trains, without_part_in
 
 
 @pytest.fixture

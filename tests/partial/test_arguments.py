@@ -3,9 +3,9 @@
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.partial.arguments import PartialArguments
-from lightning_egeria.partial.plans import GivenPlan, TemporalPlan, UniformPlan
-from lightning_egeria.partial.weighting import WeightedPlan
+from lightning_egeria.methods.partial.arguments import PartialArguments
+from lightning_egeria.methods.partial.plans import GivenPlan, TemporalPlan, UniformPlan
+from lightning_egeria.methods.partial.weighting import WeightedPlan
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.partial.buckets import buckets_of, contributors_of, received_bytes
+from lightning_egeria.methods.partial.buckets import buckets_of, contributors_of, received_bytes
 
 SIZES = (3, 5, 7, 11)  # of three layer modules and the rest
 

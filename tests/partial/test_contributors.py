@@ -10,9 +10,9 @@ from threads import ThreadRanks
 from torch import nn
 
 from lightning_egeria.errors import ExchangeError, UnsupportedError
-from lightning_egeria.partial import exchange
-from lightning_egeria.partial.buckets import contributors_of
-from lightning_egeria.partial.exchange import ContributorMean
+from lightning_egeria.methods.partial import exchange
+from lightning_egeria.methods.partial.buckets import contributors_of
+from lightning_egeria.methods.partial.exchange import ContributorMean
 
 BLOCKS = 3
 

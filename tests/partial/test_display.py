@@ -1,7 +1,7 @@
 """The figures of a run."""
 
-from lightning_egeria.partial.display import panels_of_savings
-from lightning_egeria.partial.savings import PartialSavings, RankSavings
+from lightning_egeria.methods.partial.display import panels_of_savings
+from lightning_egeria.methods.partial.savings import PartialSavings, RankSavings
 
 
 def test_figures_have_the_numbers_of_the_run():

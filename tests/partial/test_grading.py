@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.partial.grading import GradedPlan, Grading
+from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.methods.partial.grading import GradedPlan, Grading
 
 NAN = math.nan
 

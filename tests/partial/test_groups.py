@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_egeria.partial import exchange
-from lightning_egeria.partial.exchange import RankGroups
+from lightning_egeria.methods.partial import exchange
+from lightning_egeria.methods.partial.exchange import RankGroups
 
 ALL = (0, 1, 2, 3)  # for broadcasts, beside the job's own
 

@@ -6,13 +6,13 @@ from models import After, Classifier, fit
 from networks import deep_mlp, step
 
 from lightning_egeria import KnowledgeGuidedFreezing, ScriptedPolicy, StructuredPartialBackprop
-from lightning_egeria.distributed.ranks import Ranks
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.partial.measuring import SuffixMeasures
-from lightning_egeria.partial.plans import TemporalPlan
-from lightning_egeria.partial.steps import SuffixSteps
-from lightning_egeria.partial.weighting import RankTimes, WeightedPlan
-from lightning_egeria.training.observers import Observers
+from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.training.observers import Observers
+from lightning_egeria.methods.partial.measuring import SuffixMeasures
+from lightning_egeria.methods.partial.plans import TemporalPlan
+from lightning_egeria.methods.partial.steps import SuffixSteps
+from lightning_egeria.methods.partial.weighting import RankTimes, WeightedPlan
 
 INPUTS = (torch.linspace(-1, 1, 20).reshape(5, 4),)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.partial.plans import GivenPlan, TemporalPlan, UniformPlan, ranks_of_share
+from lightning_egeria.methods.partial.plans import GivenPlan, TemporalPlan, UniformPlan, ranks_of_share
 
 RANKS, CHAINS = (1, 2, 3, 4, 9, 16), (1, 2, 3, 8, 13)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.partial.exchange import RescaledMean
+from lightning_egeria.methods.partial.exchange import RescaledMean
 
 
 def filled(value, *sizes):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_egeria.partial.savings import SuffixCounts
+from lightning_egeria.methods.partial.savings import SuffixCounts
 
 
 def test_each_rank_is_counted():

@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria import LogUniform, StructuredPartialBackprop
+from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import ArgumentError, ExchangeError, UnsupportedError
-from lightning_egeria.snapshots.digests import digest
 
 STEPS = 50
 DEPTHS = {"uniform": "uniform", "temporal": "temporal", "given": None}

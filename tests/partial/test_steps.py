@@ -4,10 +4,10 @@ import pytest
 import torch
 from networks import deep_mlp, step
 
+from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.partial.plans import TemporalPlan
-from lightning_egeria.partial.steps import SuffixSteps
+from lightning_egeria.methods.partial.plans import TemporalPlan
+from lightning_egeria.methods.partial.steps import SuffixSteps
 
 INPUTS = (torch.linspace(-1, 1, 20).reshape(5, 4),)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.partial.suffixes import SuffixCycle
+from lightning_egeria.methods.partial.suffixes import SuffixCycle
 
 SHARES = [1, 0.75, 0.5, 1 / 3, 0.3, 0.25, 0.2, 1 / 7, 0.1, 0.05]
 

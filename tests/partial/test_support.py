@@ -8,12 +8,12 @@ from models import Classifier, fit
 from torch import nn
 
 from lightning_egeria import PrefixFreezing, StructuredPartialBackprop
-from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.errors import ArgumentError, UnsupportedError
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.partial.arguments import PartialArguments
-from lightning_egeria.partial.plans import TemporalPlan, UniformPlan
-from lightning_egeria.partial.support import check_batches, check_model, check_trainer, exchanged_layers
+from lightning_egeria.methods.partial.arguments import PartialArguments
+from lightning_egeria.methods.partial.plans import TemporalPlan, UniformPlan
+from lightning_egeria.methods.partial.support import check_batches, check_model, check_trainer, exchanged_layers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated"  # pytest.warns emits Lightning's again under its own name

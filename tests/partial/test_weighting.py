@@ -5,7 +5,14 @@ import math
 
 import pytest
 
-from lightning_egeria.partial.weighting import RankTimes, SuffixTimes, WeightedPlan, balanced_depths, packed, unpacked
+from lightning_egeria.methods.partial.weighting import (
+    RankTimes,
+    SuffixTimes,
+    WeightedPlan,
+    balanced_depths,
+    packed,
+    unpacked,
+)
 
 CURVE = (2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25)
 

@@ -4,8 +4,8 @@ import itertools
 import math
 import random
 
-from lightning_egeria.pipelining.decomposition import is_contiguous
-from lightning_egeria.pipelining.graph import ComputationGraph, Node
+from lightning_egeria.methods.pipelining.decomposition import is_contiguous
+from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node
 
 
 def node(name, generator, sizes=True):

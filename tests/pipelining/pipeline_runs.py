@@ -16,12 +16,12 @@ from graphs import random_graph, series_parallel
 from torch import nn
 
 from lightning_egeria.errors import PipelineError, PlanError
-from lightning_egeria.pipelining.costs import measured_graph
-from lightning_egeria.pipelining.pipeline import GraphPipeline
-from lightning_egeria.pipelining.plan import Plan
-from lightning_egeria.pipelining.planner import Limits, plan_graph
-from lightning_egeria.pipelining.splitting import split
-from lightning_egeria.pipelining.timeline import Timeline
+from lightning_egeria.methods.pipelining.costs import measured_graph
+from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
+from lightning_egeria.methods.pipelining.plan import Plan
+from lightning_egeria.methods.pipelining.planner import Limits, plan_graph
+from lightning_egeria.methods.pipelining.splitting import split
+from lightning_egeria.methods.pipelining.timeline import Timeline
 
 
 class Branches(nn.Module):
@@ -262,7 +262,7 @@ def check_idle_processes():
     """A plan for two of four processes trains as any other, and its batches may be smaller than a stage is wide."""
     model, plain = (Branches(norm=False).double() for _ in range(2))
     with (
-        mock.patch("lightning_egeria.pipelining.pipeline.plan_graph", for_two),
+        mock.patch("lightning_egeria.methods.pipelining.pipeline.plan_graph", for_two),
         warnings.catch_warnings(record=True) as told,
     ):
         warnings.simplefilter("always")
@@ -318,7 +318,7 @@ def model_of(pipeline):
     return pipeline.model
 
 
-@mock.patch("lightning_egeria.pipelining.preparation.measured_graph", same_costs)
+@mock.patch("lightning_egeria.methods.pipelining.preparation.measured_graph", same_costs)
 def check_new_plan():
     model, plain = (Branches(norm=False).double() for _ in range(2))
     plain.load_state_dict(model.state_dict())
@@ -334,7 +334,7 @@ def check_new_plan():
             assert not pipeline.is_outdated
         if step == 3:
             stages = pipeline.plan.stages
-            with mock.patch("lightning_egeria.pipelining.pipeline.plan_graph", for_two):
+            with mock.patch("lightning_egeria.methods.pipelining.pipeline.plan_graph", for_two):
                 assert pipeline.replan(optimizers[:1]).devices == 2
             assert len(stages) == 4
         for optimizer in optimizers:

@@ -116,7 +116,7 @@ def fit(folder, strategy="auto", epochs=2, resume=None, module=None, **arguments
     return module, trainer, notes
 
 
-@mock.patch("lightning_egeria.pipelining.preparation.measured_graph", same_costs)
+@mock.patch("lightning_egeria.methods.pipelining.preparation.measured_graph", same_costs)
 def in_stages(folder, plain_folder):
     """Everything that one start of the ranks can show."""
     settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}

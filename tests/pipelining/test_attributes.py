@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_egeria.pipelining.attributes import Attributes
+from lightning_egeria.methods.pipelining.attributes import Attributes
 
 
 def test_each_kind_of_change_is_named_and_taken_back():

@@ -10,8 +10,8 @@ import pytest
 from graphs import branches
 
 from lightning_egeria import command
-from lightning_egeria.pipelining.graph import ComputationGraph, Node
-from lightning_egeria.pipelining.plan import Plan
+from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node
+from lightning_egeria.methods.pipelining.plan import Plan
 
 
 def main(arguments):
@@ -154,6 +154,6 @@ def test_a_damaged_file_is_one_line(text, tmp_path, capsys):
 def test_without_matplotlib_it_says_so(graph, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "lightning_egeria.pipelining.drawing", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning_egeria.methods.pipelining.drawing", raising=False)
     assert main([graph, "--devices=2", "--out", tmp_path / "out"]) == 2
     assert "lightning-egeria[report]" in capsys.readouterr().err

@@ -4,9 +4,9 @@ import torch
 from pipeline_runs import Branches, data
 from torch import nn
 
-from lightning_egeria.pipelining.costs import learning_now, measured_graph
-from lightning_egeria.pipelining.tracing import TracedModel
-from lightning_egeria.pipelining.units import find_units
+from lightning_egeria.methods.pipelining.costs import learning_now, measured_graph
+from lightning_egeria.methods.pipelining.tracing import TracedModel
+from lightning_egeria.methods.pipelining.units import find_units
 
 
 def graph_of(model, batch):

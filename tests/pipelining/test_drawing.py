@@ -2,9 +2,9 @@
 
 from graphs import branches
 
-from lightning_egeria.pipelining.drawing import timelines
-from lightning_egeria.pipelining.planner import Limits, plan_chain, plan_graph
-from lightning_egeria.pipelining.timeline import predict
+from lightning_egeria.methods.pipelining.drawing import timelines
+from lightning_egeria.methods.pipelining.planner import Limits, plan_chain, plan_graph
+from lightning_egeria.methods.pipelining.timeline import predict
 
 
 def test_each_timeline_has_its_axes_and_bars():

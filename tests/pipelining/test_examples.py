@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_egeria.pipelining.decomposition import Parallel, decompose
-from lightning_egeria.pipelining.examples import EXAMPLES
+from lightning_egeria.methods.pipelining.decomposition import Parallel, decompose
+from lightning_egeria.methods.pipelining.examples import EXAMPLES
 
 
 @pytest.mark.parametrize(("name", "branches"), [("candle-uno", 7), ("dlrm", 8), ("multi-modal", 4)])

@@ -3,11 +3,11 @@
 import torch
 from pipeline_runs import FOUR, Branches, data, loss_fn
 
-from lightning_egeria.pipelining.costs import measured_graph
-from lightning_egeria.pipelining.executor import StageExecutor, form_of
-from lightning_egeria.pipelining.plan import Plan, Stage
-from lightning_egeria.pipelining.stages import Placement, rank_stages
-from lightning_egeria.pipelining.tracing import TracedModel
+from lightning_egeria.methods.pipelining.costs import measured_graph
+from lightning_egeria.methods.pipelining.executor import StageExecutor, form_of
+from lightning_egeria.methods.pipelining.plan import Plan, Stage
+from lightning_egeria.methods.pipelining.stages import Placement, rank_stages
+from lightning_egeria.methods.pipelining.tracing import TracedModel
 
 
 def test_forms_are_shapes_and_dtypes():

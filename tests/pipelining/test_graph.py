@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_egeria.errors import PlanError
-from lightning_egeria.pipelining.graph import ComputationGraph, Node, bits, members
+from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node, bits, members
 
 DAMAGED = {"nodes": [["a"]], "edges": []}
 INFINITE = {"nodes": [{"name": "a", "forward_s": 1, "backward_s": 1, "output_bytes": float("inf")}], "edges": []}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_egeria.errors import PipelineError, UnsupportedError
-from lightning_egeria.pipelining.messages import check_sendable, lost_connection
+from lightning_egeria.methods.pipelining.messages import check_sendable, lost_connection
 
 
 class Named(NamedTuple):

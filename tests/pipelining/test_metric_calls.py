@@ -7,7 +7,7 @@ from torchmetrics import MeanMetric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.pipelining.metric_calls import MetricCalls, kept
+from lightning_egeria.methods.pipelining.metric_calls import MetricCalls, kept
 
 
 class Metered(nn.Module):

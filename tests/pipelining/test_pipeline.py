@@ -18,10 +18,10 @@ from ranks import all_well, in_ranks
 from torch import nn
 
 from lightning_egeria.errors import ArgumentError, PlanError, UnsupportedError
-from lightning_egeria.pipelining.graph import Node, chain_of
-from lightning_egeria.pipelining.pipeline import GraphPipeline
-from lightning_egeria.pipelining.plan import Plan, Stage
-from lightning_egeria.pipelining.planner import Limits
+from lightning_egeria.methods.pipelining.graph import Node, chain_of
+from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
+from lightning_egeria.methods.pipelining.plan import Plan, Stage
+from lightning_egeria.methods.pipelining.planner import Limits
 
 
 def test_one_process_trains_as_without_a_pipeline():

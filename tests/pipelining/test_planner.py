@@ -7,12 +7,12 @@ import pytest
 from graphs import best_of_all, branches, random_graph, series_parallel
 
 from lightning_egeria.errors import ArgumentError, PlanError
-from lightning_egeria.pipelining.decomposition import decompose
-from lightning_egeria.pipelining.examples import EXAMPLES
-from lightning_egeria.pipelining.graph import ComputationGraph, Node, chain_of
-from lightning_egeria.pipelining.plan import Plan, Stage, in_running_order
-from lightning_egeria.pipelining.planner import Limits, fastest_stages, plan_chain, plan_graph
-from lightning_egeria.pipelining.timeline import predict
+from lightning_egeria.methods.pipelining.decomposition import decompose
+from lightning_egeria.methods.pipelining.examples import EXAMPLES
+from lightning_egeria.methods.pipelining.graph import ComputationGraph, Node, chain_of
+from lightning_egeria.methods.pipelining.plan import Plan, Stage, in_running_order
+from lightning_egeria.methods.pipelining.planner import Limits, fastest_stages, plan_chain, plan_graph
+from lightning_egeria.methods.pipelining.timeline import predict
 
 
 def limits_of(seed):

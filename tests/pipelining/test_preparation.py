@@ -4,7 +4,7 @@ import pytest
 import torch
 from pipeline_runs import Branches, data
 
-from lightning_egeria.pipelining.preparation import prepared
+from lightning_egeria.methods.pipelining.preparation import prepared
 
 
 @pytest.mark.parametrize("norm", [True, False])

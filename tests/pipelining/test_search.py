@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_egeria.pipelining.decomposition import Leaf, Parallel, Series
-from lightning_egeria.pipelining.search import Search, Sizes, parts_of
+from lightning_egeria.methods.pipelining.decomposition import Leaf, Parallel, Series
+from lightning_egeria.methods.pipelining.search import Search, Sizes, parts_of
 
 
 def stages(tree, seconds, devices, bound, memory=None, kept=0, **limits):

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_egeria.pipelining.seeding import seeded
+from lightning_egeria.methods.pipelining.seeding import seeded
 
 
 def test_seeded_numbers_repeat_and_leave_the_others():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.pipelining.splitting import split
+from lightning_egeria.methods.pipelining.splitting import split
 
 
 def test_a_batch_without_samples_is_refused():

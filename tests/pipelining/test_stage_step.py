@@ -6,7 +6,7 @@ from pipeline_runs import Branches, data, loss_fn
 from torch import nn
 
 from lightning_egeria.errors import PipelineError, UnsupportedError
-from lightning_egeria.pipelining.pipeline import GraphPipeline
+from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
 
 temperature = nn.Parameter(torch.ones(()))
 

@@ -2,10 +2,10 @@
 
 from pipeline_runs import FOUR, Branches, data
 
-from lightning_egeria.pipelining.costs import measured_graph
-from lightning_egeria.pipelining.plan import plan_of_named
-from lightning_egeria.pipelining.stages import Placement, rank_stages
-from lightning_egeria.pipelining.tracing import TracedModel
+from lightning_egeria.methods.pipelining.costs import measured_graph
+from lightning_egeria.methods.pipelining.plan import plan_of_named
+from lightning_egeria.methods.pipelining.stages import Placement, rank_stages
+from lightning_egeria.methods.pipelining.tracing import TracedModel
 
 
 def test_only_stages_without_the_loss_recompute():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.pipelining.strategy_support import check_logged
+from lightning_egeria.methods.pipelining.strategy_support import check_logged
 
 
 def test_arguments_of_log_that_cannot_be_sent_are_refused():

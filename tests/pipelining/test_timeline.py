@@ -3,9 +3,9 @@
 import pytest
 from graphs import branches
 
-from lightning_egeria.pipelining.graph import Node, chain_of
-from lightning_egeria.pipelining.plan import Plan, Stage
-from lightning_egeria.pipelining.timeline import predict
+from lightning_egeria.methods.pipelining.graph import Node, chain_of
+from lightning_egeria.methods.pipelining.plan import Plan, Stage
+from lightning_egeria.methods.pipelining.timeline import predict
 
 
 def each(graph, micro_batches, **settings):

@@ -6,8 +6,8 @@ from pipeline_runs import Branches, data
 from torch import nn
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.pipelining.tracing import TracedModel
-from lightning_egeria.pipelining.units import find_units
+from lightning_egeria.methods.pipelining.tracing import TracedModel
+from lightning_egeria.methods.pipelining.units import find_units
 
 
 def call(model, batch):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_egeria.pipelining.metric_calls import MetricCalls
-from lightning_egeria.pipelining.training_log import log_everywhere
+from lightning_egeria.methods.pipelining.metric_calls import MetricCalls
+from lightning_egeria.methods.pipelining.training_log import log_everywhere
 
 
 class Module(nn.Module):

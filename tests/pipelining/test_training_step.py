@@ -5,9 +5,9 @@ import torch
 from strategy_runs import TwoTowers, examples
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.pipelining.tracing import TracedModel
-from lightning_egeria.pipelining.training_step import TrainingStep
-from lightning_egeria.pipelining.units import find_units
+from lightning_egeria.methods.pipelining.tracing import TracedModel
+from lightning_egeria.methods.pipelining.training_step import TrainingStep
+from lightning_egeria.methods.pipelining.units import find_units
 
 BATCH = examples()[:4]
 

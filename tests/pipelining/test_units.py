@@ -3,7 +3,7 @@
 from pipeline_runs import Branches
 from torch import nn
 
-from lightning_egeria.pipelining.units import find_units, has_state, modules_around
+from lightning_egeria.methods.pipelining.units import find_units, has_state, modules_around
 
 
 def test_a_container_counts_as_its_parts():

@@ -5,8 +5,8 @@ import torch
 from pipeline_runs import Branches
 
 from lightning_egeria.errors import PipelineError
-from lightning_egeria.pipelining.messages import Processes
-from lightning_egeria.pipelining.weights import StageWeights
+from lightning_egeria.methods.pipelining.messages import Processes
+from lightning_egeria.methods.pipelining.weights import StageWeights
 
 
 class Second(Processes):

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from lightning_egeria.profiling.clock import mark, seconds_between
+from lightning_egeria.core.profiling.clock import mark, seconds_between
 
 
 @pytest.fixture

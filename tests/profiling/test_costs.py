@@ -7,9 +7,15 @@ import torch
 from networks import assert_same_attributes, attributes, deep_mlp
 from torch import nn
 
-from lightning_egeria import profiling
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.profiling.costs import BATCHES_MEASURED, LAYERS_MEASURED, WARM_UP_STEPS, BoundaryTimer, StepCosts
+from lightning_egeria.core import profiling
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.profiling.costs import (
+    BATCHES_MEASURED,
+    LAYERS_MEASURED,
+    WARM_UP_STEPS,
+    BoundaryTimer,
+    StepCosts,
+)
 
 
 def add(costs, depth, seconds, steps, evaluated=False):

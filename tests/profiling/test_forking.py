@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from lightning_egeria.profiling.clock import mark
+from lightning_egeria.core.profiling.clock import mark
 
 PROGRAM = """
 import gc, os
-from lightning_egeria.profiling.forking import keep_garbage_in_forks
+from lightning_egeria.core.profiling.forking import keep_garbage_in_forks
 
 class OnlyHere:
     born = os.getpid()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import mlp
 
-from lightning_egeria.profiling import gradients
-from lightning_egeria.profiling.gradients import GradientClock
+from lightning_egeria.core.profiling import gradients
+from lightning_egeria.core.profiling.gradients import GradientClock
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.profiling import phases
-from lightning_egeria.profiling.phases import BatchPhases, PhaseTimer, exposed_communication
+from lightning_egeria.core.profiling import phases
+from lightning_egeria.core.profiling.phases import BatchPhases, PhaseTimer, exposed_communication
 
 
 @pytest.fixture

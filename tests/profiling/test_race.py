@@ -4,7 +4,7 @@ import pytest
 import torch
 from races import Clock
 
-from lightning_egeria.profiling.race import LEAST_STEPS, TURN, TURNS, Race
+from lightning_egeria.core.profiling.race import LEAST_STEPS, TURN, TURNS, Race
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_egeria.profiling.trend import PlasticitySeries, least_squares_slope
+from lightning_egeria.core.profiling.trend import PlasticitySeries, least_squares_slope
 
 property_test = settings(deadline=None, derandomize=True, max_examples=60)
 numbers = st.floats(-1e6, 1e6)

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from lightning_egeria.programs.arguments import LARGEST, whole_number
+from lightning_egeria.core.programs.arguments import LARGEST, whole_number
 
 
 def test_the_bounds_belong_to_it():

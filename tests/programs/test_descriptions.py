@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_egeria.core.programs.descriptions import LARGEST_BYTES, MOST_MISTAKES
 from lightning_egeria.errors import DescriptionError
 from lightning_egeria.jobs.rules import read_description
-from lightning_egeria.programs.descriptions import LARGEST_BYTES, MOST_MISTAKES
 
 GOOD = "name: a\nentry: {command: [python, train.py]}\n"
 

@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 
-from lightning_egeria.programs import files
-from lightning_egeria.programs.files import held, parsed_json, read_at_most, write_once, write_whole
+from lightning_egeria.core.programs import files
+from lightning_egeria.core.programs.files import held, parsed_json, read_at_most, write_once, write_whole
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
@@ -180,7 +180,7 @@ def test_one_process_has_it(tmp_path):
 
 
 def test_it_ends_with_its_process(tmp_path):
-    code = "import sys, time; from pathlib import Path; from lightning_egeria.programs.files import held\n"
+    code = "import sys, time; from pathlib import Path; from lightning_egeria.core.programs.files import held\n"
     code += "with held(Path(sys.argv[1])) as free: print(free, flush=True); time.sleep(60)"
     path = tmp_path / "lock"
     with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True) as process:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_egeria.core.programs.processes import MARK, ProgramProcess, kill_marked
 from lightning_egeria.errors import ProgramError
-from lightning_egeria.programs.processes import MARK, ProgramProcess, kill_marked
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -111,7 +111,8 @@ def test_a_shell_leaves_the_signal_to_its_program(tmp_path):
 @LINUX
 def test_it_ends_when_its_parent_is_killed(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from lightning_egeria.programs.processes import ProgramProcess\n"
+        "import sys, time; from pathlib import Path\n"
+        "from lightning_egeria.core.programs.processes import ProgramProcess\n"
         "one = ProgramProcess(['sleep', '60'], Path(sys.argv[1]), {}); print(one.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as parent:

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_egeria.programs.terminal import printable
+from lightning_egeria.core.programs.terminal import printable
 
 
 @pytest.mark.parametrize(

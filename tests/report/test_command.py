@@ -8,7 +8,7 @@ import pytest
 from report_runs import run
 
 from lightning_egeria import command
-from lightning_egeria.training.panels import Panel
+from lightning_egeria.core.training.panels import Panel
 
 
 def main(arguments):

@@ -6,7 +6,7 @@ import pytest
 from report_runs import run
 
 from lightning_egeria import report
-from lightning_egeria.training.panels import Panel
+from lightning_egeria.core.training.panels import Panel
 
 
 def test_a_plain_run_has_its_times_only():

@@ -6,9 +6,9 @@ import pytest
 from report_runs import run
 
 from lightning_egeria import report
+from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.freezing.savings import Savings
 from lightning_egeria.report.page import page
-from lightning_egeria.training.panels import Panel
 
 
 def test_the_page_needs_nothing_else_and_escapes_names():

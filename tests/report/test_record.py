@@ -6,10 +6,10 @@ import tracemalloc
 
 import pytest
 
+from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.errors import RecordError
 from lightning_egeria.freezing.savings import LayerModuleSavings, Savings
 from lightning_egeria.report.record import LONGEST, CachePoint, EvaluationPoint, MetricPoint, RunRecord, StepTimes
-from lightning_egeria.training.panels import Panel
 
 
 def times(step, depth=0, seconds=1.0, batches=1):

@@ -6,7 +6,7 @@ from models import After, fit, images, loader
 from selected import Indexed, Noting, trained
 
 from lightning_egeria import SelectiveBackprop
-from lightning_egeria.selecting.callback import SelectionCallback
+from lightning_egeria.methods.selecting.callback import SelectionCallback
 
 
 class Fails(Noting):

@@ -7,7 +7,7 @@ from selected import Indexed, Noting, trained
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.selecting.collating import InOrder, WithSamples
+from lightning_egeria.methods.selecting.collating import InOrder, WithSamples
 
 SAMPLES = [(torch.tensor([float(length)]), length) for length in (3, 1, 2, 5)]
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_egeria import FrozenPrefixCache, SelectiveBackprop
+from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import ArgumentError, PerSampleLossError, RowsError, UnsupportedError
-from lightning_egeria.snapshots.digests import digest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated")  # pytest.warns emits Lightning's again
 

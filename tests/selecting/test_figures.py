@@ -3,9 +3,9 @@
 import pytest
 from selected import trained
 
-from lightning_egeria.selecting.figures import figures_of
-from lightning_egeria.selecting.stats import SelectionStats
-from lightning_egeria.training.panels import panels_of
+from lightning_egeria.core.training.panels import panels_of
+from lightning_egeria.methods.selecting.figures import figures_of
+from lightning_egeria.methods.selecting.stats import SelectionStats
 
 
 def test_a_run_shows_what_it_counted():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.errors import RowsError
-from lightning_egeria.selecting.collating import Collated
-from lightning_egeria.selecting.joining import Joining
-from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.methods.selecting.collating import Collated
+from lightning_egeria.methods.selecting.joining import Joining
 
 SIDE = types.SimpleNamespace(has_batch_hooks=False, moved=lambda batch: batch)
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_egeria import PrefixFreezing
 from lightning_egeria.errors import ArgumentError, RowsError
-from lightning_egeria.selecting.scoring import Scorer
+from lightning_egeria.methods.selecting.scoring import Scorer
 
 
 @pytest.fixture

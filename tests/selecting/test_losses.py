@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from lightning_egeria.selecting.losses import LossTable
+from lightning_egeria.methods.selecting.losses import LossTable
 
 
 def test_losses_are_of_their_samples_in_any_order():

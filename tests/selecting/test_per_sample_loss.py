@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_egeria.errors import PerSampleLossError
-from lightning_egeria.selecting.per_sample_loss import per_sample_losses
+from lightning_egeria.methods.selecting.per_sample_loss import per_sample_losses
 
 SAMPLES = 6
 torch.manual_seed(0)

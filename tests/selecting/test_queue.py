@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_egeria.batches.rows import Rows
-from lightning_egeria.selecting.queue import SelectedSamples, SelectionQueue, joined, queued_rows
-from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.core.batches.rows import Rows
+from lightning_egeria.core.snapshots.random_state import RandomState
+from lightning_egeria.methods.selecting.queue import SelectedSamples, SelectionQueue, joined, queued_rows
 
 
 def piece(number, values):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.selecting.rule import SelectionRule, draw, draw_fixed
+from lightning_egeria.methods.selecting.rule import SelectionRule, draw, draw_fixed
 
 
 def kept_by_a_loop(batches, numbers, beta, history):

@@ -11,10 +11,10 @@ from models import Classifier, images
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_egeria.batches.rows import Rows
+from lightning_egeria.core.batches.rows import Rows
+from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.errors import PerSampleLossError
-from lightning_egeria.selecting.scoring import Scorer
-from lightning_egeria.snapshots.random_state import RandomState
+from lightning_egeria.methods.selecting.scoring import Scorer
 
 BATCH = images(6).tensors
 

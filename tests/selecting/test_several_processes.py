@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_egeria import SelectiveBackprop
+from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.snapshots.digests import digest
 
 
 def run_on_a_rank(mode):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lightning_egeria.selecting.stats import BINS, SelectionStats, bin_edges
+from lightning_egeria.methods.selecting.stats import BINS, SelectionStats, bin_edges
 
 
 def test_epochs_add_up():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from methods import scripted
 
-from lightning_egeria.selecting.trainer_access import TrainerAccess
+from lightning_egeria.methods.selecting.trainer_access import TrainerAccess
 
 
 def side_of(**arguments):

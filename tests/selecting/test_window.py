@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.selecting.window import Window
+from lightning_egeria.methods.selecting.window import Window
 
 
 @pytest.mark.parametrize(("start", "end"), [(-0.1, 1), (0.5, 0.5), (0.6, 0.5), (0, 1.1), (float("nan"), 1)])

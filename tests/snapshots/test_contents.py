@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_egeria.snapshots.contents import changed, digests_of, moving_of
+from lightning_egeria.core.snapshots.contents import changed, digests_of, moving_of
 
 
 class Data:
@@ -216,7 +216,7 @@ def test_another_run_has_the_same_digests():
     """Of sets of texts, builtin functions and objects that are not looked at, too."""
     script = (
         "import torch, types\n"
-        "from lightning_egeria.snapshots.contents import digests_of\n"
+        "from lightning_egeria.core.snapshots.contents import digests_of\n"
         "def act(x): return x in {'a', 'b', 'c'}\n"
         "class Net(torch.nn.Module): pass\n"
         "holder = [{'x', 'y', 'z'}, torch.relu, act, Net(), Net, types.SimpleNamespace(a=1)]\n"

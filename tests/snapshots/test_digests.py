@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_egeria.snapshots.digests import Copies, bytes_of, digest, with_gaps
+from lightning_egeria.core.snapshots.digests import Copies, bytes_of, digest, with_gaps
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4)
 
@@ -105,7 +105,7 @@ def test_copies_see_a_single_value(kind, layout):
 
 
 def test_copies_gather_in_groups(monkeypatch):
-    monkeypatch.setattr("lightning_egeria.snapshots.digests.GROUP_BYTES", 100)
+    monkeypatch.setattr("lightning_egeria.core.snapshots.digests.GROUP_BYTES", 100)
     tensors = [torch.zeros(size) for size in (3, 30, 1, 60, 2)]
     for tensor in tensors:
         copies = Copies(tensors)

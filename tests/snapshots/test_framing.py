@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from lightning_egeria.snapshots.framing import read_part, write_parts
+from lightning_egeria.core.snapshots.framing import read_part, write_parts
 
 
 @pytest.mark.parametrize("parts", [[], [b""], [b"one", b"", b"three"], [bytes(100_000)]])

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_egeria import FrozenPrefixCache
+from lightning_egeria.core.snapshots.contents import digests_of
+from lightning_egeria.core.snapshots.frozen_state import FrozenState
 from lightning_egeria.errors import CacheError
-from lightning_egeria.snapshots.contents import digests_of
-from lightning_egeria.snapshots.frozen_state import FrozenState
 
 
 def new_net():
@@ -258,7 +258,7 @@ def test_what_a_freeze_sets_costs_no_look(monkeypatch):
         looked.append(len(found))
         return digests_of(found, *arguments, **options)
 
-    monkeypatch.setattr("lightning_egeria.snapshots.frozen_state.digests_of", digests)
+    monkeypatch.setattr("lightning_egeria.core.snapshots.frozen_state.digests_of", digests)
     fit(Classifier(ConvNet()), scripted({3: 1}), data=FrozenPrefixCache(loader()))
     assert looked
     assert not any(looked)
@@ -274,7 +274,7 @@ def test_a_compiled_module_is_unchanged():
 @pytest.mark.parametrize("name", NO_EQUAL_STATE)
 def test_a_quick_look_sees_what_changes_a_small_network(name, monkeypatch):
     """Objects, plain attributes, modes, memory, version counters, all bits; quick looks at containers."""
-    monkeypatch.setattr("lightning_egeria.snapshots.frozen_state.QUICK_S", 60.0)
+    monkeypatch.setattr("lightning_egeria.core.snapshots.frozen_state.QUICK_S", 60.0)
     net = new_net()
     state = state_of(net)
     assert state.is_same(all_bits=False)
@@ -336,7 +336,7 @@ def test_a_weight_that_came_back_is_compared_once(monkeypatch):
 
 
 def test_containers_that_take_long_are_compared_with_all_bits(monkeypatch):
-    monkeypatch.setattr("lightning_egeria.snapshots.frozen_state.QUICK_S", -1.0)
+    monkeypatch.setattr("lightning_egeria.core.snapshots.frozen_state.QUICK_S", -1.0)
     net = new_net()
     state = state_of(net)
     assert state.is_same(all_bits=False)

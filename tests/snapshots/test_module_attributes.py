@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from lightning_egeria.snapshots.module_attributes import CodeValues, ModuleAttributes
+from lightning_egeria.core.snapshots.module_attributes import CodeValues, ModuleAttributes
 
 
 class Pair(NamedTuple):

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from lightning_egeria.core.snapshots.packing import alike_in_few_blocks, copied, pack, unpack
 from lightning_egeria.errors import WorkerError
-from lightning_egeria.snapshots.packing import alike_in_few_blocks, copied, pack, unpack
 
 
 def _as_received(value):
@@ -188,8 +188,8 @@ def test_modules_of_a_script_arrive_in_another_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, beside\n"
-        "from lightning_egeria.snapshots.packing import pack\n"
-        "from lightning_egeria.snapshots.worker import Worker\n"
+        "from lightning_egeria.core.snapshots.packing import pack\n"
+        "from lightning_egeria.core.snapshots.worker import Worker\n"
         "print('main ran')\n"
         "class Net(torch.nn.Module):\n"
         "    def __init__(self):\n"
@@ -219,7 +219,7 @@ def test_partial_functions_and_namespaces(sent):
 
 
 def test_memory_for_many_tensors_lies_in_few_blocks(monkeypatch):
-    monkeypatch.setattr("lightning_egeria.snapshots.packing.BLOCK_BYTES", 256)
+    monkeypatch.setattr("lightning_egeria.core.snapshots.packing.BLOCK_BYTES", 256)
     kinds = [torch.float32, torch.bool, torch.float64, torch.bfloat16, torch.complex128, torch.int64]
     values = [torch.arange(size).to(kind) for kind in kinds for size in (3, 0, 1, 100)] + [torch.tensor(5)]
     values.append(torch.arange(12.0).view(3, 4).T)

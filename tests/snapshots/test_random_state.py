@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_egeria.snapshots.random_state import RandomState, preserved_random_state
+from lightning_egeria.core.snapshots.random_state import RandomState, preserved_random_state
 
 DRAWS = {
     "torch": lambda: torch.rand(1).item(),

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_egeria.core.snapshots.tensor_store import TensorStore
 from lightning_egeria.errors import ArgumentError, SnapshotError
-from lightning_egeria.snapshots.tensor_store import TensorStore
 
 TENSORS = {
     "float": torch.randn(3, 4),

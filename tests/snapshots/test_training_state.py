@@ -12,8 +12,8 @@ from timm.optim import Lookahead
 from torch import nn
 from torch.utils.data import Subset
 
-from lightning_egeria.snapshots.tensor_store import TensorStore
-from lightning_egeria.snapshots.training_state import TrainingState
+from lightning_egeria.core.snapshots.tensor_store import TensorStore
+from lightning_egeria.core.snapshots.training_state import TrainingState
 
 
 class Slow(torch.optim.SGD):

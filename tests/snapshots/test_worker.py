@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
+from lightning_egeria.core.snapshots.packing import pack
+from lightning_egeria.core.snapshots.worker import NICENESS, Worker
 from lightning_egeria.errors import WorkerError
-from lightning_egeria.snapshots.packing import pack
-from lightning_egeria.snapshots.worker import NICENESS, Worker
 
 
 def calling():
@@ -171,8 +171,8 @@ def test_ctrl_c_is_the_owner_s_business(worker):
 def test_it_ends_with_its_owner(end, busy):
     program = textwrap.dedent(f"""
         import os, signal, time
-        from lightning_egeria.snapshots.packing import pack
-        from lightning_egeria.snapshots.worker import Worker
+        from lightning_egeria.core.snapshots.packing import pack
+        from lightning_egeria.core.snapshots.worker import Worker
         worker = Worker(lambda: lambda seconds: time.sleep(seconds))
         worker.call(pack(0, True)).result(60)
         if {busy}:
@@ -190,8 +190,8 @@ def test_options_of_the_interpreter_hold_in_the_process(option, tmp_path):
     """After -I, no module of PYTHONPATH runs in the owner, and none in the process either."""
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
     program = textwrap.dedent("""
-        from lightning_egeria.snapshots.packing import pack
-        from lightning_egeria.snapshots.worker import Worker
+        from lightning_egeria.core.snapshots.packing import pack
+        from lightning_egeria.core.snapshots.worker import Worker
         worker = Worker(lambda: abs)
         print(worker.call(pack(-3, True)).result(60))
         worker.close()

@@ -4,11 +4,11 @@ import numpy as np
 import torch
 
 from lightning_egeria.caching.entries import BatchSizes, CachedValue
-from lightning_egeria.stores.manifest import Manifest
-from lightning_egeria.stores.memory import MemoryTier
-from lightning_egeria.stores.rows import RowForm
-from lightning_egeria.stores.samples import STAMP_BYTES, bytes_of
-from lightning_egeria.stores.store import ActivationStore
+from lightning_egeria.caching.store.manifest import Manifest
+from lightning_egeria.caching.store.memory import MemoryTier
+from lightning_egeria.caching.store.rows import RowForm
+from lightning_egeria.caching.store.samples import STAMP_BYTES, bytes_of
+from lightning_egeria.caching.store.store import ActivationStore
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from lightning_egeria.stores import background
-from lightning_egeria.stores.background import READ_AHEAD_BATCHES, ReadAhead, WriteBehind
+from lightning_egeria.caching.store import background
+from lightning_egeria.caching.store.background import READ_AHEAD_BATCHES, ReadAhead, WriteBehind
 
 
 @pytest.fixture

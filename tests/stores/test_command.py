@@ -4,20 +4,23 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import untimed
 from programs.harness import Run
 from programs.parts import Classifier, ConvNet, images, loader
 
+from lightning_egeria.caching.store.manifest import ENTRIES, LOCK, MANIFEST
+from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.command import main
-from lightning_egeria.stores.manifest import ENTRIES, LOCK, MANIFEST
-from lightning_egeria.stores.store import ActivationStore
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     run = Run(True, tmp_path_factory.mktemp("run") / "run")
-    run.fit(Classifier(ConvNet()), loader(images(40), batch_size=8), schedule={1: 2})
+    with mock.patch.multiple("lightning_egeria.caching.policy", **untimed.FREE):
+        run.fit(Classifier(ConvNet()), loader(images(40), batch_size=8), schedule={1: 2})
     return run.cache_dir
 
 

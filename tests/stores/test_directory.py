@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_egeria.caching.store.directory import CacheDirectory, default_cache_dir
+from lightning_egeria.caching.store.manifest import ENTRIES, LOCK, Manifest
+from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.errors import CacheError, StoreError
-from lightning_egeria.stores.directory import CacheDirectory, default_cache_dir
-from lightning_egeria.stores.manifest import ENTRIES, LOCK, Manifest
-from lightning_egeria.stores.store import ActivationStore
 
 
 def manifest(name="store", entries=10, activation_bytes=256, field_bytes=64):
@@ -54,7 +54,7 @@ def test_looking_at_a_store_keeps_nobody_out(store):
 
 
 def test_a_store_that_is_locked_is_not_deleted(store, monkeypatch):
-    monkeypatch.setattr("lightning_egeria.stores.manifest.LOCK_PATIENCE_S", 0.01)
+    monkeypatch.setattr("lightning_egeria.caching.store.manifest.LOCK_PATIENCE_S", 0.01)
     store.close()
     with (store.folder / LOCK).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

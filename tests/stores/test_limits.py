@@ -1,6 +1,6 @@
 """Room for entries."""
 
-from lightning_egeria.stores.limits import Budget
+from lightning_egeria.caching.store.limits import Budget
 
 
 def test_what_is_given_back_can_be_taken_again():

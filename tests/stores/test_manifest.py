@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import manifest
 
-from lightning_egeria.errors import StoreError
-from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.manifest import (
+from lightning_egeria.caching.store.directory import CacheDirectory
+from lightning_egeria.caching.store.manifest import (
     ENTRIES,
     INDEX,
     LOCK,
@@ -22,7 +21,8 @@ from lightning_egeria.stores.manifest import (
     is_store_name,
     remove_store,
 )
-from lightning_egeria.stores.store import ActivationStore
+from lightning_egeria.caching.store.store import ActivationStore
+from lightning_egeria.errors import StoreError
 
 NAME = "0123456789abcdef" * 2
 FILES = (MANIFEST, LOCK, INDEX, ENTRIES)
@@ -105,7 +105,8 @@ def test_an_index_takes_as_much_memory_as_was_written(tmp_path):
     store = ActivationStore.create(tmp_path / NAME, manifest(NAME, entries=2**28, activation_bytes=16, field_bytes=16))
     store.close()
     code = (
-        "import resource, sys; from pathlib import Path; from lightning_egeria.stores.store import ActivationStore\n"
+        "import resource, sys; from pathlib import Path\n"
+        "from lightning_egeria.caching.store.store import ActivationStore\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; store = ActivationStore(Path(sys.argv[1]))\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before); store.close()"
     )

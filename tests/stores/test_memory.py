@@ -6,8 +6,8 @@ import torch
 from stored import CPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_egeria.stores.memory import MemoryTier, chosen
-from lightning_egeria.stores.rows import RowForm
+from lightning_egeria.caching.store.memory import MemoryTier, chosen
+from lightning_egeria.caching.store.rows import RowForm
 
 
 class Operations(TorchDispatchMode):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_egeria.stores.rows import LARGEST_STEP, RowForm
+from lightning_egeria.caching.store.rows import LARGEST_STEP, RowForm
 
 BATCHES = {
     "vectors": torch.randn(4, 6),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stored import bits
 from torch.utils import _pytree as pytree
 
-from lightning_egeria.stores.samples import (
+from lightning_egeria.caching.store.samples import (
     Absent,
     FieldMemory,
     Opaque,

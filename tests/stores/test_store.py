@@ -8,15 +8,15 @@ import pytest
 import torch
 from stored import manifest
 
-from lightning_egeria.errors import StoreError
-from lightning_egeria.stores.manifest import (
+from lightning_egeria.caching.store.manifest import (
     ENTRIES,
     INDEX,
     LOCK,
     MANIFEST,
     read_manifest,
 )
-from lightning_egeria.stores.store import ActivationStore
+from lightning_egeria.caching.store.store import ActivationStore
+from lightning_egeria.errors import StoreError
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stored import level_of, whole_fields
 
+from lightning_egeria.caching.store.directory import CacheDirectory
+from lightning_egeria.caching.store.manifest import ENTRIES, INDEX, LOCK, MANIFEST, Manifest
+from lightning_egeria.caching.store.rows import RowForm
+from lightning_egeria.caching.store.samples import encode
+from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.errors import StoreError
-from lightning_egeria.stores.directory import CacheDirectory
-from lightning_egeria.stores.manifest import ENTRIES, INDEX, LOCK, MANIFEST, Manifest
-from lightning_egeria.stores.rows import RowForm
-from lightning_egeria.stores.samples import encode
-from lightning_egeria.stores.store import ActivationStore
 
 ENTRY_COUNT = 4
 FIELD_BYTES = 64

@@ -8,7 +8,7 @@ from adaptive import Seeing, numbered, own_generator
 from models import trainer_of
 from torch.utils.data import DataLoader
 
-from lightning_egeria.training.adapted_loader import AdaptedLoader
+from lightning_egeria.core.training.adapted_loader import AdaptedLoader
 
 
 @pytest.fixture

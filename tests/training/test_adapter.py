@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import Classifier, Validated, fit, loader, mlp, vectors
 
-from lightning_egeria.training.observers import Observer, ObserverCallback
+from lightning_egeria.core.training.observers import Observer, ObserverCallback
 
 
 class Noting(Observer):

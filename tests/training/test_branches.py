@@ -10,8 +10,8 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_egeria import Decision, PrefixFreezing
-from lightning_egeria.training.branches import Branches
-from lightning_egeria.training.feed import Feed
+from lightning_egeria.core.training.branches import Branches
+from lightning_egeria.core.training.feed import Feed
 
 STEPS = 6
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from lightning_egeria.core.training.checkpoints import check_version, checkpoint_read, count_of, is_whole, number_of
 from lightning_egeria.errors import CheckpointError
-from lightning_egeria.training.checkpoints import check_version, checkpoint_read, count_of, is_whole, number_of
 
 
 @checkpoint_read()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_egeria.training.loops import set_epoch_length
+from lightning_egeria.core.training.loops import set_epoch_length
 
 BY_THE_CLOCK = None  # Lightning has no number of batches then, and no ``val_check_interval``
 

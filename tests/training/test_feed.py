@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
+from lightning_egeria.core.training.feed import BranchFeed, Feed
 from lightning_egeria.errors import TrainingDataError
-from lightning_egeria.training.feed import BranchFeed, Feed
 
 
 class Fetcher:

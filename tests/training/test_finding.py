@@ -3,8 +3,8 @@
 import pytest
 from models import Classifier, fit
 
+from lightning_egeria.core.training.finding import LayerFinding
 from lightning_egeria.errors import ArgumentError, CheckpointError
-from lightning_egeria.training.finding import LayerFinding
 
 NAMES = ["net.stem.0", "net.middle.0", "net.deep.0"]
 

@@ -5,9 +5,9 @@ import torch
 from networks import assert_same_attributes, attributes, deep_mlp
 from torch import nn
 
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.training.search import FirstStep
 from lightning_egeria.errors import LayerChainError, TooFewLayersError
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.training.search import FirstStep
 
 
 class Rank:
@@ -52,7 +52,7 @@ def test_it_finds_the_chain_of_the_step(net, told):
 
 def test_other_ranks_have_the_same_without_looking(net, told, monkeypatch):
     found = found_by(True, net, told)
-    monkeypatch.setattr("lightning_egeria.training.search.StepTrace", None)
+    monkeypatch.setattr("lightning_egeria.core.training.search.StepTrace", None)
     assert found_by(False, net, told) == found
 
 

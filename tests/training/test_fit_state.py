@@ -5,7 +5,7 @@ import torch
 from models import Classifier, equal, fit, images, loader
 
 from lightning_egeria import PrefixFreezing
-from lightning_egeria.training.fit_state import FitState
+from lightning_egeria.core.training.fit_state import FitState
 
 
 class Returns(L.Callback):

@@ -7,9 +7,9 @@ import torch
 from networks import deep_mlp
 from torch import nn
 
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.network.prefix import SETTLING_STEPS
-from lightning_egeria.training.freezer import Freezer, FreezingEvent
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.network.prefix import SETTLING_STEPS
+from lightning_egeria.core.training.freezer import Freezer, FreezingEvent
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_an_event_is_described_in_one_line():
 
 def test_a_compiled_network_is_compiled_anew(monkeypatch, net, freezer):
     called = []
-    monkeypatch.setattr("lightning_egeria.training.freezer.forget_compiled", lambda: called.append(freezer.depth))
+    monkeypatch.setattr("lightning_egeria.core.training.freezer.forget_compiled", lambda: called.append(freezer.depth))
     freezer.freeze_to(1, "")
     freezer.freeze_to(0, "")
     assert called == [1, 0]
@@ -219,7 +219,8 @@ def test_a_compiled_network_is_compiled_anew(monkeypatch, net, freezer):
 def test_the_strategy_is_told_the_buffers_that_rest(monkeypatch, net, chain):
     told, strategy = [], nn.Identity()
     monkeypatch.setattr(
-        "lightning_egeria.training.freezer.rebuild_reducer", lambda given, names: told.append((given, sorted(names)))
+        "lightning_egeria.core.training.freezer.rebuild_reducer",
+        lambda given, names: told.append((given, sorted(names))),
     )
     net[1].momentum = 0.01
     freezer = Freezer(net, chain, strategy=strategy)

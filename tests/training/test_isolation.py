@@ -14,10 +14,10 @@ from models import After, Classifier, equal, fit, images, loader
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_egeria.training.branches import train_hidden
-from lightning_egeria.training.feed import BranchFeed, Feed
-from lightning_egeria.training.fit_state import FitState
-from lightning_egeria.training.isolation import dry_run, muted_callback, muted_logger, saving_later
+from lightning_egeria.core.training.branches import train_hidden
+from lightning_egeria.core.training.feed import BranchFeed, Feed
+from lightning_egeria.core.training.fit_state import FitState
+from lightning_egeria.core.training.isolation import dry_run, muted_callback, muted_logger, saving_later
 
 
 class Twice(L.Callback):

@@ -5,7 +5,7 @@ import pytest
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from models import After, Classifier, fit, loader
 
-from lightning_egeria.training.loops import count_epoch_behind_an_end, is_asked_by_loop
+from lightning_egeria.core.training.loops import count_epoch_behind_an_end, is_asked_by_loop
 
 
 class Fetcher(_DataFetcher):

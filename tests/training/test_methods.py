@@ -11,9 +11,9 @@ from conftest import REPOSITORY
 from models import Classifier, fit, loader
 
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, PrefixFreezing, StructuredPartialBackprop
+from lightning_egeria.core.training.methods import METHODS, Method, check_combination, methods_of, reason_against
+from lightning_egeria.core.training.support import check_setup
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.training.methods import METHODS, Method, check_combination, methods_of, reason_against
-from lightning_egeria.training.support import check_setup
 
 REFUSED = {("goodput", "selecting"), ("goodput", "partial"), ("goodput", "tuning"), ("selecting", "tuning")}
 

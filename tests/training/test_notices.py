@@ -8,7 +8,7 @@ import warnings
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_egeria.training.notices import Notices
+from lightning_egeria.core.training.notices import Notices
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_line_about_one_thing_is_logged_once(notices, caplog):
 def test_without_a_bar_no_lock_for_several_processes_is_made():
     """A killed process would leave its semaphore."""
     program = (
-        "import tqdm, tqdm.std; from lightning_egeria.training.notices import log_line; log_line('text');"
+        "import tqdm, tqdm.std; from lightning_egeria.core.training.notices import log_line; log_line('text');"
         "raise SystemExit(hasattr(tqdm.std.TqdmDefaultWriteLock, 'mp_lock'))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

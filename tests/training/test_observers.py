@@ -6,7 +6,7 @@ import torch
 from models import Classifier, fit, loader, mlp, vectors
 from torch import nn
 
-from lightning_egeria.training.observers import Observer, ObserverCallback, Observers
+from lightning_egeria.core.training.observers import Observer, ObserverCallback, Observers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),

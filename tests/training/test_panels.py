@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from lightning_egeria.training.panels import LONGEST, MOST_POINTS, Panel, panels_of
+from lightning_egeria.core.training.panels import LONGEST, MOST_POINTS, Panel, panels_of
 
 
 def panel(points, name="noise", **rest):

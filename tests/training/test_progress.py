@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_egeria.training.progress import BarEntry
+from lightning_egeria.core.training.progress import BarEntry
 
 
 class Bar:

@@ -5,10 +5,10 @@ import torch
 from networks import assert_same_attributes, attributes, deep_mlp
 from torch import nn
 
-from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.core.network.chain import LayerChain
+from lightning_egeria.core.training.search import LayerSearch
 from lightning_egeria.errors import CheckpointError, TooFewLayersError
-from lightning_egeria.network.chain import LayerChain
-from lightning_egeria.training.search import LayerSearch
 
 
 class Told:

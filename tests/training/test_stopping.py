@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_egeria.training.stopping import is_to_stop, stop
+from lightning_egeria.core.training.stopping import is_to_stop, stop
 
 
 class Stopper:

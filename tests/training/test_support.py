@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_egeria.core.training.methods import METHODS
+from lightning_egeria.core.training.support import check_strategy
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.training.methods import METHODS
-from lightning_egeria.training.support import check_strategy
 
 FREEZING = METHODS["freezing"]
 

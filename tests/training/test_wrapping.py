@@ -10,8 +10,8 @@ from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from models import Classifier, Validated, equal, fit, images, loader
 
+from lightning_egeria.core.training.wrapping import WrappingDataModule, nested
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.training.wrapping import WrappingDataModule, nested
 
 
 class Inner(WrappingDataModule):

@@ -11,9 +11,9 @@ from planned import Planned
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_egeria import BranchTuner, Choice, LogUniform, Uniform
-from lightning_egeria.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.core.training.loops import set_epoch_length
 from lightning_egeria.errors import TrainingDataError, UnsupportedError
-from lightning_egeria.training.loops import set_epoch_length
 
 RATE = 0.005
 

@@ -7,7 +7,7 @@ from models import Classifier, ConvNet, bright, equal, fit, loader
 
 from lightning_egeria import Choice, FrozenPrefixCache, LogUniform, PrefixFreezing
 from lightning_egeria.errors import TrainingDataError
-from lightning_egeria.tuning.tunables import FrozenDepth
+from lightning_egeria.methods.tuning.tunables import FrozenDepth
 
 OPTIONS = {"first_steps": 3, "max_trials": 5}
 

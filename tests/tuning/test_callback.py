@@ -14,8 +14,8 @@ from ranks import all_well, in_ranks
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_egeria import BranchTuner, Choice, CustomTunable, KnowledgeGuidedFreezing, LogUniform, PrefixFreezing
+from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError
-from lightning_egeria.snapshots.digests import digest
 
 SAME = {"lr": Choice([0.05])}
 

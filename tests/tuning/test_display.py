@@ -3,9 +3,9 @@
 from models import Classifier, fit
 
 from lightning_egeria import BranchTuner, Choice
-from lightning_egeria.training.panels import panels_of
-from lightning_egeria.tuning.display import MOST_ROWS, closing_lines, panels_of_searches
-from lightning_egeria.tuning.record import SearchRecord
+from lightning_egeria.core.training.panels import panels_of
+from lightning_egeria.methods.tuning.display import MOST_ROWS, closing_lines, panels_of_searches
+from lightning_egeria.methods.tuning.record import SearchRecord
 
 
 def branch(lr, steps, speed, label="converging"):

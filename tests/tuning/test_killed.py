@@ -16,7 +16,7 @@ from models import Classifier, ConvNet, fit, loader
 from ranks import LOCAL
 
 from lightning_egeria import BranchTuner, LogUniform, ResumableCheckpoints
-from lightning_egeria.snapshots.digests import digest
+from lightning_egeria.core.snapshots.digests import digest
 
 
 class Killed(Classifier):

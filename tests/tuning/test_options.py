@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from lightning_egeria.tuning.options import Momentum, OptimizerOption
+from lightning_egeria.methods.tuning.options import Momentum, OptimizerOption
 
 
 def trainer_of(optimizer=torch.optim.AdamW):

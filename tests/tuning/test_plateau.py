@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.plateau import Advice, Plateau
+from lightning_egeria.methods.tuning.plateau import Advice, Plateau
 
 
 def test_four_without_a_better_one_tune_and_five_stop():

@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tuning.rates import LearningRate
+from lightning_egeria.methods.tuning.rates import LearningRate
 
 SCHEDULES = {
     "none": None,

@@ -3,7 +3,7 @@
 import json
 import math
 
-from lightning_egeria.tuning.record import SearchRecord, describe
+from lightning_egeria.methods.tuning.record import SearchRecord, describe
 
 
 def test_a_record_returns_from_its_state():

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.rounds import Limits, Result, search
-from lightning_egeria.tuning.searchers import CompassSearcher, GridSearcher, RandomSearcher
-from lightning_egeria.tuning.spaces import Choice, LogUniform
-from lightning_egeria.tuning.summary import Label
+from lightning_egeria.methods.tuning.rounds import Limits, Result, search
+from lightning_egeria.methods.tuning.searchers import CompassSearcher, GridSearcher, RandomSearcher
+from lightning_egeria.methods.tuning.spaces import Choice, LogUniform
+from lightning_egeria.methods.tuning.summary import Label
 
 
 class Listed:

@@ -7,16 +7,16 @@ import pytest
 from models import Classifier, fit
 
 from lightning_egeria import BranchTuner, PrefixFreezing
-from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.core.training.feed import Feed
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.training.feed import Feed
-from lightning_egeria.training.notices import Notices
-from lightning_egeria.tuning.rounds import Limits, Result
-from lightning_egeria.tuning.run import SearchRun
-from lightning_egeria.tuning.searchers import GridSearcher
-from lightning_egeria.tuning.spaces import Choice
-from lightning_egeria.tuning.trials import Trials
-from lightning_egeria.tuning.tunables import Tunables
+from lightning_egeria.methods.tuning.rounds import Limits, Result
+from lightning_egeria.methods.tuning.run import SearchRun
+from lightning_egeria.methods.tuning.searchers import GridSearcher
+from lightning_egeria.methods.tuning.spaces import Choice
+from lightning_egeria.methods.tuning.trials import Trials
+from lightning_egeria.methods.tuning.tunables import Tunables
 
 
 class Searches(L.Callback):

@@ -7,8 +7,14 @@ import sys
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.searchers import SEARCHERS, CompassSearcher, GridSearcher, OptunaSearcher, RandomSearcher
-from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
+from lightning_egeria.methods.tuning.searchers import (
+    SEARCHERS,
+    CompassSearcher,
+    GridSearcher,
+    OptunaSearcher,
+    RandomSearcher,
+)
+from lightning_egeria.methods.tuning.spaces import Choice, LogUniform, Uniform
 
 needs_optuna = pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs the extra tune")
 OPTUNA = ("tpe", "cmaes")

@@ -7,7 +7,7 @@ import pytest
 from models import Classifier
 
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.tuning.setups import batches_before_validation, check_trainer, most_steps
+from lightning_egeria.methods.tuning.setups import batches_before_validation, check_trainer, most_steps
 
 
 def trainer(

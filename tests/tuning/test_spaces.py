@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_egeria.errors import ArgumentError
-from lightning_egeria.tuning.spaces import Choice, LogUniform, Uniform
+from lightning_egeria.methods.tuning.spaces import Choice, LogUniform, Uniform
 
 
 @pytest.mark.parametrize("space", [Choice([1, 2, "a", False]), Uniform(-1, 2), LogUniform(1e-5, 1)])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_egeria.tuning.summary import Label, summarize, window_means
+from lightning_egeria.methods.tuning.summary import Label, summarize, window_means
 
 NAN = math.nan
 

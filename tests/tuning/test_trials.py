@@ -6,13 +6,13 @@ import torch
 from models import Classifier, equal, fit
 from torch import nn
 
-from lightning_egeria.distributed.ranks import Ranks
+from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.core.training.feed import Feed
 from lightning_egeria.errors import UnsupportedError
-from lightning_egeria.training.feed import Feed
-from lightning_egeria.tuning.rounds import TrialRequest
-from lightning_egeria.tuning.spaces import Choice
-from lightning_egeria.tuning.trials import Trials
-from lightning_egeria.tuning.tunables import Tunables
+from lightning_egeria.methods.tuning.rounds import TrialRequest
+from lightning_egeria.methods.tuning.spaces import Choice
+from lightning_egeria.methods.tuning.trials import Trials
+from lightning_egeria.methods.tuning.tunables import Tunables
 
 A, B = {"lr": 0.2}, {"lr": 1e-3}
 

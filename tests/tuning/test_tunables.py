@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_egeria import PrefixFreezing
 from lightning_egeria.errors import ArgumentError, UnsupportedError
-from lightning_egeria.tuning.spaces import Choice, Uniform
-from lightning_egeria.tuning.tunables import CustomTunable, Tunables
+from lightning_egeria.methods.tuning.spaces import Choice, Uniform
+from lightning_egeria.methods.tuning.tunables import CustomTunable, Tunables
 
 
 def trainer_of(module=None, adam=False, scheduler=None):

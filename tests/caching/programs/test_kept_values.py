@@ -132,7 +132,7 @@ class KeepsInner(Classifier):
 @pytest.mark.parametrize("most_bytes", [0, 2**22])
 def test_made_input_that_changes_behind_its_use(compare, monkeypatch, most_bytes):
     """What frozen layers would have returned is lost if the input was too large to copy; reading it raises an error."""
-    monkeypatch.setattr("lightning_egeria.lazy.meta.MOST_BYTES", most_bytes)
+    monkeypatch.setattr("lightning_egeria.caching.record.meta.MOST_BYTES", most_bytes)
 
     def program(run):
         module = KeepsInner()

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_egeria.caching import policy, stats
-from lightning_egeria.profiling.race import TURN, TURNS
+from lightning_egeria.core.profiling.race import TURN, TURNS
 
 # Options of the Trainer.
 OPTIONS = {
@@ -358,7 +358,7 @@ def test_turns_without_the_cache_change_nothing(compare, monkeypatch, workers):
         return None if found is None else (True, found[1])
 
     monkeypatch.setattr(stats.Accounts, "judgement", judgement)
-    monkeypatch.setattr("lightning_egeria.profiling.race.CLEAR", 2)  # so no turn is clear, and there are two
+    monkeypatch.setattr("lightning_egeria.core.profiling.race.CLEAR", 2)  # so no turn is clear, and there are two
 
     def program(run):
         training, validation = loader(vectors(60), num_workers=workers), loader(vectors(12), shuffle=False)

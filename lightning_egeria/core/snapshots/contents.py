@@ -1,0 +1,235 @@
+"""What an object such as a dataset holds: labels, counters, generators and settings, as far as a bounded look shows."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextlib
+import ctypes
+import datetime
+import functools
+import itertools
+import pathlib
+import re
+import types
+from collections.abc import Callable, Iterator
+from multiprocessing.sharedctypes import SynchronizedBase
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from lightning_egeria.core.snapshots.digests import has_values
+from lightning_egeria.core.snapshots.random_state import GENERATORS, state_of
+
+MAX_OBJECTS = 20_000
+MAX_ITEMS = 10_000  # of a list of objects; numbers and texts are read whole
+MAX_BYTES = 2**28  # of one array; a larger one is sampled
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # what cannot change
+_VALUES = (*PLAIN, np.generic, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
+_MEMORY = (bytearray, memoryview, array.array, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+_FLOATS = (torch.float16, torch.float32, torch.float64)  # of numpy
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
+_NAMED = (type, types.BuiltinFunctionType)
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+_TRAINER = ("lightning.pytorch.trainer", "pytorch_lightning.trainer")
+
+
+def digests_of(
+    value: Any,
+    follows: Callable[[Any], bool] | None = None,
+    most: int = MAX_OBJECTS,
+    across_runs: bool = False,
+    strict: bool = False,
+) -> dict[str, str]:
+    """Return a digest of each value within reach of an object, by its path.
+
+    It follows attributes, containers, functions and what they are bound to, but not the Trainer. It cannot
+    see inside open files, running generators and objects of compiled extensions.
+
+    Args:
+        value: the object.
+        follows: whether to look at the attributes of an object; None looks at all.
+        most: how many objects to look at.
+        across_runs: whether a digest is the same in another run: then tensors on other devices are read, whose version
+            counters tell within a run, and objects that are not looked at are named by their class.
+        strict: whether an object that raises when it is looked at does so here; else only another object differs from
+            it.
+
+    >>> class Squares:
+    ...     def __init__(self): self.targets, self.epoch = [0, 1, 4], 0
+    >>> data = Squares()
+    >>> before = digests_of(data)
+    >>> data.targets[1] = 5
+    >>> changed(before, digests_of(data))
+    'targets[1]'
+    """
+    digest = _digest if strict else _digest_of_any
+    found = _reach(value, follows=follows, most=most, strict=strict)
+    return {path: digest(one, across_runs) for path, one in found}
+
+
+def moving_of(dataset: Any) -> dict[str, str]:
+    """Return a digest of each generator and each single number within reach of a dataset, by its path; quick.
+
+    If loading a sample changes one, another load of the sample may return something else.
+    """
+    kinds = (*GENERATORS, *_MEMORY, bool, int, float, complex, np.number, itertools.count)
+    found = _reach(dataset, items=16, most=MAX_OBJECTS // 10)
+    return {path: _digest_of_any(value) for path, value in found if isinstance(value, kinds)}
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> str | None:
+    """Return the path of a value that differs; None if none does."""
+    for path in before.keys() | after.keys():
+        if before.get(path) != after.get(path):
+            return path
+    return None
+
+
+def _reach(
+    root: Any,
+    items: int = MAX_ITEMS,
+    follows: Callable[[Any], bool] | None = None,
+    most: int = MAX_OBJECTS,
+    strict: bool = False,
+) -> Iterator[tuple[str, Any]]:
+    parts_of = _parts_of if strict else _parts_of_any
+    seen: dict[int, Any] = {}
+    waiting = collections.deque[tuple[str, Any]]([("", root)])
+    while waiting:  # what is near comes first
+        path, value = waiting.popleft()
+        if isinstance(value, _VALUES):
+            yield path, value
+            continue
+        if id(value) in seen:
+            continue
+        if len(seen) == most:
+            if strict:
+                raise ValueError(f"there are more than {most} objects")
+            return
+        seen[id(value)] = value
+        inside = None if isinstance(value, (Tensor, np.ndarray, *GENERATORS)) else parts_of(value, items, follows)
+        if inside is None:
+            yield path, value
+            continue
+        if not isinstance(value, types.FunctionType):
+            yield f"{path}.__class__", type(value).__qualname__
+        waiting += [(f"{path}{name}".removeprefix("."), item) for name, item in inside]
+
+
+def _parts_of_any(value: Any, items: int, follows: Callable[[Any], bool] | None) -> list[tuple[str, Any]] | None:
+    try:
+        return _parts_of(value, items, follows)
+    except Exception:  # the user's classes may raise anything
+        return None
+
+
+def _parts_of(value: Any, items: int, follows: Callable[[Any], bool] | None) -> list[tuple[str, Any]] | None:
+    """What an object holds, by the end of its path; None if it is looked at as one value."""
+    if _is_flat(value) or isinstance(value, _MEMORY):
+        return None
+    if isinstance(value, SynchronizedBase):  # shared with worker processes
+        return [(".value", value.get_obj())]
+    if isinstance(value, (set, frozenset)):
+        return [("{}", sorted(map(repr, itertools.islice(value, items)))), (".len()", len(value))]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [(f"[{at}]", item) for at, item in enumerate(itertools.islice(value, items))] + [(".len()", len(value))]
+    if isinstance(value, (dict, types.MappingProxyType)):
+        found = [(f"[{key!r}]", value[key]) for key in itertools.islice(value, items)]
+        return [*found, (".keys()", "".join(path for path, _ in found)), (".len()", len(value))]
+    if isinstance(value, functools.partial):
+        return [("()", value.func), ("().args", value.args), ("().keywords", value.keywords), ("", vars(value))]
+    if isinstance(value, types.MethodType):
+        return [("()", value.__func__), ("().self", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        inside = [*cells, value.__defaults__, value.__kwdefaults__, vars(value)]
+        return [("()", code_of(value)), *((f"()[{at}]", item) for at, item in enumerate(inside))]
+    if isinstance(value, (type, types.ModuleType)) or (follows is not None and not follows(value)):
+        return None
+    if type(value).__module__.startswith(_TRAINER):
+        return []
+    own = {**slots_of(value), **(getattr(value, "__dict__", None) or {})}
+    return [(f".{name}", item) for name, item in own.items()] if own or hasattr(value, "__dict__") else None
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are not in its dictionary."""
+    found = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                with contextlib.suppress(AttributeError):  # it has no value
+                    found[name] = getattr(value, name)
+    return found
+
+
+def code_of(function: types.FunctionType) -> str:
+    """Return what a function does: its code and constants, and those of functions inside; without what it refers to."""
+    return _described(function.__code__)
+
+
+def _described(code: types.CodeType) -> str:
+    constants = []
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            constants.append(_described(one))
+        else:  # a set of texts has another order in each process
+            constants.append(repr(sorted(map(repr, one)) if isinstance(one, frozenset) else one))
+    return f"{code.co_name} {code.co_code.hex()} {constants} {code.co_names}"
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # it is empty
+        return False
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it is a list of many numbers or texts, such as labels or file names."""
+    return isinstance(value, (list, tuple)) and len(value) > 16 and isinstance(value[0], PLAIN)
+
+
+def _digest_of_any(value: Any, across_runs: bool = False) -> str:
+    try:
+        return _digest(value, across_runs)
+    except Exception:  # the user's classes may raise anything
+        return str(id(value))
+
+
+def _digest(value: Any, across_runs: bool = False) -> str:
+    state = xxhash.xxh3_64(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        if not has_values(value) or (value.device.type != "cpu" and not across_runs):
+            return f"{id(value)} {0 if value.is_inference() else value._version}"
+        value = value.detach().cpu().resolve_conj().resolve_neg()
+        numpy_has_none = value.dtype.is_floating_point and value.dtype not in _FLOATS
+        value = (value.view(_INTEGERS[value.element_size()]) if numpy_has_none else value).numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            state.update(repr(value.tolist()[:MAX_ITEMS]).encode())
+        else:
+            step = max(1, value.nbytes // MAX_BYTES)
+            state.update(f"{value.shape} {value.dtype}".encode())
+            state.update(np.ascontiguousarray(value[::step] if value.ndim else value).view(np.uint8).data)
+    elif isinstance(value, torch.Generator):
+        state.update(value.get_state().numpy().data)
+    elif isinstance(value, GENERATORS):
+        state.update(repr(state_of(value)).encode())
+    elif isinstance(value, _MEMORY):
+        state.update(bytes(value))
+    elif isinstance(value, _NAMED):
+        state.update(f"{value.__module__} {value.__qualname__}".encode())
+    elif hasattr(value, "__dict__"):  # it is not looked at
+        state.update(str(type(value) if across_runs else id(value)).encode())
+    else:
+        try:
+            state.update(_ADDRESS.sub("", repr(value)).encode())
+        except Exception:  # a number of thousands of digits, or an object that cannot be shown
+            state.update(str(id(value)).encode())
+    return state.hexdigest()

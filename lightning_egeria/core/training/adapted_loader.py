@@ -1,0 +1,233 @@
+"""The training DataLoader with batches of a size that changes, and its place in an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.core.batches.order import EpochOrder, digest_of, share_of
+from lightning_egeria.core.snapshots.random_state import preserved_random_state
+from lightning_egeria.errors import TrainingDataError
+from lightning_egeria.upstream.lightning import prepared_for_training
+
+_INSTEAD = "A batch size that changes needs one torch DataLoader with batches of a map-style dataset"
+
+
+@dataclasses.dataclass
+class _Place:
+    """Where an epoch is.
+
+    Attributes:
+        order: how its samples came into their order.
+        skipped: ids that it had used up with other numbers of processes.
+        batches: batches that it had then.
+        replicas: number of processes since.
+        share: ids of this process since.
+    """
+
+    order: EpochOrder
+    skipped: int
+    batches: int
+    replicas: int
+    share: list[Any] | None = None  # None: the sampler yields them
+
+
+class AdaptedLoader:
+    """The user's DataLoader with a `MutableBatchSampler`, and the state that a checkpoint needs of it.
+
+    Args:
+        loader: the user's.
+        trainer: the Trainer.
+        tell: takes a warning.
+
+    Attributes:
+        loader: the loader to give to Lightning: a copy.
+        batches: its batch sampler.
+        samples: samples of an epoch in all processes.
+
+    Raises:
+        TrainingDataError: if the size of its batches cannot change.
+    """
+
+    def __init__(self, loader: Any, trainer: pl.Trainer, tell: Callable[[str], None]) -> None:
+        self._check(loader)
+        self._tell = tell
+        self._rank, self._replicas = trainer.global_rank, trainer.world_size
+        own = loader.batch_sampler
+        self._joined = type(own) is not BatchSampler
+        self._sampler = own if self._joined else own.sampler  # not the DataLoader's, if it was given a batch sampler
+        shared = prepared_for_training(trainer, loader)
+        self.loader: DataLoader[Any] = copy.copy(shared)  # it is a DataLoader as the user's
+        self.batches = MutableBatchSampler.like(self.loader.batch_sampler, started=self._begin)
+        self._place: _Place | None = None
+        self._resumed: _Place | None = None
+        self._generator: Tensor | None = None
+        limit, whole = trainer.limit_train_batches or 0, len(self.batches)
+        most = min(limit if isinstance(limit, int) else int(whole * limit), whole)
+        if most < whole:
+            self.batches.most_samples = most * self.batches.initial_batch_size
+        self.samples = self._count() * self._replicas
+        # Lightning resumes in the middle of an epoch without a warning if the loader has state. Ours is `state`.
+        vars(self.loader).update(batch_sampler=self.batches, state_dict=dict, load_state_dict=_ignored)
+
+    @staticmethod
+    def _check(loader: Any) -> None:
+        name = type(loader).__name__
+        if not isinstance(loader, DataLoader):
+            raise TrainingDataError(f"the training data come from a {name}. {_INSTEAD}")
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise TrainingDataError(
+                f"{name} has its own way of going through the data, so the size of its batches cannot change. Use "
+                "a plain DataLoader, or let other data modules wrap: FrozenPrefixCache(AdaptiveBatchSize(...))"
+            )
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            raise TrainingDataError(f"the DataLoader of the training data has no batch sampler. {_INSTEAD}")
+
+    def state(self, batches: int, begun: bool = False) -> dict[str, Any] | None:
+        """Return the place in the epoch, in plain types and tensors; None before its first batch and without a batch.
+
+        Args:
+            batches: number of batches in this epoch that training is done with.
+            begun: whether batches that were read ahead of training count: an epoch has begun with them.
+        """
+        place = self._place
+        if place is None or (batches <= 0 and not (begun and self.batches.drawn)):
+            return None
+        sizes = [self.batches.size_of(number) for number in range(place.batches, batches)]
+        used = sum(sizes)
+        whole = self._share(place, 0) if place.share is None or self._rank else place.share
+        return {
+            "order": place.order.state(),
+            "skipped": place.skipped,
+            "batches": place.batches,
+            "replicas": place.replicas,
+            "sizes": sizes,
+            "digest": digest_of(whole[:used]),
+            "over": batches >= len(self.batches),
+        }
+
+    def generator_state(self) -> Tensor | None:
+        """Return the state of the sampler's own generator; None without one."""
+        generator = getattr(self._sampler, "generator", None)
+        return generator.get_state() if isinstance(generator, torch.Generator) else None
+
+    def resume(self, state: Mapping[str, Any] | None, generator: Tensor | None) -> None:
+        """Let the next epoch go on from the place of a `state`, with this number of processes.
+
+        If the sampler does not repeat its order, a warning says so, and the epoch begins again.
+
+        Args:
+            state: the place; None between two epochs.
+            generator: state of the sampler's own generator then.
+        """
+        if state is None or state["over"]:
+            self._set_generator(generator)
+            return
+        self._generator = generator
+        sizes = [int(size) for size in state["sizes"]]
+        skipped, batches, replicas = (int(state[name]) for name in ("skipped", "batches", "replicas"))
+        place = _Place(EpochOrder.from_state(state["order"]), skipped, batches, replicas)
+        if digest_of(self._share(place, 0)[: sum(sizes)]) != state["digest"] or (self._joined and replicas > 1):
+            self._tell(
+                f"the order of {type(self._sampler).__name__} cannot be repeated, so the epoch of the checkpoint "
+                "begins again. A sampler repeats it if it draws from torch's random numbers, or from its generator"
+            )
+            self.begin_again(batches + len(sizes))
+            return
+        if replicas != self._replicas:
+            used = skipped + sum(sizes) * replicas
+            place = _Place(place.order, used, batches + len(sizes), self._replicas)
+            sizes = []
+        if place.share is None:
+            place.share = self._share(place, self._rank)
+        self._go_on(place, place.share, sizes)
+
+    def begin_again(self, batches: int) -> None:
+        """Let the next epoch be a whole one, although it goes on from batch ``batches`` of one that was left."""
+        place = _Place(EpochOrder.now(self.loader, self._sampler), 0, batches, self._replicas)
+        again: Any = iter(self.batches.sampler)
+        place.share = list(itertools.chain.from_iterable(again) if self._joined else again)
+        self.batches.resume(place.share, [0] * batches)
+        self._resumed = place
+
+    def restart(self, sizes: Sequence[int]) -> None:
+        """Let the next time through the loader be this epoch again, behind batches of other sizes.
+
+        Args:
+            sizes: samples in each batch that training is done with.
+
+        Raises:
+            TrainingDataError: if the sampler does not repeat its order.
+        """
+        place = self._place
+        assert place is not None  # an epoch has begun
+        self._go_on(place, self.order(), sizes[place.batches :])
+
+    @contextlib.contextmanager
+    def preserved_generators(self) -> Iterator[None]:
+        """Let generators of loader and sampler, and the random state, be what they are when the body ends."""
+        made = {id(one): one for owner in (self._sampler, self.loader) if (one := getattr(owner, "generator", None))}
+        states = [(one, one.get_state()) for one in made.values() if isinstance(one, torch.Generator)]
+        with preserved_random_state():
+            yield
+        for generator, state in states:
+            generator.set_state(state)
+
+    def order(self) -> list[Any]:
+        """Return the ids of this process in the epoch in progress, the ones so far included.
+
+        Raises:
+            TrainingDataError: if the sampler does not repeat its order.
+        """
+        place = self._place
+        assert place is not None  # an epoch has begun
+        order = self._share(place, self._rank) if place.share is None else place.share
+        if order[: len(self.batches.ids)] != self.batches.ids:
+            raise TrainingDataError(
+                f"the order of {type(self._sampler).__name__} cannot be repeated, so the size of its batches cannot "
+                "change within an epoch. A sampler repeats it if it draws from torch's random numbers when an epoch "
+                "begins, or from its generator"
+            )
+        place.share = order
+        return order
+
+    def _begin(self) -> None:
+        """An epoch begins, before the sampler draws."""
+        self._place, self._resumed = self._resumed, None
+        self._set_generator(self._generator)  # it may have drawn since, for the workers
+        self._generator = None
+        if self._place is None:
+            self._place = _Place(EpochOrder.now(self.loader, self._sampler), 0, 0, self._replicas)
+
+    def _go_on(self, place: _Place, share: Sequence[Any], sizes: Sequence[int]) -> None:
+        after = place.order.generator_after(self._sampler)
+        self.batches.resume(share, [0] * place.batches + list(sizes), lambda: self._set_generator(after))
+        self._resumed = place
+
+    def _set_generator(self, state: Tensor | None) -> None:
+        generator = getattr(self._sampler, "generator", None)
+        if state is not None and isinstance(generator, torch.Generator):
+            generator.set_state(state)
+
+    def _share(self, place: _Place, rank: int) -> list[Any]:
+        ids = place.order.ids(self._sampler, self._joined)
+        return share_of(ids[place.skipped :], rank, place.replicas)
+
+    def _count(self) -> int:
+        batches = self.batches
+        whole = len(batches.sampler) * (batches.initial_batch_size if self._joined else 1)
+        return whole if batches.most_samples is None else min(whole, batches.most_samples)
+
+
+def _ignored(state: Any) -> None:
+    """Take the place of a loader's ``load_state_dict``."""

@@ -1,0 +1,1 @@
+"""Further methods, one folder each."""
