@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURES = REPOSITORY / "docs" / "_static"
 README = REPOSITORY / "README.md"
 SUMMARY = re.compile(r"(<!-- make figures: summary -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
-# Rows of the table in the README, by workload and size: those whose runs have the default arguments.
+# Rows of the table in the README, by workload and size.
 SUMMARIZED = {
     ("trashnet_efficientnet", "small"): "fine-tune EfficientNet-Lite0 on TrashNet, 6 epochs",
     ("cifar10_efficientnet", "small"): "fine-tune EfficientNet-Lite0 on 5,000 images of CIFAR-10, 4 epochs",

@@ -126,3 +126,11 @@ def test_samples_of_other_shared_values_are_not_joined(shared):
     assert Rows.joined(others).samples == 6
     with pytest.raises(RowsError, match="structure, shape or shared values differ"):
         Rows.joined([first, others[0]])
+
+
+def test_parts_with_other_dimensions_are_no_samples():
+    """As many parts as samples, one of them a number."""
+    images, weight = torch.arange(4).reshape(2, 2), torch.tensor(7.0)
+    taken, kept = Rows.of((images, weight), 2).take(np.array([1, 0, 1])).batch()
+    assert taken.tolist() == [[2, 3], [0, 1], [2, 3]]
+    assert kept is weight

@@ -213,6 +213,9 @@ def _is_column(value: Any, samples: int, is_root: bool) -> bool:
         return False
     if isinstance(value, (Tensor, np.ndarray)):
         return True
+    tensors = [part for part in value if isinstance(part, (Tensor, np.ndarray))]
+    if len({len(_sizes(part)) for part in tensors}) > 1:
+        return False  # samples have one number of dimensions: these are parts of a batch, such as images and a weight
     # Two tensors of two rows are columns; in a batch of two samples, they might also be two samples, of two sizes, say.
     of_one_shape = is_root or len({tuple(_sizes(part)) for part in value}) == 1
     return not (of_one_shape and all(_is_column(part, samples, False) for part in value))
