@@ -42,6 +42,7 @@ class CacheSession(Observer):
         self._training: CachedBatch | None = None
         self._over: list[CachedBatch] = []  # the program may still hold inputs of these that were not loaded
         self._closed = self._walks = False
+        self._is_off = False  # nothing is cached in this epoch, whatever the steps change
         freezing = freezing_of(trainer)
         self._follower = ObserverCallback() if freezing is None else None
         self._observers = freezing.observers if freezing is not None else None
@@ -81,7 +82,10 @@ class CacheSession(Observer):
             self._walks = True
         found = self._found.get(training)
         is_known = found is not None and found.trains_as_before()
-        return self.lines[name].stream.frozen is not None or not is_known or freezing_of(self._trainer) is not None
+        is_off = self.lines[name].stream.frozen is None and is_known and freezing_of(self._trainer) is None
+        if training:
+            self._is_off = is_off
+        return not is_off
 
     def arrived_for_training(self, batch: CachedBatch | None) -> None:
         """A training batch is on its way to its step."""
@@ -97,7 +101,8 @@ class CacheSession(Observer):
 
     def batch_start(self, batch: Any, step: int) -> None:
         """The training step is about to run."""
-        self._look(training=True)
+        if not self._is_off:
+            self._look(training=True)
         self._next(self._training)
 
     @contextlib.contextmanager
@@ -132,7 +137,8 @@ class CacheSession(Observer):
 
     def optimizer_step(self, step: int) -> None:
         """What trains may have changed."""
-        self._look(training=True)
+        if not self._is_off:
+            self._look(training=True)
 
     def forget_verified(self, ids: Iterable[int] | None) -> None:
         """Compare samples with their entries before these are used again."""
