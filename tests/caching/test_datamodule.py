@@ -123,6 +123,7 @@ def test_where_nothing_is_frozen_it_does_nothing(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.usefixtures("written_at_once")
 def test_it_needs_no_callback(tmp_path):
     model, cached = Classifier(), FrozenPrefixCache(loader(), cache_dir=tmp_path / "cache")
     model.net.a.requires_grad_(False).eval()
