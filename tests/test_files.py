@@ -6,7 +6,7 @@ import pytest
 from leftovers import REPOSITORY
 
 PACKAGE = REPOSITORY / "lightning_egeria"
-OWNER = "programs/files.py"
+OWNER = "core/programs/files.py"
 METHODS = {
     *("open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "savefig"),
     *(
@@ -45,21 +45,21 @@ ALLOWED = {
         "gzip.open": "data sets that the user names",
         "(self.root / name).read_text": "data sets that the user names",
     },
-    "pipelining/command.py": {"drawn(timelines).savefig": "into memory"},
-    "programs/processes.py": {"(place / 'environ').read_bytes": "of the kernel, about a process"},
+    "methods/pipelining/command.py": {"drawn(timelines).savefig": "into memory"},
+    "core/programs/processes.py": {"(place / 'environ').read_bytes": "of the kernel, about a process"},
     "report/command.py": {"figure.savefig": "into memory"},
     "report/drawing.py": {"self.savefig": "into memory"},
     "report/page.py": {"figure.savefig": "into memory"},
-    "snapshots/tensor_store.py": {
+    "core/snapshots/tensor_store.py": {
         "self._values.contiguous().view(-1).view(torch.uint8).numpy().tofile": "the same",
         "np.fromfile": "a file that this process has made, without a name",
         "tempfile.TemporaryFile": "a new file without a name",
     },
-    "snapshots/worker.py": {
+    "core/snapshots/worker.py": {
         "os.fdopen": "pipes to the process that has started this one",
         "os.open": "/dev/null",
     },
-    "stores/directory.py": {"os.utime": "the folder of a store, which was looked at"},
+    "caching/store/directory.py": {"os.utime": "the folder of a store, which was looked at"},
     "jobs/execution.py": {"tempfile.TemporaryFile": "a new file without a name"},
     "jobs/environments.py": {"tempfile.TemporaryDirectory": "a new folder for this user alone"},
     "jobs/history.py": {"sqlite3.connect": "a file that the owner has made or looked at, in the home"},

@@ -69,10 +69,6 @@ def why_not_keep(costs: Costs, values: int) -> str | None:
     >>> why_not_keep(Costs(rows=32, row_bytes=2048, seconds=0.1, all_seconds=0.1, from_kept=False), values=0)
     >>> why_not_keep(Costs(rows=32, row_bytes=2048, seconds=0.002, all_seconds=0.1, from_kept=True), values=1)
     'it is cheap to compute from what is kept'
-    >>> why_not_keep(Costs(rows=32, row_bytes=10**7, seconds=0.01, all_seconds=0.01, from_kept=False), values=0)
-    'reading it would take longer than computing it'
-    >>> why_not_keep(Costs(32, 2048, 0.003, 0.003, from_kept=False, reads=1), values=0)
-    'it would be read too seldom to make up for writing it'
     """
     if values >= MOST_VALUES:
         return f"{MOST_VALUES} values are kept already"

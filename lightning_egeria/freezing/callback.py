@@ -26,16 +26,11 @@ from lightning_egeria.freezing.arguments import (
 )
 from lightning_egeria.freezing.comparison import ReferenceComparison, comparison_of
 from lightning_egeria.freezing.decide import Decider, LastEvaluation
+from lightning_egeria.freezing.metrics_log import MetricsLog
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import answer_auto, evidence
 from lightning_egeria.freezing.reference import Precision
-from lightning_egeria.freezing.savings import (
-    MetricsLog,
-    Savings,
-    savings_table,
-    share_of_step,
-    summarize,
-)
+from lightning_egeria.freezing.savings import Savings, savings_table, share_of_step, summarize
 from lightning_egeria.freezing.trial import Frontier
 from lightning_egeria.upstream.lightning import data_fetcher, loaders_keep_their_place
 

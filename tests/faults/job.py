@@ -20,6 +20,7 @@ from unittest import mock
 
 import lightning as L
 import torch
+import untimed
 import xxhash
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -35,6 +36,8 @@ EVERY = 2  # steps between evaluations
 # Answers of the reference after which the frozen depth changes: freeze, deeper, release, freeze again.
 SCRIPT = {2: 1, 5: 2, 10: 0, 13: 2}
 RESULT, CHECKPOINT, CACHE = "result.json", "last.ckpt", "cache"
+
+UNTIMED = {"COMPARED_BATCHES": sys.maxsize, **untimed.FREE}
 
 
 class Net(nn.Module):
@@ -235,7 +238,7 @@ class Job:
             callbacks=callbacks,
         )
         ended = "well"
-        with warnings.catch_warnings(record=True) as told, mock.patch.object(policy, "COMPARED_BATCHES", sys.maxsize):
+        with warnings.catch_warnings(record=True) as told, mock.patch.multiple(policy, **UNTIMED):
             warnings.simplefilter("always")
             try:
                 trainer.fit(module, loader, ckpt_path=checkpoint if checkpoint.is_file() else None)
