@@ -68,7 +68,14 @@ def test_a_target_that_is_not_there(package, target, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("target", ["this.s", "antigravity.x", "lib2to3.pgen2.driver.main", "idlelib.idle.x"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "this.s",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("antigravity.x", "lib2to3.pgen2.driver.main")),
+        pytest.param("idlelib.idle.x", marks=pytest.mark.slow),
+    ],
+)
 def test_a_description_imports_no_module_of_its_choice(tmp_path, target):
     """As a user runs it: `egeria jobs submit --dry-run` in a process of its own."""
     (tmp_path / "job.yaml").write_text(

@@ -194,6 +194,7 @@ def test_completion(egeria_train, monkeypatch, capsys, line, answers):
     assert set(capsys.readouterr().out.split()) == answers
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="for bash")
 def test_completion_in_bash(tmp_path):
     """As the README says to set it up."""

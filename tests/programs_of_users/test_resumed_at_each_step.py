@@ -81,9 +81,16 @@ def check(make, policy, tmp_path, steps, *others):
     return callback.events
 
 
+# Half of the table in an ordinary run: each policy once, each kind of weights.
+TABLE = [
+    pytest.param(policy, trained, marks=[pytest.mark.slow] * ((at + trained) % 2))
+    for at, policy in enumerate(POLICIES)
+    for trained in (False, True)
+]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "trained"), TABLE)
 def test_alone(policy, trained, tmp_path):
     steps = [*range(1, 8), *range(8, STEPS, 3), 19, 27]
     events = check(lambda: looks_trained(Plain()) if trained else Plain(), policy, tmp_path, steps)

@@ -41,6 +41,7 @@ def job(name, folder, ready):
     fit(Classifier(), Log(log, end=f"end {name}"), DeviceTurns(folder / "device"), Log(log, start=f"start {name}"))
 
 
+@pytest.mark.slow
 def test_two_jobs_take_turns(tmp_path):
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(2)

@@ -19,7 +19,13 @@ def environment():
     return {**os.environ, **LOCAL, "PYTHONPATH": os.pathsep.join(map(str, (FOLDER.parent.parent, FOLDER.parent)))}
 
 
-@pytest.mark.parametrize("arguments", [[str(PROGRAM)], ["-c", PROGRAM.read_text()]], ids=["script", "-c"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param([str(PROGRAM)], id="script"),
+        pytest.param(["-c", PROGRAM.read_text()], id="-c", marks=pytest.mark.slow),
+    ],
+)
 def test_a_script_keeps_its_objects(arguments, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment()
