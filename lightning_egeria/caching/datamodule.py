@@ -176,7 +176,10 @@ class FrozenPrefixCache(WrappingDataModule):
         views, observes = (self.augmentation_views, cache.will_compare) if training else (0, lambda _: False)
 
         def make_stream(dataset: PlannedDataset, load: Any) -> Stream:
-            return Stream(name, dataset, directory, limits, views, self.seed, observes, load, self._notices, stats)
+            stays = not self._is_temporary
+            return Stream(
+                name, dataset, directory, limits, views, self.seed, observes, load, self._notices, stats, stays
+            )
 
         arrived = cache.arrived_for_training if training else cache.arrived_for_validation
         line = cache.lines.get(name)

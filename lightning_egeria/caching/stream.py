@@ -48,6 +48,7 @@ class Stream:
         load: loads tensors of samples of a batch.
         notices: takes messages.
         stats: counts what is done; None makes one.
+        stays: whether later runs may read the entries.
 
     Attributes:
         stats: what was done so far.
@@ -73,6 +74,7 @@ class Stream:
         load: Callable[[Loaded, list[tuple[int, int]]], list[Tensor]],
         notices: Notices,
         stats: CacheStats | None = None,
+        stays: bool = False,
     ) -> None:
         self.stats = stats if stats is not None else CacheStats()
         self.frozen: FrozenModules | None = None
@@ -81,7 +83,7 @@ class Stream:
         self.without_outside: set[str] = set()
         self.epoch, self.shuffled = 0, False
         self._name, self._dataset, self._views, self._seed, self._load = name, dataset, views, seed, load
-        self._notices = notices
+        self._notices, self._stays = notices, stays
         self._planner = Planner(dataset, self.values, views, seed, observes, notices)
         self.accounts = Accounts(self.stats)
         self._versions = self._differences = 0
@@ -332,7 +334,9 @@ class Stream:
             all_seconds=_seconds(everything),
             from_kept=bool(kept) and not any(one.row is not None for one in behind),
             sample_bytes=max((len(one) for one in batch.fields if one is not None), default=0),
-            reads=None if self._epochs is None else (self._epochs - self.epoch - 1) // max(1, self._views),
+            reads=None
+            if self._epochs is None or self._stays
+            else (self._epochs - self.epoch - 1) // max(1, self._views),
         )
 
     def _starts(self, node: Node) -> list[Node]:
