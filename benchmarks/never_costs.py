@@ -15,7 +15,6 @@ import platform
 import resource
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -246,8 +245,8 @@ def fitted(name: str, cached: bool) -> tuple[float, Any, list[torch.Tensor]]:
         num_sanity_val_steps=0,
         callbacks=callbacks,
     )
-    with tempfile.TemporaryDirectory() as folder, quiet(), contextlib.redirect_stdout(io.StringIO()):
-        data: Any = FrozenPrefixCache(train, cache_dir=folder, val_dataloaders=validation) if cached else None
+    with quiet(), contextlib.redirect_stdout(io.StringIO()):
+        data: Any = FrozenPrefixCache(train, val_dataloaders=validation) if cached else None
         started = cpu_seconds()
         if cached:
             trainer.fit(module, datamodule=data)
