@@ -22,7 +22,10 @@ from lightning_egeria.freezing import trial_plan
 
 EVAL_MODE = r"ignore:Found 1 module\(s\) in eval mode"
 each = pytest.mark.parametrize("name", METHODS)
-each_and_background = pytest.mark.parametrize("name", WITH_A_PROCESS)
+# With a reference process, a run takes ten times as long.
+each_and_background = pytest.mark.parametrize(
+    "name", [*METHODS, *(pytest.param(one, marks=pytest.mark.slow) for one in WITH_A_PROCESS if one not in METHODS)]
+)
 
 
 def classifier(dropout=0.2):

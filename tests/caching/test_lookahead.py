@@ -334,7 +334,7 @@ class OfPixels(nn.Module):
         return self.head(x.mean(1))
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "in_batch"}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"mode": "in_batch"}, marks=pytest.mark.slow)])
 def test_what_scoring_computes_is_what_training_would(options):
     torch.manual_seed(0)
     source = FrozenPrefixCache(loader(images(96), shuffle=True), min_free_bytes=0)

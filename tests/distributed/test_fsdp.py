@@ -287,7 +287,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, tmp_path):
     assert all((a == b).all() for a, b in zip(weights, uninterrupted, strict=True))
 
 
-@pytest.mark.parametrize("kind", [slow("sharded"), "full"])
+@pytest.mark.parametrize("kind", [slow("sharded"), slow("full")])
 def test_a_checkpoint_of_two_ranks_resumes_on_four(kind, tmp_path):
     all_well(in_ranks(2, save, str(tmp_path), kind, 2))
     results = all_well(in_ranks(4, resume, str(tmp_path), kind, 4))

@@ -318,6 +318,7 @@ def test_a_back_end_that_the_queue_cannot_use_holds_up_no_other(home, history, c
     assert capsys.readouterr().err == "schedule: ray needs ray. Its jobs wait\n"
 
 
+@pytest.mark.slow
 def test_jobs_that_arrive_faster_than_another_saves_do_not_fail_it(home, history):
     home.follow("fair")
     waits = "touch up; until test -e ../../go; do sleep 0.05; done"  # it keeps no checkpoint

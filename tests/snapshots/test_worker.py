@@ -185,7 +185,7 @@ def test_it_ends_with_its_owner(end, busy):
     assert gone(int(done.stdout))
 
 
-@pytest.mark.parametrize("option", ["-I", "-E"])
+@pytest.mark.parametrize("option", ["-I", pytest.param("-E", marks=pytest.mark.slow)])
 def test_options_of_the_interpreter_hold_in_the_process(option, tmp_path):
     """After -I, no module of PYTHONPATH runs in the owner, and none in the process either."""
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")

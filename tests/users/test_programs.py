@@ -47,6 +47,7 @@ def test_a_notebook_keeps_its_objects(tmp_path, monkeypatch):
     assert sum(": (" in line for line in printed.splitlines()) == WAYS, printed
 
 
+@pytest.mark.slow
 def test_a_setting_that_the_reference_process_does_not_have_is_named(tmp_path):
     """A module that the script imports is imported again in the reference process, with its first values."""
     (tmp_path / "settings.py").write_text("SCALE = 1.0\n")
