@@ -14,6 +14,7 @@ READ_ROW_S = 5e-6  # to look up, check and copy a row, however small
 SERVE_BATCH_S = 5e-4  # to plan a batch and to record what its step asks for
 RECORD_ROW_S = 5e-5  # to digest a sample, and to write its row, however small
 RECORD_BYTES_PER_S = 4e8  # of both
+SLACK_S = 0.1  # of a whole run: less is not worth a decision, which rests on few and short times
 MOST_VALUES = 32  # cached at a time
 ASKED_TO_KEEP = 2  # batches that ask for a value that the probe did not see, before it is kept
 CALLED_IN_VAIN = 4  # batches that call a frozen module in vain, before it runs as without the cache
@@ -48,6 +49,7 @@ class Costs:
         from_kept: whether a kept value is behind it.
         sample_bytes: of what a sample is digested from.
         reads: how often each row is read in the rest of the run; None if that is not known.
+        batches: of an epoch.
     """
 
     rows: int
@@ -57,6 +59,7 @@ class Costs:
     from_kept: bool
     sample_bytes: int = 0
     reads: int | None = None
+    batches: int = 1
 
 
 def why_not_keep(costs: Costs, values: int) -> str | None:
@@ -75,10 +78,12 @@ def why_not_keep(costs: Costs, values: int) -> str | None:
     if costs.from_kept and costs.seconds < CHEAP_SHARE * costs.all_seconds:
         return "it is cheap to compute from what is kept"
     gain = costs.seconds - read_seconds(costs.rows, costs.row_bytes)
+    writing = costs.rows * (RECORD_ROW_S + (costs.row_bytes + costs.sample_bytes) / RECORD_BYTES_PER_S)
+    if costs.reads and costs.batches * (writing - costs.reads * gain) <= SLACK_S:
+        return None
     if gain < 0:
         return "reading it would take longer than computing it"
-    row_bytes = costs.row_bytes + costs.sample_bytes
-    if costs.reads is not None and costs.reads * gain < costs.rows * (RECORD_ROW_S + row_bytes / RECORD_BYTES_PER_S):
+    if costs.reads is not None and costs.reads * gain < writing:
         return "it would be read too seldom to make up for writing it"
     return None
 
@@ -117,18 +122,21 @@ def checks(served: int, checked: int, size: int) -> bool:
     return checked + size <= CHECK_SHARE * min(served, early) + LATER_CHECK_SHARE * max(0.0, served - early)
 
 
-def pays(served: float, computed: float, batches: int | None) -> bool | None:
+def pays(served: float, computed: float, batches: int | None, rows: int = 1) -> bool | None:
     """Return whether the cache pays by the times of batches; None if whole steps are to be compared.
 
     Args:
         served: seconds for a sample from entries, loading included.
         computed: seconds for a sample without them.
         batches: that are left of the run; None if that is not known.
+        rows: samples of a batch.
 
     >>> pays(0.001, 0.01, 100), pays(0.009, 0.01, 100), pays(0.009, 0.01, 5000), pays(0.02, 0.01, 100)
     (True, True, None, False)
     """
     if computed >= CLEAR * served:
+        return True
+    if batches is not None and 0 <= batches * rows * (served - computed) <= SLACK_S:
         return True
     if batches is None or RACE_SHARE * batches > RACE_STEPS:
         return None

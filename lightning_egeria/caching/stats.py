@@ -160,7 +160,7 @@ class Accounts:
             return None
         # Batches of which some rows have no entry take as long as others, so the mean counts.
         hit, miss = statistics.fmean(self._hits), statistics.median(self._misses)
-        verdict = policy.pays(hit, miss, batches)
+        verdict = policy.pays(hit, miss, batches, self._samples)
         if verdict is not None:
             self._judged = True
             text = f"a sample takes {hit * 1e3:.3f} ms from the cache and {miss * 1e3:.3f} ms without"

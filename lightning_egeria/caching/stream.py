@@ -337,6 +337,7 @@ class Stream:
             reads=None
             if self._epochs is None or self._stays
             else (self._epochs - self.epoch - 1) // max(1, self._views),
+            batches=self._batches // (self._epochs - self.epoch) if self._batches and self._epochs else 1,
         )
 
     def _starts(self, node: Node) -> list[Node]:
@@ -474,13 +475,13 @@ class Stream:
     def _finish_probe(self, batch: CachedBatch, frozen: FrozenModules) -> None:
         """A probe has kept nothing: say why, or try another batch."""
         try:
+            if self.stats.not_kept:  # what mixes the samples behind it is not the reason
+                raise CacheError(self.stats.not_kept)
             if batch.problem is not None and not batch.may_be_chance:
                 raise CacheError(batch.problem)
             if batch.problem is not None:
                 hint = "(or another dimension is as large as the batch: try another batch size)"
                 self._shows_nothing(f"{batch.problem} {hint}")
-            elif self.stats.not_kept:
-                raise CacheError(self.stats.not_kept)
             elif not batch.demands:
                 names = ", ".join(map(repr, frozen.outermost[:3]))
                 self._shows_nothing(frozen.refused or f"{names} was not called with tensors of the batch")

@@ -34,10 +34,17 @@ def costs(**known):
         ({"row_bytes": 0, "seconds": 650e-6}, 0, "reading it would take longer than computing it"),
         ({"row_bytes": 0, "seconds": 670e-6}, 0, None),
         # Writing 32 rows of 1 MB, and digesting samples of 1 MB, takes 0.16 s; each later epoch saves 0.067 s.
-        ({"row_bytes": 10**6, "sample_bytes": 10**6, "reads": 2}, 0, SELDOM),
+        ({"row_bytes": 10**6, "sample_bytes": 10**6, "reads": 2, "batches": 9}, 0, SELDOM),
         ({"row_bytes": 10**6, "sample_bytes": 10**6, "reads": 3}, 0, None),
         ({"row_bytes": 10**6, "sample_bytes": 10**6}, 0, None),
         ({"reads": 0}, 0, SELDOM),
+        # A tenth of a second in a whole run is not worth a decision: 9 times 0.66 ms a batch, and 1.6 ms to write it.
+        ({"row_bytes": 0, "seconds": 0, "reads": 9, "batches": 13}, 0, None),
+        (
+            {"row_bytes": 0, "seconds": 0, "reads": 9, "batches": 14},
+            0,
+            "reading it would take longer than computing it",
+        ),
     ],
 )
 def test_a_value_is_kept_where_that_is_quicker(known, values, reason):
@@ -83,7 +90,9 @@ def test_a_fortieth_of_the_first_served_rows_is_computed_again_and_fewer_later()
         (1.0, 1.5, 10, True),
         (1.0, 1.5, None, True),
         (1.0, 1.4, 10, True),
-        (1.0, 1.0, 10, False),
+        (1.0, 1.0, 10, True),  # nothing is lost
+        (1.0, 0.995, 10, True),  # a twentieth of a second in all
+        (1.0, 0.98, 10, False),
         (1.0, 0.5, 800, False),
         # 16 steps are a fiftieth of more than 800: whole steps are compared.
         (1.0, 1.4, 801, None),
