@@ -95,7 +95,7 @@ class Accounts:
 
     def count(self, batch: CachedBatch) -> None:
         """Add a batch that is over."""
-        stats, samples, entries = self._stats, batch.samples, _with_entries(batch)
+        stats, samples = self._stats, batch.samples
         if not batch.demands:
             return
         ran, advanced = int(batch.ran.sum()), int(batch.advanced.sum())
@@ -110,8 +110,9 @@ class Accounts:
         if not batch.is_timed or batch.eager:
             return
         seconds = batch.waited + batch.seconds
-        # Entries that were read and did not fit are the cache's work, too.
-        is_served = kept and (ran == advanced or entries == samples)
+        # Entries that were read and did not fit are the cache's work, too; rows that have none yet are not.
+        whole = [len(read.places) == samples for read in batch.reads]
+        is_served = kept and (not ran or (any(whole) if ran == advanced else bool(whole) and all(whole)))
         if is_served:
             self._hits.append((seconds + batch.around) / samples)
             self._samples = samples
