@@ -138,19 +138,19 @@ class CachedValue:
             self.device.drop(number)
         self.verified[entries] = False
 
-    def is_quick(self, entries: Rows, pin: bool) -> bool:
-        """Whether rows are in memory, and few bytes: then no other thread need read them."""
+    def in_memory(self, entries: Rows, pin: bool) -> Found | None:
+        """Return rows that are in memory and of few bytes, which the training thread reads; None for others."""
+        sound = np.ones(len(entries), bool)
         if self.device.holds(entries).all():
-            return True
-        return not pin and len(entries) * self.form.row_bytes < QUICK_BYTES and bool(self.host.holds(entries).all())
+            return Found(self.device.take(entries), sound, self.stamps[entries])
+        if pin or len(entries) * self.form.row_bytes >= QUICK_BYTES or not self.host.holds(entries).all():
+            return None
+        return Found(self.host.take(entries), sound, self.stamps[entries])
 
     def read(self, entries: Rows, pin: bool) -> Found:
         """Read rows."""
         host, form = self.host, self.form  # the first may be released meanwhile
-        sound = np.ones(len(entries), bool)
-        if self.device.holds(entries).all():
-            return Found(self.device.take(entries), sound, self.stamps[entries])
-        held = host.holds(entries)
+        sound, held = np.ones(len(entries), bool), host.holds(entries)
         if held.all() and not pin:
             return Found(host.take(entries), sound, self.stamps[entries])
         data = room_for((len(entries), *form.stored_shape), form.stored_dtype, pin)

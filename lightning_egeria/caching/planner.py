@@ -263,11 +263,12 @@ class Planner:
 
     def _read(self, plan: Plan, value: CachedValue, places: Rows, entries: Rows) -> Read:
         """Begin to read the rows of some samples."""
-        read = partial(value.read, entries[places], self.pins)
-        if not value.is_quick(entries[places], self.pins):
+        found = value.in_memory(entries[places], self.pins)
+        if found is None:
+            read = partial(value.read, entries[places], self.pins)
             return Read(value, places, self._values.reader.submit(plan.number, read))
         future: Future[Found] = Future()
-        future.set_result(read())
+        future.set_result(found)
         return Read(value, places, future)
 
     def _places_to_check(self, source: Rows) -> Rows:

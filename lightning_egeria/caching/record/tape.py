@@ -265,7 +265,7 @@ class Tape:
         return node
 
     def _next(self, count: int = 1) -> int:
-        """Return the next of the numbers of nodes, and take so many."""
+        """Return the next number of a node, and reserve ``count`` numbers."""
         self._count += count
         return self._count - count
 
