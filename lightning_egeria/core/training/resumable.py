@@ -14,6 +14,7 @@ from lightning_egeria.core.programs.processes import CHECKPOINT, PREEMPTED
 from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.core.training.checkpoints import checkpoint_read, count_of
 from lightning_egeria.errors import ArgumentError, check_integers
+from lightning_egeria.upstream.lightning import combined_loader, data_fetcher
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
@@ -183,7 +184,7 @@ def iter_of_epoch(trainer: pl.Trainer) -> Any:
     In the first epoch it is the one that Lightning has made; later ones begin with the generators as they
     are now.
     """
-    fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
+    fetcher, combined = data_fetcher(trainer), combined_loader(trainer)
     assert fetcher is not None
     for loader in combined.flattened if combined is not None else ():
         for sampler in (
@@ -199,7 +200,7 @@ def iter_of_epoch(trainer: pl.Trainer) -> Any:
 
 def _goes_on_by_itself(trainer: pl.Trainer) -> bool:
     """Whether the loader has state, and so begins behind the batches that the epoch has had."""
-    combined = trainer.fit_loop._combined_loader
+    combined = combined_loader(trainer)
     return combined is not None and any(hasattr(loader, "load_state_dict") for loader in combined.flattened)
 
 
