@@ -1,6 +1,7 @@
 """Whether a frozen front is still the same."""
 
 import copy
+import enum
 import functools
 import types
 
@@ -158,6 +159,23 @@ def test_digest_names_weights_classes_and_attributes():
         others.append(copy.deepcopy(second))
         CHANGES[name](others[-1])
     assert len({state_of(net).digest for net in others}) == len(others)
+
+
+class Interpolation(enum.Enum):
+    NEAREST, LINEAR = "nearest", "linear"
+
+
+def test_digest_names_the_members_of_enumerations():
+    """As in modules of torchvision: another run with another one has other outputs."""
+    digests = set()
+    for mode in Interpolation:
+        net = new_net()
+        net[0].mode, net[0].modes = mode, {"inner": [mode]}
+        digests.add(state_of(net).digest)
+    assert len(digests) == 2
+    found = [digests_of([mode], across_runs=True) for mode in Interpolation]
+    assert found[0] != found[1]
+    assert found[1] == digests_of([Interpolation.LINEAR], across_runs=True)
 
 
 @pytest.mark.parametrize("kind", ["forward", "helper", "base"])

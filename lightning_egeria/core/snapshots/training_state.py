@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_egeria.core.snapshots.contents import PLAIN
 from lightning_egeria.core.snapshots.module_attributes import ObjectAttributes, put_back
 from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.core.snapshots.tensor_store import TensorStore
@@ -247,7 +248,7 @@ def _is_state(value: Any) -> bool:
         return all(map(_is_state, value.values()))
     if type(value) in (list, tuple):
         return all(map(_is_state, value))
-    return isinstance(value, Tensor | bool | int | float | str | None)
+    return isinstance(value, (Tensor, *PLAIN))
 
 
 @dataclasses.dataclass(frozen=True)
