@@ -1,4 +1,18 @@
-"""Cached values of one loader: their entries on disk and in memory, from the opening of their stores to the removal."""
+"""Cached values of one loader: their entries on disk and in memory, from the opening of their stores to the removal.
+
+The life of an entry, which is one sample's row of a cached value:
+
+*   *absent*: the sample is loaded and the frozen modules run. Their row is written in the background.
+*   *verified*: this run has written the entry, or compared it with its loaded sample (`CachedValue.verified`). The
+    sample is left out from then on.
+*   *doubtful*: it is there, but an earlier run wrote it, or the dataset has changed since (`forget_verified`). The
+    sample is loaded, and its digest decides: with the entry's stamps it is verified, with others it is a miss and
+    written again.
+*   *forgotten*: its checksum is wrong, or its sample is another one (`CachedValue.forget`). It is absent.
+
+A plan is made some batches ahead, and a doubt may come up in between. `CachedValue.doubts` counts the doubts: a
+comparison verifies an entry only if there was no doubt since its plan.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""The Trainer's batches, read ahead: branches of a fit train on the same ones as it does itself."""
+"""The Trainer's batches, read ahead: branches of a fit train on the same ones as it does itself.
+
+Loading draws random numbers, and so does training. A fit without branches draws them in turn: load, train, load, train.
+A branch that reads ahead must leave the generators so that the fit draws as if it had not been there:
+
+*   The branch that arrives at a batch first loads it, in its own turn, as the fit would have.
+*   The state of the generators behind the loading is kept with the batch, with whether loading drew at all.
+*   Everything that has the batch later, another branch or the fit itself, goes on from that state if loading drew. If
+    it did not (workers load, or nothing is random), the generators of training are left alone.
+*   A batch is copied for each branch, since a training step may change it; the fit gets the kept one, last.
+"""
 
 from __future__ import annotations
 
