@@ -135,7 +135,7 @@ def _refresh(home: Home, history: History) -> None:
     for name in sorted({row.backend for row in history.unfinished()} - {*SERVED}):
         try:
             refresh(home, history, {name: backend(name, home)})
-        except QueueError as error:  # the others are shown all the same
+        except (QueueError, OSError) as error:  # the others are shown all the same
             print(f"egeria jobs: {name} jobs as they were last known: {printable(error)}", file=sys.stderr)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lightning_egeria.core.programs import files as disk
@@ -23,6 +24,7 @@ from lightning_egeria.jobs.rundirs import CODE, EXPLANATION, JOB, LOCK, digest_o
 from lightning_egeria.jobs.schema import Job
 
 LARGEST_CODE = 100 * 2**20
+MOST_PATTERNS = 200
 _LARGEST_LOCK = 2**24
 
 
@@ -184,18 +186,17 @@ def _inside(description: Description[Job], key: str, name: str) -> Path:
 
 
 def _files(description: Description[Job]) -> Iterator[tuple[str, bytes]]:
-    size = 0
-    for place, pattern in enumerate(description.content.entry.files):
+    size, patterns = 0, description.content.entry.files
+    if len(patterns) > MOST_PATTERNS:  # each looks at the whole folder
+        message = f"has {len(patterns)} patterns, expected at most {MOST_PATTERNS}. Use * and **"
+        raise CompilationError(description.mistake("entry.files", message))
+    for place, pattern in enumerate(patterns):
         key = f"entry.files.{place}"
         if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
             raise CompilationError(description.mistake(key, f"{pattern!r} leaves the folder of the description"))
-        if pattern.count("**") > 1:  # each more multiplies the time
-            raise CompilationError(
-                description.mistake(key, f"{pattern!r} has more than one **. Write several patterns")
-            )
         try:
-            found = [path for path in sorted(description.folder.glob(pattern)) if path.is_file()]
-        except (ValueError, NotImplementedError) as error:
+            found = [path for path in _matching(description.folder, pattern) if path.is_file()]
+        except ValueError as error:
             raise CompilationError(description.mistake(key, f"{pattern!r} is no pattern of files: {error}")) from error
         if not found:
             raise CompilationError(description.mistake(key, f"{pattern!r} matches no file in {description.folder}"))
@@ -210,6 +211,30 @@ def _files(description: Description[Job]) -> Iterator[tuple[str, bytes]]:
                 yield name, disk.read_at_most(inside, LARGEST_CODE)
             except OSError as error:
                 raise CompilationError(description.mistake(key, f"{name}: cannot read it: {error.strerror}")) from error
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths below a folder that match a pattern, as `Path.glob`, sorted.
+
+    Patterns go through no link to a folder: several links that lead back, in each part of a pattern, would multiply.
+
+    Raises:
+        ValueError: it is no pattern.
+    """
+    found = {folder}
+    for part in PurePosixPath(pattern).parts:
+        if part == "**":
+            found |= {Path(place, name) for start in found for place, inner, _ in os.walk(start) for name in inner}
+            found = {path for path in found if not path.is_symlink() or path == folder}
+        elif "**" in part:
+            raise ValueError("'**' can only be an entire path component")
+        elif any(letter in part for letter in "*?["):
+            folders = [path for path in found if path == folder or not path.is_symlink()]
+            inside = (Path(entry) for path in folders if path.is_dir() for entry in os.scandir(path))
+            found = {path for path in inside if fnmatch.fnmatchcase(path.name, part)}
+        else:
+            found = {path / part for path in found if os.path.lexists(path / part)}
+    return sorted(found)
 
 
 def _check_data(description: Description[Job]) -> None:

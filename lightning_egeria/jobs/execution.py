@@ -103,13 +103,17 @@ class Execution:
         self._notify(job)
 
     def _settle(self, retries: int) -> None:
-        """Write how the attempt has ended; waits while the disk is full."""
+        """Write how the attempt has ended; waits while the disk is full.
+
+        Raises:
+            OSError: the status cannot be written whatever room there is; the queue ends the job then.
+        """
         while True:
             decided = dataclasses.replace(self._status)
             try:
                 self.folder.settle(decided, retries, stopping=self.stop is not None)
-            except OSError:
-                if not self.folder.path.is_dir():
+            except OSError as error:
+                if not files.may_pass(error):
                     raise
                 time.sleep(BEAT_S)
             else:
@@ -283,6 +287,9 @@ def main() -> int:
             return execution.run(*token)
     except JobError as error:
         print(f"{error.layer}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"execute: {error}", file=sys.stderr)
         return 1
 
 

@@ -119,11 +119,13 @@ class History:
         """Hold the history: what others write waits; all of this happens, or nothing does."""
         with self._errors():
             self._database.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:  # a signal too; it goes on
+        try:
+            yield
+        except BaseException:  # a signal too; it goes on
+            with self._errors():
                 self._database.execute("ROLLBACK")
-                raise
+            raise
+        with self._errors():
             self._database.execute("COMMIT")
 
     def add(self, job: Mapping[str, Any], run: Path, backend: str, address: str = "", after: Sequence[int] = ()) -> int:

@@ -105,6 +105,7 @@ class JobFolder:
         self.checkpoints, self.data = path / "checkpoints", path / "data"
         self.hints = path / "hints.json"
         self._status, self._beat, self._asked = path / "status.json", path / "heartbeat", path / "asked"
+        self._lock = path / "lock"
 
     @classmethod
     def create(cls, path: Path, submission: Submission) -> JobFolder:
@@ -145,8 +146,26 @@ class JobFolder:
             return _status(files.read_json(self._status, _LARGEST, links=False))
         except FileNotFoundError:
             return Status()
-        except (OSError, ValueError, TypeError, KeyError):  # the machine lost its power, say
+        except (ValueError, TypeError, KeyError):  # the machine lost its power, say
             return Status(State.LOST, message="the status file is damaged")
+        except OSError as error:
+            if files.may_pass(error):
+                return Status(State.LOST, message="the status file cannot be read")
+            # No accident: the job has put something else there, and would do so again.
+            return Status(State.FAILED, message=f"schedule: cannot read {self._status}: {error.strerror or error}")
+
+    def clear_way(self) -> None:
+        """Give another name to what the job has put in the place of its folder, status, log or lock.
+
+        Raises:
+            OSError: the disk is full, or the folder of all jobs cannot be written to.
+        """
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
+            files.set_aside(self.path)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        for part in (self._status, self.log, self._lock):
+            if part.is_symlink() or (part.exists() and not part.is_file()):
+                files.set_aside(part)
 
     def write_status(self, status: Status) -> None:
         """Replace the status. A reader sees the whole old or new one."""
@@ -187,8 +206,8 @@ class JobFolder:
 
     def since_beat(self) -> float | None:
         """Return the seconds since the last heart-beat; None before the first."""
-        with contextlib.suppress(FileNotFoundError):
-            return max(time.time() - self._beat.stat().st_mtime, 0.0)
+        with contextlib.suppress(OSError):
+            return max(time.time() - self._beat.lstat().st_mtime, 0.0)
         return None
 
     def ask(self, state: State) -> None:
@@ -198,7 +217,7 @@ class JobFolder:
     @property
     def asked(self) -> State | None:
         """How somebody has asked the job to end; None if nobody has."""
-        with contextlib.suppress(FileNotFoundError, ValueError):  # the machine lost its power, say
+        with contextlib.suppress(OSError, ValueError):  # there is none; or the machine lost its power, say
             return State(files.read_text(self._asked, _LARGEST, links=False))
         return None
 
@@ -221,7 +240,10 @@ class JobFolder:
 
     def progress(self) -> int:
         """Return a number that changes whenever a checkpoint is written; 0 without one."""
-        return max((path.stat().st_mtime_ns for path in self.checkpoints.iterdir() if path.is_file()), default=0)
+        times = [0]
+        with contextlib.suppress(OSError):  # the job may remove its checkpoints, and the folder
+            times += [path.stat().st_mtime_ns for path in self.checkpoints.iterdir() if path.is_file()]
+        return max(times)
 
     def give_token(self, token: str) -> None:
         """Let only the process with this token start the job from now on."""
@@ -236,7 +258,7 @@ class JobFolder:
     @contextlib.contextmanager
     def watched(self) -> Iterator[bool]:
         """Hold the job: True for the one process that has it, False while another has. Ends with the process."""
-        with files.held(self.path / "lock") as free:
+        with files.held(self._lock) as free:
             yield free
 
     @property

@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -172,16 +172,34 @@ class Queue:
                 pool.scheduler = Scheduler(policy_named(policy), self._interval_s)
             self._policy = policy
         for row in self._rows():
-            if row.node and not self._is_running(row):
-                self._note_end(row)
-            elif row.state.final and not row.node:  # a command was killed before it could note that
-                note_end(self.history, row.id)
+            with self._alone(row):
+                if row.node and not self._is_running(row):
+                    self._note_end(row)
+                elif row.state.final and not row.node:  # a command was killed before it could note that
+                    note_end(self.history, row.id)
         rows = self._rows()
         for key in sorted({(row.backend, row.address) for row in rows}):
             self._serve(self._pool(*key), [row for row in rows if (row.backend, row.address) == key])
 
     def _rows(self) -> list[Row]:
         return [row for row in self.history.unfinished() if row.backend in SERVED]
+
+    @contextlib.contextmanager
+    def _alone(self, row: Row) -> Iterator[None]:
+        """End a job whose folder cannot be used, and no other: it may have removed or replaced what is in there."""
+        try:
+            yield
+        except OSError as error:
+            if files.may_pass(error):
+                raise
+            folder = self.home.folder(row.id)
+            kill_marked(folder.path)
+            with contextlib.suppress(OSError, QueueError):
+                if row.node and self._pool(row.backend, row.address).machines.runs(folder, row.handle):
+                    folder.ask(State.CANCELLED)
+                    return  # the process that watches it ends soon
+            reason = f"cannot use {error.filename or folder.path}: {error.strerror or error}"
+            self._refuse(row, State.FAILED, f"schedule: {reason}")
 
     def _pool(self, backend: str, address: str) -> _Pool:
         if (backend, address) not in self._pools:
@@ -200,12 +218,14 @@ class Queue:
             return
         entries = {}
         for row in rows:
-            if row.node or self._may_start(row):
-                entries[row.id] = self._entry(row)
-                against = None if row.node else pool.scheduler.refuses(entries[row.id], nodes)
-                if against is not None:
-                    self._refuse(row, State.FAILED, f"schedule: {against}")
-                    del entries[row.id]
+            with self._alone(row):
+                if row.node or self._may_start(row):
+                    entry = self._entry(row)
+                    against = None if row.node else pool.scheduler.refuses(entry, nodes)
+                    if against is not None:
+                        self._refuse(row, State.FAILED, f"schedule: {against}")
+                    else:
+                        entries[row.id] = entry
         places = pool.scheduler.decide([*entries.values()], nodes, time.time())
         free = dict(nodes)
         running = [row for row in rows if row.node]
@@ -213,14 +233,16 @@ class Queue:
             free[row.node] = free.get(row.node, 0) - row.given
             folder = self.home.folder(row.id)
             if places.get(row.id) != (row.node, row.given) and folder.asked is None:
-                folder.ask(State.PREEMPTED)  # it holds its devices until it has saved
+                with self._alone(row):
+                    folder.ask(State.PREEMPTED)  # it holds its devices until it has saved
         for row in rows:
             node, devices = places.get(row.id, ("", 0))
             if not row.node and devices and free[node] >= devices:
                 taken = [other.handle for other in running if other.node == node]
-                if started := self._start(pool, row, node, devices, taken):
-                    running.append(started)
-                    free[node] -= devices
+                with self._alone(row):
+                    if started := self._start(pool, row, node, devices, taken):
+                        running.append(started)
+                        free[node] -= devices
 
     def _entry(self, row: Row) -> QueueEntry:
         status, service = row.status, row.status.service
@@ -280,6 +302,7 @@ class Queue:
 
     def _refuse(self, row: Row, state: State, message: str) -> None:
         folder = self.home.folder(row.id)
+        folder.clear_way()
         status = folder.status()
         status.state, status.message, status.ended = state, message, time.time()
         folder.write_status(status)

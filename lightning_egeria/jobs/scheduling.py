@@ -185,11 +185,11 @@ class Scheduler:
 
 def _hints(path: Path | None) -> Hints | None:
     """Return what a job says of itself; None if it says nothing that can be read."""
-    if path is None or not path.exists():
-        return None
-    from lightning_egeria.cluster.hints import Hints
-
     try:
+        if path is None or not path.exists():
+            return None
+        from lightning_egeria.cluster.hints import Hints
+
         return Hints.read(path)
-    except TraceError:
+    except (OSError, TraceError):
         return None

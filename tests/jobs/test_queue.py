@@ -15,6 +15,7 @@ from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import State
 from lightning_egeria.jobs.machine import ThisMachine, devices_here
 from lightning_egeria.jobs.queue import Queue, ensure_queue, queue_runs
+from lightning_egeria.jobs.submission import remove
 
 
 @pytest.fixture
@@ -338,3 +339,39 @@ def test_jobs_that_arrive_faster_than_another_saves_do_not_fail_it(home, history
     (home.jobs / "go").touch()
     running.run()
     assert {row.state for row in history.finished(9)} == {State.DONE}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param("rm -rf checkpoints", id="no checkpoints"),
+        pytest.param("rm -rf checkpoints; touch checkpoints", id="a file for checkpoints"),
+        pytest.param("rm log; mkfifo log", id="a pipe for the log"),
+        pytest.param("rm status.json; mkdir -p status.json/x", id="a folder for the status"),
+        pytest.param("rm status.json; mkfifo status.json", id="a pipe for the status"),
+        pytest.param("mkdir asked", id="a folder for requests"),
+        pytest.param("rm lock; mkdir lock", id="a folder for the lock"),
+        pytest.param("rm lock; ln -s /etc/passwd lock", id="a link for the lock"),
+        pytest.param('cd ..; rm -rf "$folder"', id="no folder"),
+        pytest.param('cd ..; rm -rf "$folder"; touch "$folder"', id="a file for the folder"),
+        pytest.param('cd ..; mv "$folder" away; ln -s away "$folder"', id="a link for the folder"),
+    ],
+)
+def test_what_a_job_makes_of_its_folder_stops_no_other(made, home, history):
+    """Its watcher is killed too, so that the queue has to clean up."""
+    bad = add(home, history, f'cd ..; folder=$PWD; {made}; kill -9 "$PPID"')
+    good = add(home, history, "true")
+    here(home, history, 1).run()
+    assert states(history, bad, good) == ["failed", "done"]
+    assert history.get(bad).status.message
+    remove(home, history, bad)  # it is a job like others
+    with pytest.raises(QueueError, match="there is no job"):
+        history.get(bad)
+
+
+@pytest.mark.parametrize("end", ["exit 75", "exit 1"])
+def test_a_job_may_remove_its_checkpoints(end, home, history):
+    bad = add(home, history, f"rm -rf ../checkpoints; {end}", retries="1")
+    good = add(home, history, "true")
+    here(home, history, 1).run()
+    assert states(history, bad, good) == ["failed", "done"]

@@ -28,6 +28,10 @@ except ImportError as error:  # Windows
 PRIVATE, PUBLIC = 0o600, 0o666  # modes of new files; the umask takes bits from the second one
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIGITS = 19  # of the largest integer in a JSON text, as in 64 bits
+_PASSING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ESTALE),
+    *(errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT),
+}
 
 
 def open_file(path: Path, flags: int, links: bool = False, shared: bool = False) -> int:
@@ -282,6 +286,24 @@ def try_lock_within(file: int, seconds: float) -> bool:
 def unlock(file: int) -> None:
     """Let go of a lock."""
     fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether an error may end by itself, whatever the file is: the disk is full, say, or does not answer.
+
+    >>> may_pass(OSError(errno.ENOSPC, "No space left on device")), may_pass(IsADirectoryError(errno.EISDIR, "x"))
+    (True, False)
+    """
+    return error.errno in _PASSING
+
+
+def set_aside(path: Path) -> None:
+    """Give what stands in the place of a file or folder a name that tells so, and that others cannot foresee.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(8)}"))
 
 
 def make_private(folder: Path, close: bool = True) -> None:
