@@ -587,6 +587,20 @@ class FrozenModules:
             and len(self._parameters) == len(list(self.model.parameters()))
         )
 
+    @contextlib.contextmanager
+    def in_its_modes(self) -> Iterator[None]:
+        """In the modes of its batches: a validation batch ends when Lightning has put the model into training mode."""
+        before = self._signature[1]
+        left = self.model.training is not before[0]
+        changed = [part for part, mode in zip(self._parts, before, strict=True) if left and part.training is not mode]
+        for part in changed:
+            part.training = not part.training
+        try:
+            yield
+        finally:
+            for part in changed:
+                part.training = not part.training
+
     def trains_as_before(self) -> bool:
         """Whether the same parameters train as when the modules were found."""
         return self._training() == self._signature[0]

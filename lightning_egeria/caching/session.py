@@ -204,12 +204,15 @@ class CacheSession(Observer):
         started = time.perf_counter()
         frozen.end()
         batch.around += time.perf_counter() - started
-        batch.finish()
+        with frozen.in_its_modes():
+            batch.finish()
 
     def _settle(self, all_but: int = 0) -> None:
         """Compute what the program has kept of batches that are over, but for so many of the last ones."""
         while len(self._over) > all_but:
-            self._over.pop(0).settle()
+            batch = self._over.pop(0)
+            with batch.frozen.in_its_modes() if batch.frozen is not None else contextlib.nullcontext():
+                batch.settle()
 
     def _look(self, training: bool, walk: bool = False) -> None:
         """Find what is frozen, if that has changed."""

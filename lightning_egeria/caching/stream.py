@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections import Counter
@@ -89,7 +90,7 @@ class Stream:
         self._versions = self._differences = 0
         self._epochs: int | None = None
         self._batches: int | None = None
-        self._only_here = False
+        self._only_here = self._is_compared = False
         self._forget()
 
     def _forget(self) -> None:
@@ -121,10 +122,17 @@ class Stream:
         self._notices.warn(f"the cache of {self._name} is off: {reason}", once=once or reason)
 
     def frozen_is_same(self) -> bool:
-        """Whether weights, buffers and modes are those that entries were computed by; else drop these entries."""
+        """Whether weights, buffers and modes are those that entries were computed by; else drop these entries.
+
+        All bits are compared once in each epoch: when its first batch needs them, because Lightning puts the model into
+        evaluation mode after validation has begun to iterate.
+        """
         if self.frozen is None:
             return False
-        if changed := self.frozen.changed():
+        all_bits, self._is_compared = not self._is_compared, True
+        with self.accounts.spending() if all_bits else contextlib.nullcontext():
+            changed = self.frozen.changed(all_bits)
+        if changed:
             self._have_changed(self.frozen, changed)
         return not changed
 
@@ -151,8 +159,7 @@ class Stream:
         """
         self.epoch, self._epochs, self.accounts.loads_ahead, self.shuffled = epoch, epochs, has_workers, shuffled
         self._batches = None if epochs is None or batches is None else (epochs - epoch) * batches
-        if self.frozen is not None and (changed := self.frozen.changed(all_bits=True)):
-            self._have_changed(self.frozen, changed)
+        self._is_compared = False
         self._planner.begin_epoch(epoch, self.frozen is not None, has_workers)
         self.accounts.race.new_pass()
         self.values.begin_epoch(epoch)
