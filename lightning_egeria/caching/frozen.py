@@ -235,6 +235,7 @@ class FrozenModule(Replacement):
     def now(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and note the shortest time that it has taken."""
         owner = self.owner
+        is_inside = owner.running
         with owner.run_of(self):
             is_timed = (owner.batch is not None and owner.batch.eager) or owner.device.type == "cpu"
             if is_timed:
@@ -243,7 +244,10 @@ class FrozenModule(Replacement):
             output = self.original(*args, **kwargs)
             if is_timed:
                 wait_for(mark(owner.device))
-                self.seconds = min(self.seconds or math.inf, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                self.seconds = min(self.seconds or math.inf, seconds)
+                if owner.batch is not None and not is_inside:
+                    owner.batch.ran_for(seconds)
             return output
 
     def time(self) -> float:
