@@ -85,6 +85,8 @@ class CacheSession(Observer):
         if training:
             self._is_off = is_off
             self._follow(not is_off)
+            if is_off:  # no step does it
+                self._settle()
         return not is_off
 
     def _follow(self, follows: bool) -> None:
@@ -95,7 +97,6 @@ class CacheSession(Observer):
         if follows:
             callbacks.append(self._follower)
         else:
-            self._settle()
             callbacks.remove(self._follower)
 
     def arrived_for_training(self, batch: CachedBatch | None) -> None:
