@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.session import CacheSession
-from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.caching.stats import CacheStats, spending
 from lightning_egeria.caching.store.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.store.limits import Budget, Limits
 from lightning_egeria.caching.store.rows import Precision
@@ -119,6 +120,7 @@ class FrozenPrefixCache(WrappingDataModule):
         """Set up the user's data module, and begin the cache."""
         super().setup(stage)
         if stage == "fit":
+            started = time.perf_counter()
             check_combination(methods_of(self.trainer))
             self._close()
             reason = self._reason_against()
@@ -132,6 +134,7 @@ class FrozenPrefixCache(WrappingDataModule):
             elif self.trainer is not None:
                 self._cache, self._host = CacheSession(self.trainer, self._notices), Budget(self.host_bytes)
                 self._stats, self._validation_stats = CacheStats(), CacheStats()
+                self._stats.seconds_saved -= time.perf_counter() - started
                 atexit.register(self._close)  # for a callback that raises in `on_exception`
 
     def train_dataloader(self) -> Any:
@@ -144,7 +147,10 @@ class FrozenPrefixCache(WrappingDataModule):
                 "FSDP2 gathers the weights of a layer on all ranks together, and a rank that has the layer's outputs "
                 "would not take part"
             )
-        return self._line("training", loader) if self._cache is not None and is_asked_by_loop() else loader
+        if self._cache is None or not is_asked_by_loop():
+            return loader
+        with spending(self._stats):
+            return self._line("training", loader)
 
     def _val_dataloader(self) -> Any:
         """Return the user's validation loaders, with plans behind their batches."""
@@ -152,9 +158,10 @@ class FrozenPrefixCache(WrappingDataModule):
         fits = getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.FITTING
         if self._cache is None or not fits or not is_asked_by_loop():
             return loaders
-        if isinstance(loaders, (list, tuple)):
-            return [self._line(f"validation {at}", loader) for at, loader in enumerate(loaders)]
-        return self._line("validation", loaders)
+        with spending(self._validation_stats):
+            if isinstance(loaders, (list, tuple)):
+                return [self._line(f"validation {at}", loader) for at, loader in enumerate(loaders)]
+            return self._line("validation", loaders)
 
     def _line(self, name: str, loader: Any) -> Any:
         cache, directory, training = self._cache, self._directory, name == "training"
@@ -268,5 +275,6 @@ class FrozenPrefixCache(WrappingDataModule):
         if self._bar_entry is not None:
             self._bar_entry.remove()
         if self._cache is not None:
-            self._cache.close(remove=self._is_temporary)
+            with spending(self._stats):
+                self._cache.close(remove=self._is_temporary)
         self._cache = None

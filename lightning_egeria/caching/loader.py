@@ -329,7 +329,7 @@ class _Plans:
         waiting: deque[Plan] = deque()
         asked = 0
         while True:
-            ahead = self._ahead if self._stream.frozen is not None else 0
+            ahead = self._ahead if self._stream.reads_ahead else 0
             # The batch that is wanted now, and further ones, but not the end of a sampler, which may draw there.
             while not waiting or (len(waiting) <= ahead and asked < len(self) - 1):
                 ids = next(batches, None)

@@ -9,7 +9,6 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -265,8 +264,7 @@ class Planner:
         """Begin to read the rows of some samples."""
         found = value.in_memory(entries[places], self.pins)
         if found is None:
-            read = partial(value.read, entries[places], self.pins)
-            return Read(value, places, self._values.reader.submit(plan.number, read))
+            return Read(value, places, self._values.read_ahead(plan.number, value, entries[places], self.pins))
         future: Future[Found] = Future()
         future.set_result(found)
         return Read(value, places, future)
