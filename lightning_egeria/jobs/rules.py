@@ -129,7 +129,10 @@ def _of_sweep(job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _of_override(key, f"{name}=")
             continue
         if not re.fullmatch(VARIABLE, name):
-            yield key, f"becomes an environment variable, whose name must match {VARIABLE}"
+            better = (
+                re.sub(r"\W", "_", name, flags=re.ASCII).upper().removeprefix("EGERIA_").lstrip("0123456789") or "X"
+            )
+            yield key, f"becomes an environment variable of the command. Write {better}, and read ${better} there"
         for other in ("variables", "secrets"):
             if name in environment.get(other, ()):
                 yield key, f"stands in environment.{other} too. Keep one of the two"
