@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from rich import filesize
 from torch.utils.data import DataLoader
 
 from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
@@ -255,12 +256,11 @@ class FrozenPrefixCache(WrappingDataModule):
             served = stats.hits + stats.advanced
             if served + stats.misses:
                 others = f"{stats.unused} entries were rejected because the frozen layers got other inputs; "
-                seconds = stats.seconds_saved
+                seconds, size = stats.seconds_saved, filesize.decimal(stats.bytes_on_disk)
                 saved = f"about {seconds:.1f} s saved" if seconds >= 0 else f"it cost about {-seconds:.1f} s"
                 self._notices.inform(
-                    f"{name}: {served} of {served + stats.misses} samples came from the cache, {stats.not_loaded} were "
-                    f"not even loaded; {others if stats.unused else ''}{saved}; {stats.bytes_on_disk / 1e9:.2f} GB in "
-                    f"{self.cache_dir}"
+                    f"{name}: {served} of {served + stats.misses} samples came from the cache, and {stats.not_loaded} "
+                    f"were not loaded; {others if stats.unused else ''}{saved}; {size} in {self.cache_dir}"
                 )
 
     def _close(self) -> None:

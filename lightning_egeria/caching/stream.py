@@ -27,7 +27,7 @@ from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.limits import Limits
 from lightning_egeria.caching.store.rows import Rows
-from lightning_egeria.caching.store.samples import without_inputs
+from lightning_egeria.caching.store.samples import Opaque, decode, without_inputs
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError, StoreError
 
@@ -291,6 +291,7 @@ class Stream:
             self._problem(batch, node, value, problem)
             return
         self._notices.inform(self._open(batch, node, value, paths, sizes))
+        self._tell_what_is_not_kept(batch)
         batch.matches += 1
         if batch.eager:  # which inputs are left out of the fields is known at its end
             batch.waiting.append((self.values.all[-1], node, value.detach().clone()))
@@ -383,6 +384,18 @@ class Stream:
         # Samples that were left out have their fields in the stores of other values.
         room = max([64, FIELD_SLACK * longest, *(one.store.manifest.field_bytes for one in self.values)])
         return self.values.open(origin, value, room, node.key, sizes)
+
+    def _tell_what_is_not_kept(self, batch: CachedBatch) -> None:
+        """Say which type of field makes the cache load every sample again."""
+        fields = next((one for one in batch.fields if one is not None), None)
+        kinds = {leaf.type_name for leaf in decode(fields) if isinstance(leaf, Opaque)} if fields is not None else set()
+        if kinds:
+            self._notices.inform(
+                f"all samples are loaded in each epoch: fields of type {', '.join(sorted(kinds))} cannot be stored. "
+                "Have the dataset return plain tensors, in dicts, lists or tuples (with torchvision.transforms.v2, add "
+                "ToPureTensor() as the last transform)",
+                once=f"fields of {self._name}",
+            )
 
     def _shows_nothing(self, reason: str) -> None:
         """A probe showed nothing; another batch is tried.
