@@ -35,6 +35,8 @@ SUMMARIZED = {
     ("multi30k_transformer", "small"): "from scratch: translation transformer, one cycle, 12 epochs, BLEU",
 }
 SUMMARY_METHODS = ("cached", "half", "shortened")
+# Workloads with a picture of the first panel alone.
+PICTURED = {("trashnet_efficientnet", "small"), ("cifar10_resnet20", "small")}
 TITLES = {
     "plain": "plain",
     "shortened": "plain, shortened",
@@ -281,10 +283,16 @@ def panels_of(runs: Sequence[Run]) -> Mapping[str, Sequence[str]]:
     return {title: names for title, names in panels.items() if title == first or not {*names} <= COLORS.keys()}
 
 
-def picture(runs: Sequence[Run], metric: str) -> Figure:
-    """Metric over training time, mean and range over the seeds, and below it the frozen share: in panels."""
+def picture(runs: Sequence[Run], metric: str, most: int | None = None) -> Figure:
+    """Metric over training time, mean and range over the seeds, and below it the frozen share: in panels.
+
+    Args:
+        runs: of one workload.
+        metric: name of the metric.
+        most: number of panels; None shows all.
+    """
     mpl.rcParams["font.size"] = 9
-    panels = panels_of(runs)
+    panels = dict(list(panels_of(runs).items())[:most])
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(5 * columns if columns > 1 else 7, 4.2 * rows), layout="constrained")
@@ -378,6 +386,9 @@ def main() -> None:
                 inside(folder / "inside.json", frozen).savefig(path, dpi=100, metadata={"Software": None})
             path = PICTURES / f"proof_{workload}_{folder.name}.png"
             picture(runs, about.metric).savefig(path, dpi=100, metadata={"Software": None})
+            if (workload, folder.name) in PICTURED:
+                first = picture(runs, about.metric, most=1)
+                first.savefig(path.with_stem(f"{path.stem}_short"), dpi=100, metadata={"Software": None})
             print(f"{workload} {folder.name}: {len(runs)} runs, {path}\n{text}")
     README.write_text(SUMMARY.sub(lambda found: found[1] + readme_summary(), README.read_text()))
 

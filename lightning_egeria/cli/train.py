@@ -206,6 +206,10 @@ def main() -> None:
     try:
         with _hydra_raises(True):
             _job()
+            sys.stdout.flush()
+    except BrokenPipeError:  # of `egeria-train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except Exception as error:  # it goes on unless it is a mistake in the configuration
         _end_with_message(error)
         raise
