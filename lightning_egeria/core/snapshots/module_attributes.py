@@ -245,7 +245,7 @@ def put_back(held: dict[Any, Any], items: Mapping[Any, Any]) -> None:
     """Give a dictionary its items back, in their order; past methods of the user's class."""
     kind = _base_of(held)
     if not _are_same(chain.from_iterable(kind.items(held)), chain.from_iterable(items.items())):
-        kind.clear(held)  # else somebody may be going through it, as torch through hooks
+        kind.clear(held)  # else other code may be iterating over it, as torch over hooks
         kind.update(held, items)
 
 

@@ -64,7 +64,7 @@ class DeviceTurns(ObserverCallback):
 
 
 class _Turns(Observer):
-    """The locks: who waits holds the place in the queue, so nobody can pass it."""
+    """The locks: a waiting process holds its place in the queue, so no other can pass it."""
 
     def __init__(self, path: Path) -> None:
         with contextlib.ExitStack() as stack:
