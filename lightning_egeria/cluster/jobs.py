@@ -166,7 +166,7 @@ def check(allocations: Mapping[str, Allocation], jobs: Sequence[JobView], cluste
     """
     unknown = allocations.keys() - {job.name for job in jobs}
     if unknown:
-        raise SchedulingError(f"{policy} gave devices to {sorted(unknown)}, which are no jobs that wait or run")
+        raise SchedulingError(f"{policy} gave devices to {sorted(unknown)}, which neither wait nor run")
     used: Counter[int] = Counter()
     for name, allocation in allocations.items():
         nodes = [node for node, _ in allocation]

@@ -47,8 +47,8 @@ class ReadAhead:
             batch = next(self._batches)
         except StopIteration:
             raise TrainingDataError(
-                f"the training data ended after {len(self.kept)} batches of a trial, which is before the length of the "
-                "loader says. Let len() of the loader or its sampler return the number of batches"
+                f"the training data ended after {len(self.kept)} batches of a trial, fewer than the loader's length. "
+                "Let len() of the loader or its sampler return the number of batches"
             ) from None
         random = RandomState.current()
         kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
