@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.session import CacheSession
-from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.caching.stats import NOTHING_FROZEN, CacheStats
 from lightning_egeria.caching.store.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.store.limits import Budget, Limits
 from lightning_egeria.caching.store.rows import Precision
@@ -86,6 +86,11 @@ class FrozenPrefixCache(WrappingDataModule):
         if entry_precision not in (None, *get_args(Precision)):
             known = ", ".join(map(repr, get_args(Precision)))
             raise ArgumentError(f"entry_precision must be {known} or None, got {entry_precision!r}")
+        if not isinstance(cache_dir, (str, os.PathLike, type(None))):
+            raise ArgumentError(
+                f"cache_dir must be the path of a folder, got {type(cache_dir).__name__}. Pass a loader for validation "
+                "as val_dataloaders=..."
+            )
         self._is_temporary = cache_dir is None
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.max_bytes = max_bytes
@@ -252,6 +257,11 @@ class FrozenPrefixCache(WrappingDataModule):
         return None
 
     def _tell_the_end(self) -> None:
+        if self._stats.off == NOTHING_FROZEN and not self._stats.misses and "freezing" not in methods_of(self.trainer):
+            self._notices.inform(
+                "nothing was cached, because no module is frozen. Call requires_grad_(False) and eval() on the modules "
+                "that need no training, or add KnowledgeGuidedFreezing() to the callbacks"
+            )
         for name, stats in (("training", self._stats), ("validation", self._validation_stats)):
             served = stats.hits + stats.advanced
             if served + stats.misses:

@@ -23,7 +23,7 @@ from lightning_egeria.caching.record.outside import Outside, has_samples
 from lightning_egeria.caching.record.tape import UNKNOWN, Node
 from lightning_egeria.caching.record.units import UnitCall
 from lightning_egeria.caching.serve import CachedBatch, paths_behind
-from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
+from lightning_egeria.caching.stats import NOTHING_FROZEN, Accounts, CacheStats, Habits
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.limits import Limits
 from lightning_egeria.caching.store.rows import Rows
@@ -111,7 +111,7 @@ class Stream:
         self._forget()
         self._planner.begin_frozen(frozen)
         self.accounts.restart()
-        self.stats.off = None if frozen is not None else "nothing is frozen"
+        self.stats.off = None if frozen is not None else NOTHING_FROZEN
 
     def stop(self, reason: str, once: str | None = None) -> None:
         """Cache nothing more until other modules are frozen; warn, for one problem of all streams only ``once``."""
