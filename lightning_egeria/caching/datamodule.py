@@ -48,7 +48,7 @@ class FrozenPrefixCache(WrappingDataModule):
         min_free_bytes: space to leave free on that disk.
         host_bytes: host memory for entries of training and validation together, besides the disk.
         device_bytes: GPU memory for entries, besides the disk.
-        entry_precision: ``"bf16"`` or ``"int8"`` keeps entries in fewer bits. What the frozen layers give is then
+        entry_precision: ``"bf16"`` or ``"int8"`` keeps entries in fewer bits. Outputs of frozen layers are then
             rounded in all steps from the first entry on, so training differs from that without the cache. None keeps
             entries as they are.
         augmentation_views: with random augmentation, how many variants of each sample to keep: in epoch ``e``, all

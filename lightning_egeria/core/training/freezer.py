@@ -34,7 +34,7 @@ def tell_what_trains(strategy: Any, frozen_buffers: Collection[str] = ()) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Freeze exactly the first ``depth`` layer modules, and why."""
+    """A decision to freeze exactly the first ``depth`` layer modules, with its reason."""
 
     depth: int
     reason: str

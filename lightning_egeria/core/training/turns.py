@@ -25,7 +25,7 @@ class DeviceTurns(ObserverCallback):
         path: a file for each device, the same for all its jobs; made if it does not exist. On a local disk.
 
     Raises:
-        ArgumentError: if it is a folder, or no path.
+        ArgumentError: if it is a folder, or not a path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
