@@ -189,7 +189,7 @@ class Stream:
         self._planner.keeps_samples = True
 
     def last_look(self, plan: Plan) -> Plan:
-        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
+        """Refresh a plan that was made ahead: load samples that have become doubtful since."""
         return self._planner.last_look(plan) if self.frozen is not None else plan
 
     def forget_verified(self, ids: Rows | None = None) -> None:

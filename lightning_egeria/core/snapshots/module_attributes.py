@@ -202,7 +202,7 @@ class _Known:
 
 
 class _Attributes:
-    """The attributes of one object. Most of a module are constants or empty, which this is quick with."""
+    """The attributes of one object. Most are constants or empty; these take the fast path."""
 
     __slots__ = ("empty", "kept", "values")
 
