@@ -208,7 +208,8 @@ def main() -> None:
             _job()
             sys.stdout.flush()
     except BrokenPipeError:  # of `egeria-train --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.close()  # what is left would be written at exit
         raise SystemExit(1) from None
     except Exception as error:  # it is raised again unless it is a mistake in the configuration
         _end_with_message(error)
