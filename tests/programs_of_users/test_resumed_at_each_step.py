@@ -123,7 +123,7 @@ def test_a_model_that_trains_less_is_looked_at_again(tmp_path):
     module, callback = OfAll(), scripted({5: 2, 25: 1})
     module.net[0].requires_grad_(False)
     said = run(module, callback, ckpt_path=tmp_path / "20.ckpt")
-    text = "is not that of the model: 'net.0.0.weight' and 3 more trained when the checkpoint was written, and does not"
+    text = "differs from the model's: 'net.0.0.weight' and 3 more trained when the checkpoint was written, and does not"
     assert any(text in one for one in said)
     assert callback.layer_modules == ["net.1.0", "net.2.0", "net.3.0", "net.4.0"]
     assert [(event.step, event.depth) for event in callback.events] == [(5, 2), (20, 0), (21, 2), (25, 1)]
