@@ -114,7 +114,7 @@ def test_the_released_backbone_moves_again_and_a_message_says_so(tmp_path):
     run(whole, guided(None), releasing(1), SavesAt(tmp_path, 20))
     before = copy.deepcopy(torch.load(tmp_path / "20.ckpt", weights_only=False)["state_dict"])
     said = run(resumed, guided(None), releasing(1), ckpt_path=tmp_path / "20.ckpt")
-    assert any("froze 'backbone.0.0.weight' and 7 more when the run resumed" in text for text in said)
+    assert any("when the run resumed, a callback froze 'backbone.0.0.weight' and 7 more" in text for text in said)
     assert not torch.equal(before["backbone.0.0.weight"], resumed.backbone[0][0].weight)
 
 
