@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich import filesize
 from torch import Tensor
 
 from lightning_egeria.caching.stats import CacheStats
@@ -539,7 +540,7 @@ class CachedValues:
         self.recording.restart(self._taken_by_others())
         share = "" if size <= room else f", of which {room / size:.0%} fit"
         return (
-            f"an output of {origin.modules} will take about {size / 1e9:.2f} GB in {store.folder} "
+            f"an output of {origin.modules} will take about {filesize.decimal(size)} in {store.folder} "
             f"({entries} entries of {form.row_bytes} bytes){share}"
         )
 

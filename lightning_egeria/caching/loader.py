@@ -56,7 +56,7 @@ class Line:
     Attributes:
         stream: plans, serves and records.
         loader: what to give to Lightning: a copy of the user's loader.
-        last: the batch that was handed on last, or its plan if it has nothing to do with the cache.
+        last: the last batch that was yielded; its plan if it bypassed the cache.
         is_followed: whether somebody asks for the ids of batches, or looks at batches ahead.
         wrap: returns a collate function to use in the place of the user's where nothing is cached; None: the user's.
     """

@@ -142,7 +142,7 @@ class Planner:
         return self._plan_reads(plan, entries, checks=False) if reads else self._plan_whole(plan)
 
     def last_look(self, plan: Plan) -> Plan:
-        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
+        """Refresh a plan that was made ahead: load samples that have become doubtful since."""
         if plan.mode is not Mode.FOLLOWED or not plan.stored:
             return plan
         if self._data_seconds < QUICK_S and not self._has_copies:

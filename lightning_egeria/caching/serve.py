@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from lightning_egeria.caching.stream import Stream
 
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
-UNPROVEN_STEP = 2**-8  # share of the largest value by which it may in a batch of a size that was never compared
+UNPROVEN_STEP = 2**-8  # tolerance, relative to the largest value, for batch sizes that were never compared
 Made = npt.NDArray[np.uint64]
 
 

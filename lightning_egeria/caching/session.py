@@ -28,7 +28,7 @@ class CacheSession(Observer):
         notices: takes messages.
 
     Attributes:
-        lines: the ways of the loaders' batches, by name; training is ``"training"``.
+        lines: one pipeline of batches for each loader, by name; training is ``"training"``.
     """
 
     def __init__(self, trainer: pl.Trainer, notices: Notices) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lightning_egeria.caching.serve import CachedBatch
 
 
+NOTHING_FROZEN = "nothing is frozen"
+
+
 @dataclasses.dataclass
 class CacheStats:
     """What the cache has done in training, or in validation.
@@ -57,7 +60,7 @@ class CacheStats:
     seconds_saved: float = 0.0
     values: int = 0
     not_kept: str = ""
-    off: str | None = "nothing is frozen"
+    off: str | None = NOTHING_FROZEN
 
 
 @contextlib.contextmanager

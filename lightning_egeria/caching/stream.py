@@ -24,11 +24,11 @@ from lightning_egeria.caching.record.outside import Outside, has_samples
 from lightning_egeria.caching.record.tape import UNKNOWN, Node
 from lightning_egeria.caching.record.units import UnitCall
 from lightning_egeria.caching.serve import CachedBatch, paths_behind
-from lightning_egeria.caching.stats import Accounts, CacheStats, Habits, spending
+from lightning_egeria.caching.stats import NOTHING_FROZEN, Accounts, CacheStats, Habits, spending
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.limits import Limits
 from lightning_egeria.caching.store.rows import Rows
-from lightning_egeria.caching.store.samples import without_inputs
+from lightning_egeria.caching.store.samples import Opaque, decode, without_inputs
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError, StoreError
 
@@ -112,7 +112,7 @@ class Stream:
         self._forget()
         self._planner.begin_frozen(frozen)
         self.accounts.restart()
-        self.stats.off = None if frozen is not None else "nothing is frozen"
+        self.stats.off = None if frozen is not None else NOTHING_FROZEN
 
     def stop(self, reason: str, once: str | None = None) -> None:
         """Cache nothing more until other modules are frozen; warn, for one problem of all streams only ``once``."""
@@ -206,7 +206,7 @@ class Stream:
         self._planner.keeps_samples = True
 
     def last_look(self, plan: Plan) -> Plan:
-        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
+        """Refresh a plan that was made ahead: load samples that have become doubtful since."""
         return self._planner.last_look(plan) if self.frozen is not None else plan
 
     def forget_verified(self, ids: Rows | None = None) -> None:
@@ -312,6 +312,7 @@ class Stream:
             self._problem(batch, node, value, problem)
             return
         self._notices.inform(self._open(batch, node, value, paths, sizes))
+        self._tell_what_is_not_kept(batch)
         batch.matches += 1
         if batch.eager:  # which inputs are left out of the fields is known at its end
             batch.waiting.append((self.values.all[-1], node, value.detach().clone()))
@@ -404,6 +405,18 @@ class Stream:
         # Samples that were left out have their fields in the stores of other values.
         room = max([64, FIELD_SLACK * longest, *(one.store.manifest.field_bytes for one in self.values)])
         return self.values.open(origin, value, room, node.key, sizes)
+
+    def _tell_what_is_not_kept(self, batch: CachedBatch) -> None:
+        """Say which type of field makes the cache load every sample again."""
+        fields = next((one for one in batch.fields if one is not None), None)
+        kinds = {leaf.type_name for leaf in decode(fields) if isinstance(leaf, Opaque)} if fields is not None else set()
+        if kinds:
+            self._notices.inform(
+                f"all samples are loaded in each epoch: fields of type {', '.join(sorted(kinds))} cannot be stored. "
+                "Have the dataset return plain tensors, in dicts, lists or tuples (with torchvision.transforms.v2, add "
+                "ToPureTensor() as the last transform)",
+                once=f"fields of {self._name}",
+            )
 
     def _shows_nothing(self, reason: str) -> None:
         """A probe showed nothing; another batch is tried.

@@ -37,11 +37,11 @@ def samples_of(batch: Any) -> int:
     for leaf in tensor_leaves(batch):
         if leaf.ndim:
             return len(leaf)
-    raise RowsError(f"a batch of type {type(batch).__name__} holds no tensor with one row a sample")
+    raise RowsError(f"a batch of type {type(batch).__name__} has no tensor with one row for each sample")
 
 
 class Rows:
-    """Samples, taken apart into columns: what holds one value a sample, and the structure around these.
+    """Samples, taken apart into columns: what holds one value for each sample, and the structure around these.
 
     A column is a tensor or an array whose first dimension is the samples, or a list with one element a sample, such as
     texts or tensors of several sizes. All else is the same for the whole batch and stays in the structure. A `Layout`
@@ -71,7 +71,7 @@ class Rows:
             layout: of an earlier batch, which holds for the parts that it names.
 
         Raises:
-            RowsError: nothing in the batch has one value a sample, or a column does not.
+            RowsError: nothing in the batch has one value for each sample, or a column does not.
 
         >>> Rows.of((torch.arange(3), {"text": ["a", "b", "c"]}), 3).take(np.array([2, 0])).batch()
         (tensor([2, 0]), {'text': ['c', 'a']})
@@ -200,7 +200,9 @@ def _taken_apart(value: Any, samples: int, columns: list[Any], known: Layout, fo
         )
     if where is not None:
         if _sizes(value)[:1] != [samples]:
-            raise RowsError(f"a part of a batch of {samples} samples has the size {_sizes(value)}, expected a row each")
+            raise RowsError(
+                f"a part of a batch of {samples} samples has the size {_sizes(value)}, expected one row for each sample"
+            )
         columns.append(value)
         return _Column(len(columns) - 1)
     return _changed(value, lambda key, part: _taken_apart(part, samples, columns, known, found, f"{path}/{key}"))

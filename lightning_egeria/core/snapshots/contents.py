@@ -61,8 +61,7 @@ def digests_of(
         most: how many objects to look at.
         across_runs: whether a digest is the same in another run: then tensors on other devices are read, whose version
             counters tell within a run, and objects that are not looked at are named by their class.
-        strict: whether an object that raises when it is looked at does so here; else only another object differs from
-            it.
+        strict: if True, errors of an object that is read are raised; otherwise, such an object is compared by identity.
 
     >>> class Squares:
     ...     def __init__(self): self.targets, self.epoch = [0, 1, 4], 0

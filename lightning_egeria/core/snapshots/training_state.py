@@ -35,7 +35,7 @@ class TrainingState:
 
     It holds copies of parameters, their gradients, buffers, the state, settings and attributes of optimizers, the state
     of ``others``, and the random state of torch, numpy and Python. Parameters that only an optimizer knows count.
-    Parameters, buffers and submodules keep their identity, so nothing that refers to them needs to know; added ones go.
+    Parameters, buffers and submodules keep their identity, so references to them stay valid; added ones are removed.
     Copies are on the devices of their tensors, or in a `TensorStore`, which shares what several states have in common.
     A tensor that FSDP2 divides is copied in parts, by each rank its own.
 

@@ -115,7 +115,7 @@ class AdaptedLoader:
         return generator.get_state() if isinstance(generator, torch.Generator) else None
 
     def resume(self, state: Mapping[str, Any] | None, generator: Tensor | None) -> None:
-        """Let the next epoch go on from the place of a `state`, with this number of processes.
+        """Let the next epoch continue from the place of a `state`, with this number of processes.
 
         If the sampler does not repeat its order, a warning says so, and the epoch begins again.
 
@@ -146,7 +146,7 @@ class AdaptedLoader:
         self._go_on(place, place.share, sizes)
 
     def begin_again(self, batches: int) -> None:
-        """Let the next epoch be a whole one, although it goes on from batch ``batches`` of one that was left."""
+        """Let the next epoch be a whole one, although it continues from batch ``batches`` of one that was left."""
         place = _Place(EpochOrder.now(self.loader, self._sampler), 0, batches, self._replicas)
         again: Any = iter(self.batches.sampler)
         place.share = list(itertools.chain.from_iterable(again) if self._joined else again)

@@ -57,8 +57,8 @@ class ReadAhead:
             batch = next(self._batches)
         except StopIteration:
             raise TrainingDataError(
-                f"the training data ended after {len(self.kept)} batches of a trial, which is before the length of the "
-                "loader says. Let len() of the loader or its sampler return the number of batches"
+                f"the training data ended after {len(self.kept)} batches of a trial, fewer than the loader's length. "
+                "Let len() of the loader or its sampler return the number of batches"
             ) from None
         random = RandomState.current()
         kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
@@ -158,17 +158,17 @@ class Feed:
         return self._fetcher
 
     def room(self, copies: int = 1) -> int:
-        """Return how many batches like the next one of training may be kept, each so many times."""
+        """Return how many batches like the next one of training may be kept, each this many times."""
         if not self.ahead.kept:
             self.ahead.load()
         return MOST_BYTES // max(1, copies * sum(leaf.nbytes for leaf in tensor_leaves(self.ahead.kept[0].item)))
 
     def skip(self, batches: int) -> None:
-        """Let training go on behind the first batches."""
+        """Let training continue behind the first batches."""
         del self.ahead.kept[:batches]
 
     def restart(self, batches: int) -> None:
-        """Let training go through its loader anew, in an epoch that has had so many batches."""
+        """Let training go through its loader again, in an epoch that has had this many batches."""
         iter(self)
         self._fetcher.fetched += batches
 

@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 class ResumableCheckpoints(pl.Callback):
     """Writes `last.ckpt` every few steps, and when the process gets SIGUSR1 or SIGTERM, which end it with status 75.
 
-    A run that goes on from that file ends bit for bit as one that was not stopped, if it is deterministic otherwise:
+    A run that resumes from that file ends bit for bit as one that was not stopped, if it is deterministic otherwise:
     the generators of random numbers and the place in the epoch return too. Batches before that place are loaded again,
     and skipped. This needs a loader with a length.
 
@@ -44,7 +44,7 @@ class ResumableCheckpoints(pl.Callback):
         self._asked = False  # by a signal
         self._leaving = False  # as all ranks know
         self._due = False
-        self._at_beginning = False  # of an epoch, where this process goes on
+        self._at_beginning = False  # of an epoch, where this process continues
         self._steps_before = 0
         self._batches = 0  # of this epoch, so far
         self._at_epoch_start: RandomState | None = None
@@ -76,7 +76,7 @@ class ResumableCheckpoints(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save after an optimizer step, if it is time to or somebody asks."""
+        """Save after an optimizer step, if it is time, or if a save was asked for."""
         self._batches = batch_idx + 1
         if trainer.global_step == self._steps_before:
             return  # gradients wait for more batches
