@@ -63,11 +63,11 @@ class Method:
     def __call__(self, train: Callable[[Run], None]) -> Callable[[Run], None]:
         self.train = train
         METHODS[train.__name__] = self
-        self.lines = sum(_lines(part) for part in (train, *self.parts)) - _PLAIN
+        self.lines = sum(lines_of(part) for part in (train, *self.parts)) - _PLAIN
         return train
 
 
-def _lines(part: Any) -> int:
+def lines_of(part: Any) -> int:
     """Lines of code, without decorators, names of functions, docstrings, comments and empty lines."""
     lines, quoted = 0, False
     for line in inspect.getsource(part).splitlines():
