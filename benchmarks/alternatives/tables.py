@@ -102,14 +102,8 @@ def draw(axes: Axes, title: str, shown: Sequence[tuple[str, Runs]]) -> None:
     for color, (method, runs) in zip(COLORS, shown, strict=False):
         seconds, accuracies = mean_curve(runs)
         ours = method == "ours_tuned"
-        axes.plot(
-            seconds,
-            accuracies,
-            color=COLORS[-1] if ours else color,
-            linewidth=2.2 if ours else 1.4,
-            marker="o",
-            markersize=3,
-        )
+        color = COLORS[-1] if ours else color
+        axes.plot(seconds, accuracies, color=color, linewidth=2.2 if ours else 1.4, marker="o", markersize=3)
         spread = interval([100 * one["accuracy"] for one in runs.values()])
         if not math.isnan(spread):
             axes.errorbar(seconds[-1], accuracies[-1], spread, color=color, capsize=2, alpha=0.5)

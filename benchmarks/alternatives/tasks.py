@@ -177,6 +177,6 @@ class Task:
 TASKS = {
     "trashnet": Task(False, "trashnet", 6, 800, 497, 5),
     "imagenette": Task(False, "imagenette", 10, 800, 500, 5),
-    "banking77": Task(True, "banking77", 77, 800, 400, 4),
-    "newsgroups": Task(True, "newsgroups", 20, 800, 400, 4),
+    "banking77": Task(True, "banking77", 77, 600, 300, 4),
+    "newsgroups": Task(True, "newsgroups", 20, 600, 300, 4),
 }
