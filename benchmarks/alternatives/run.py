@@ -30,6 +30,13 @@ from lightning_egeria import KnowledgeGuidedFreezing
 
 RESULTS = Path(__file__).parents[1] / "proof" / "results" / "alternatives"
 CHOOSING_SEED = 100
+# Methods that train as another one does, so its rate is theirs.
+AS_OTHERS = {
+    "shortened": "plain",
+    "lora_third_cached": "lora_third",
+    "half_cached": "by_hand",
+    "ours_selective": "ours_tuned",
+}
 OURS = "ours_tuned"  # the shortened plain run takes its time
 
 
@@ -114,7 +121,7 @@ def results(task: str) -> list[dict[str, Any]]:
 
 def chosen_rate(task: str, method: str, kept: list[dict[str, Any]]) -> float | None:
     """The rate with the best accuracy on what is held out of the training set; None if not all were tried."""
-    method = "plain" if method == "shortened" else method
+    method = AS_OTHERS.get(method, method)
     tried = {one["rate"]: one["accuracy"] for one in kept if one["method"] == method and one["choosing"]}
     rates = [METHODS[method].scale * rate for rate in TASKS[task].rates]
     return max(rates, key=lambda rate: tried[rate]) if all(rate in tried for rate in rates) else None
@@ -144,7 +151,7 @@ def add(arguments: list[str]) -> None:
 def all_of(task: str, methods: list[str], data: Path, seeds: int, only_choosing: bool) -> None:
     """What is not there yet, one run at a time; the methods take turns."""
     for method in methods:
-        for rate in [] if method == "shortened" else [METHODS[method].scale * one for one in TASKS[task].rates]:
+        for rate in [] if method in AS_OTHERS else [METHODS[method].scale * one for one in TASKS[task].rates]:
             if not any(one["method"] == method and one["choosing"] and one["rate"] == rate for one in results(task)):
                 add(
                     [
