@@ -16,7 +16,8 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.proof import ages, compare, costs, figures, inside, loss_by_depth, results, workloads
+from benchmarks.alternatives import tables
+from benchmarks.proof import ages, compare, costs, defaults, figures, inside, loss_by_depth, results, workloads
 from benchmarks.proof import run as run_module
 from benchmarks.proof.controls import (
     AutoFreeze,
@@ -511,6 +512,25 @@ def test_the_published_losses_are_what_the_files_give():
 )
 def test_a_run_counts_for_the_depth_that_it_stays_at(method, batches, depth):
     assert loss_by_depth.depth_of({"method": method, "curve": [{"batches": batches}]}) == depth
+
+
+def test_the_published_costs_of_the_defaults_are_what_the_files_give():
+    assert defaults.PUBLISHED.read_text() == defaults.table()
+
+
+@pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_the_comparison_with_alternatives_is_what_its_lines_give(path):
+    assert path.with_suffix(".md").read_text() == tables.table(path.stem, tables.runs_of(path.stem))
+
+
+def test_the_readme_shows_what_its_lines_give():
+    ((_, text),) = tables.SUMMARY.findall(figures.README.read_text())
+    assert text == tables.summary()
+
+
+def test_what_a_user_writes_is_counted_without_what_a_plain_run_has():
+    assert tables.METHODS["plain"].lines == 0
+    assert tables.METHODS["ours"].lines == 1
 
 
 def test_the_readme_shows_what_the_files_give():

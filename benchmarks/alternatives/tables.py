@@ -4,6 +4,7 @@ python -m benchmarks.alternatives.tables
 """
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from benchmarks.alternatives.methods import METHODS
 from benchmarks.alternatives.run import RESULTS, chosen_rate, final, results
 from benchmarks.alternatives.tasks import TASKS
-from benchmarks.proof.figures import PICTURES, interval, with_interval
+from benchmarks.proof.figures import PICTURES, README, interval, with_interval
 
 Runs = Mapping[int, Mapping[str, Any]]
 # At most five lines in a panel; a plain run is in each.
@@ -37,7 +38,20 @@ SHORT_TITLES = {
     "half_cached": "half frozen, cached",
     "ours_tuned": "ours",
 }
-COLORS = ("#4a4a4a", "#2b6cb0", "#2f855a", "#7b5ea7", "#c05621")
+# Rows and columns of the table in the README.
+SUMMARY_METHODS = (
+    "plain",
+    "shortened",
+    "backbone_finetuning",
+    "linear_probe",
+    "lora_third",
+    "by_hand",
+    "ours",
+    "ours_tuned",
+)
+SUMMARY_TASKS = {"trashnet": "EfficientNet-Lite0 on TrashNet", "banking77": "MiniLM on Banking77"}
+SUMMARY = re.compile(r"(<!-- benchmarks.alternatives.tables -->\n)(.*?)(?=<!-- end of it -->)", re.DOTALL)
+COLORS, COLOR_OF_OURS = ("#4a4a4a", "#2b6cb0", "#2f855a", "#7b5ea7", "#d53f8c"), "#c05621"
 
 
 def runs_of(task: str) -> dict[str, Runs]:
@@ -87,6 +101,23 @@ def table(task: str, runs: Mapping[str, Runs]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def summary() -> str:
+    """For the README: share of the plain run's time, and accuracy, of what most readers would do."""
+    rows = [f"| | {' | '.join(SUMMARY_TASKS.values())} |", "|---" * (len(SUMMARY_TASKS) + 1) + "|"]
+    found = {task: runs_of(task) for task in SUMMARY_TASKS}
+    for method in SUMMARY_METHODS:
+        cells = []
+        for runs in found.values():
+            if method not in runs:
+                cells.append("-")
+                continue
+            time = median(runs[method], "cpu_seconds") / median(runs["plain"], "cpu_seconds")
+            accuracy = with_interval([100 * one["accuracy"] for one in runs[method].values()], ".1f")
+            cells.append(f"**{time:.2f}**, {accuracy} %")
+        rows.append(f"| {METHODS[method].title} | {' | '.join(cells)} |")
+    return "\n" + "\n".join(rows) + "\n\n"
+
+
 def mean_curve(runs: Runs) -> tuple[list[float], list[float]]:
     """Mean seconds and accuracy at each validation."""
     points = [one["points"] for one in runs.values()]
@@ -102,20 +133,21 @@ def draw(axes: Axes, title: str, shown: Sequence[tuple[str, Runs]]) -> None:
     for color, (method, runs) in zip(COLORS, shown, strict=False):
         seconds, accuracies = mean_curve(runs)
         ours = method == "ours_tuned"
-        color = COLORS[-1] if ours else color
+        color = COLOR_OF_OURS if ours else color
         axes.plot(seconds, accuracies, color=color, linewidth=2.2 if ours else 1.4, marker="o", markersize=3)
         spread = interval([100 * one["accuracy"] for one in runs.values()])
         if not math.isnan(spread):
             axes.errorbar(seconds[-1], accuracies[-1], spread, color=color, capsize=2, alpha=0.5)
         ends.append((accuracies[-1], seconds[-1], SHORT_TITLES[method], color))
     low, high = axes.get_ylim()
-    height = 0.075 * (high - low)
-    last = -float("inf")
-    for value, second, name, color in sorted(ends):  # names that would overlap move up
-        last = max(value, last + height)
-        axes.annotate(
-            name, (second, value), (second + 0.02 * axes.get_xlim()[1], last), color=color, fontsize=8, va="center"
-        )
+    height, width = 0.075 * (high - low), 0.3 * axes.get_xlim()[1]
+    placed: list[tuple[float, float]] = []
+    for value, second, name, color in sorted(ends):  # a name that would lie on another one moves up
+        at = value
+        while any(abs(second - x) < width and abs(at - y) < height for x, y in placed):
+            at += height / 4
+        placed.append((second, at))
+        axes.annotate(name, (second, value), (second + 0.05 * width, at), color=color, fontsize=8, va="center")
     axes.set_title(title, fontsize=9, loc="left")
     axes.set_xlim(0, 1.45 * axes.get_xlim()[1])
     axes.set_xlabel("CPU seconds of the whole fit, one core", fontsize=8)
@@ -145,6 +177,7 @@ def main() -> None:
         Path(RESULTS / f"{task}.md").write_text(table(task, runs))
         picture(runs).savefig(PICTURES / f"alternatives_{task}.png", dpi=130, metadata={"Software": None})
         print(table(task, runs))
+    README.write_text(SUMMARY.sub(lambda found: found[1] + summary(), README.read_text()))
 
 
 if __name__ == "__main__":
