@@ -1,7 +1,7 @@
 """What is `optimisations: auto` worth? Four jobs of `egeria jobs`, each beside the same job without methods.
 
 One trains from scratch with a learning rate that falls in steps, one fine-tunes pre-trained weights, one trains on two
-processes with a slow link between them, and one is tiny. Printed are what `auto` chose and why, and of both runs the
+processes, and one is tiny. Printed are what `auto` chose and why, and of both runs the
 seconds of training and the final metric. Jobs run one after the other. Methods that are on also decide anew what they
 cost, so run it on a machine with nothing else to do.
 
@@ -71,8 +71,11 @@ def on_images(data: Path) -> dict[str, dict]:
 def _named(experiment: str, steps: list[str], tuned: list[str], ranks: list[str], tiny: list[str]) -> dict[str, dict]:
     jobs = {}
     for name, overrides in (("steps", steps), ("tuned", tuned), ("ranks", ranks), ("tiny", tiny)):
-        resources = {"devices": 2, "link_gbit": 1} if name == "ranks" else {"devices": 2}
-        jobs[name] = {"name": name, "entry": {"experiment": experiment, "overrides": overrides}, "resources": resources}
+        jobs[name] = {
+            "name": name,
+            "entry": {"experiment": experiment, "overrides": overrides},
+            "resources": {"devices": 2},
+        }
     return jobs
 
 

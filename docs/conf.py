@@ -27,6 +27,7 @@ author = "the lightning_egeria authors"
 version = release = lightning_egeria.__version__
 html_title = f"lightning_egeria {release}"
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_show_copyright = False

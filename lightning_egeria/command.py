@@ -78,7 +78,7 @@ def _overview() -> argparse.ArgumentParser:
     lines = [f"  {name:9} {text}\n            egeria {name} {example}" for name, (_, text, example) in COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="egeria",
-        description="Stop paying for the part of a network that has converged.",
+        description="Train the same PyTorch Lightning model in less time, and manage its runs.",
         epilog="\n".join(["commands:", *lines, "", "`egeria COMMAND --help` explains one."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

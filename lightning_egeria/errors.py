@@ -113,7 +113,7 @@ class QueueError(JobError):
 
 
 class ExecutionError(JobError):
-    """A job that was handed over cannot start or go on: its environment, its data, or its run directory."""
+    """A job that was handed over cannot start or continue: its environment, its data, or its run directory."""
 
     layer = "execute"
 

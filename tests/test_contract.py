@@ -1,9 +1,11 @@
 """What every method promises, whatever it saves."""
 
 import copy
+import functools
 import itertools
 import json
 import pickle
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -38,15 +40,42 @@ def train(method, callbacks, folder, module=None, *others, idle=False, **argumen
     return module, fit(module, *callbacks, *others, data=method.data(folder, idle=idle), **arguments)
 
 
+class Run(NamedTuple):
+    """One active run of a method, which several tests compare others with."""
+
+    module: Classifier
+    callbacks: list[Any]
+    changes: list[Any]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A module that was trained without a method."""
+    module = classifier()
+    fit(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """Returns the first run of a method."""
+
+    @functools.cache
+    def run(name):
+        method, callbacks = METHODS[name], METHODS[name].active()
+        module, trainer = train(method, callbacks, tmp_path_factory.mktemp("first"))
+        return Run(module, callbacks, method.changes(trainer))
+
+    return run
+
+
 def modes(module):
     return {path: part.training for path, part in module.named_modules()}
 
 
 @each_and_background
-def test_idle_it_changes_no_bit_of_training(name, tmp_path):
+def test_idle_it_changes_no_bit_of_training(name, plain, tmp_path):
     method = WITH_A_PROCESS[name]
-    plain = classifier()
-    fit(plain)
     watched, trainer = train(method, method.idle(), tmp_path, idle=True)
     assert watched.losses == plain.losses
     assert equal(watched, plain)
@@ -57,45 +86,39 @@ def test_idle_it_changes_no_bit_of_training(name, tmp_path):
 
 
 @each
-def test_active_it_changes_training_and_is_repeatable(name, tmp_path):
-    method = METHODS[name]
-    plain = classifier()
-    fit(plain)
-    runs = [train(method, method.active(), tmp_path / str(number)) for number in range(2)]
-    (first, trainer), (second, _) = runs
-    assert len(method.changes(trainer)) >= 1
-    assert not equal(first, plain)
-    assert first.losses == second.losses
-    assert equal(first, second)
+def test_active_it_changes_training_and_is_repeatable(name, plain, first, tmp_path):
+    again, _ = train(METHODS[name], METHODS[name].active(), tmp_path)
+    module, _, changes = first(name)
+    assert len(changes) >= 1
+    assert not equal(module, plain)
+    assert module.losses == again.losses
+    assert equal(module, again)
 
 
 class Saves(L.Callback):
-    def __init__(self, path, epoch):
-        self.path, self.epoch = path, epoch
+    def __init__(self, folder):
+        self.folder = folder
 
     def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.folder / f"epoch {trainer.current_epoch}")
 
 
 @each
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_resumed_run_is_the_uninterrupted_one(name, epoch, tmp_path):
+def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
     method = METHODS[name]
     # Lightning keeps no random state in checkpoints: without dropout nothing is drawn.
-    whole, uninterrupted = train(
-        method, method.active(), tmp_path / "first", classifier(0), Saves(tmp_path / "checkpoint", epoch)
-    )
-    resumed, trainer = train(
-        method, method.active(), tmp_path / "second", classifier(0), ckpt_path=tmp_path / "checkpoint"
-    )
-    assert trainer.global_step == uninterrupted.global_step
-    assert method.steps is None or trainer.global_step == method.steps[0]
-    assert resumed.losses == whole.losses[-len(resumed.losses) :]
-    assert 0 < len(resumed.losses) <= 5 * (2 - epoch)
-    assert equal(resumed, whole)
-    assert method.changes(trainer) == method.changes(uninterrupted)
-    assert len(method.changes(trainer)) >= 1
+    whole, uninterrupted = train(method, method.active(), tmp_path / "first", classifier(0), Saves(tmp_path))
+    for epoch in (0, 1):
+        resumed, trainer = train(
+            method, method.active(), tmp_path / f"from {epoch}", classifier(0), ckpt_path=tmp_path / f"epoch {epoch}"
+        )
+        assert trainer.global_step == uninterrupted.global_step
+        assert method.steps is None or trainer.global_step == method.steps[0]
+        assert resumed.losses == whole.losses[-len(resumed.losses) :]
+        assert 0 < len(resumed.losses) <= 5 * (2 - epoch)
+        assert equal(resumed, whole)
+        assert method.changes(trainer) == method.changes(uninterrupted)
+        assert len(method.changes(trainer)) >= 1
 
 
 def run_on_a_rank(name, folder):
@@ -226,25 +249,23 @@ def test_a_second_fit_of_one_trainer_goes_on(name, tmp_path):
 
 
 @each
-def test_a_pickled_callback_trains_alike(name, tmp_path):
+def test_a_pickled_callback_trains_alike(name, first, tmp_path):
     method = METHODS[name]
-    first, _ = train(method, method.active(), tmp_path / "first")
-    second, trainer = train(method, pickle.loads(pickle.dumps(method.active())), tmp_path / "second")
-    assert equal(first, second)
+    module, trainer = train(method, pickle.loads(pickle.dumps(method.active())), tmp_path)
+    assert equal(first(name).module, module)
     assert len(method.changes(trainer)) >= 1
 
 
 @each
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_a_used_callback_can_be_copied(name, copied, tmp_path):
-    method, callbacks = METHODS[name], METHODS[name].active()
-    first, trainer = train(method, callbacks, tmp_path / "first")
+def test_a_used_callback_can_be_copied(name, copied, first, tmp_path):
+    method, (used, callbacks, changes) = METHODS[name], first(name)
     copies = copied(callbacks)
     kept, expected = (json.dumps([without_tensors(one.state_dict()) for one in those]) for those in (copies, callbacks))
     assert kept == expected
-    second, again = train(method, copies, tmp_path / "second")
-    assert equal(first, second)
-    assert method.changes(again) == method.changes(trainer)
+    module, trainer = train(method, copies, tmp_path)
+    assert equal(used, module)
+    assert method.changes(trainer) == changes
 
 
 @each

@@ -35,6 +35,8 @@ SUMMARIZED = {
     ("multi30k_transformer", "small"): "from scratch: translation transformer, one cycle, 12 epochs, BLEU",
 }
 SUMMARY_METHODS = ("cached", "half", "shortened")
+# Workloads with a picture of the first panel alone.
+PICTURED = {("trashnet_efficientnet", "small"), ("cifar10_resnet20", "small")}
 TITLES = {
     "plain": "plain",
     "shortened": "plain, shortened",
@@ -74,7 +76,6 @@ COLORS = {"plain": "#4a4a4a", "cached": "#c05621"}
 OTHER_COLORS = ("#2b6cb0", "#2f855a", "#7b5ea7", "#d53f8c")  # of other methods, in the order of their panel
 # Rows of the short table: what most readers ask for.
 SHORT = ("plain", "shortened", "freezing", "cached", "half", "deep")
-MANY = 6  # methods from which a page shows the short table first
 
 
 def interval(values: Sequence[float]) -> float:
@@ -190,9 +191,7 @@ def table(runs: Sequence[Run], costs: Mapping[str, Any]) -> str:
 
 
 def short_table(runs: Sequence[Run]) -> str:
-    """The methods that most readers ask for, in the columns that they read first; empty if the whole table is short."""
-    if len({run.method for run in runs}) < MANY:
-        return ""
+    """The methods that most readers ask for, in the columns that they read first."""
     plain = [run for run in runs if run.method == "plain"]
     base = statistics.fmean(run.seconds for run in plain)
     rows = ["| method | training time | final, % | vs. plain | frozen |", "|---|---|---|---|---|"]
@@ -284,10 +283,16 @@ def panels_of(runs: Sequence[Run]) -> Mapping[str, Sequence[str]]:
     return {title: names for title, names in panels.items() if title == first or not {*names} <= COLORS.keys()}
 
 
-def picture(runs: Sequence[Run], metric: str) -> Figure:
-    """Metric over training time, mean and range over the seeds, and below it the frozen share: in panels."""
+def picture(runs: Sequence[Run], metric: str, most: int | None = None) -> Figure:
+    """Metric over training time, mean and range over the seeds, and below it the frozen share: in panels.
+
+    Args:
+        runs: of one workload.
+        metric: name of the metric.
+        most: number of panels; None shows all.
+    """
     mpl.rcParams["font.size"] = 9
-    panels = panels_of(runs)
+    panels = dict(list(panels_of(runs).items())[:most])
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(5 * columns if columns > 1 else 7, 4.2 * rows), layout="constrained")
@@ -340,7 +345,7 @@ def _draw_metric(axes: Axes, runs: Sequence[Run], color: str, title: str) -> Non
 
 
 def _draw_frozen(axes: Axes, runs: Sequence[Run], color: str, width: float) -> None:
-    run = runs[0]
+    run = sorted(runs, key=lambda one: one.seconds)[len(runs) // 2]  # as long as the line above, which is a mean
     if not run.layer_modules:
         return
     times, shares = [0.0], [0.0]
@@ -372,8 +377,7 @@ def main() -> None:
                 continue
             text = table(runs, costs_of(workload, folder.name))
             (folder / "table.md").write_text(text)
-            if short := short_table(runs):
-                (folder / "short.md").write_text(short)
+            (folder / "short.md").write_text(short_table(runs))
             if varied := sensitivity(runs):
                 (folder / "sensitivity.md").write_text(varied)
             if (folder / "inside.json").is_file():
@@ -382,6 +386,9 @@ def main() -> None:
                 inside(folder / "inside.json", frozen).savefig(path, dpi=100, metadata={"Software": None})
             path = PICTURES / f"proof_{workload}_{folder.name}.png"
             picture(runs, about.metric).savefig(path, dpi=100, metadata={"Software": None})
+            if (workload, folder.name) in PICTURED:
+                first = picture(runs, about.metric, most=1)
+                first.savefig(path.with_stem(f"{path.stem}_short"), dpi=100, metadata={"Software": None})
             print(f"{workload} {folder.name}: {len(runs)} runs, {path}\n{text}")
     README.write_text(SUMMARY.sub(lambda found: found[1] + readme_summary(), README.read_text()))
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from rich import filesize
 from torch.utils.data import DataLoader
 
 from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.session import CacheSession
-from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.caching.stats import NOTHING_FROZEN, CacheStats, spending
 from lightning_egeria.caching.store.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.store.limits import Budget, Limits
 from lightning_egeria.caching.store.rows import Precision
@@ -47,7 +49,7 @@ class FrozenPrefixCache(WrappingDataModule):
         min_free_bytes: space to leave free on that disk.
         host_bytes: host memory for entries of training and validation together, besides the disk.
         device_bytes: GPU memory for entries, besides the disk.
-        entry_precision: ``"bf16"`` or ``"int8"`` keeps entries in fewer bits. What the frozen layers give is then
+        entry_precision: ``"bf16"`` or ``"int8"`` keeps entries in fewer bits. Outputs of frozen layers are then
             rounded in all steps from the first entry on, so training differs from that without the cache. None keeps
             entries as they are.
         augmentation_views: with random augmentation, how many variants of each sample to keep: in epoch ``e``, all
@@ -85,6 +87,11 @@ class FrozenPrefixCache(WrappingDataModule):
         if entry_precision not in (None, *get_args(Precision)):
             known = ", ".join(map(repr, get_args(Precision)))
             raise ArgumentError(f"entry_precision must be {known} or None, got {entry_precision!r}")
+        if not isinstance(cache_dir, (str, os.PathLike, type(None))):
+            raise ArgumentError(
+                f"cache_dir must be the path of a folder, got {type(cache_dir).__name__}. Pass a loader for validation "
+                "as val_dataloaders=..."
+            )
         self._is_temporary = cache_dir is None
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
         self.max_bytes = max_bytes
@@ -119,6 +126,7 @@ class FrozenPrefixCache(WrappingDataModule):
         """Set up the user's data module, and begin the cache."""
         super().setup(stage)
         if stage == "fit":
+            started = time.perf_counter()
             check_combination(methods_of(self.trainer))
             self._close()
             reason = self._reason_against()
@@ -132,6 +140,7 @@ class FrozenPrefixCache(WrappingDataModule):
             elif self.trainer is not None:
                 self._cache, self._host = CacheSession(self.trainer, self._notices), Budget(self.host_bytes)
                 self._stats, self._validation_stats = CacheStats(), CacheStats()
+                self._stats.seconds_saved -= time.perf_counter() - started
                 atexit.register(self._close)  # for a callback that raises in `on_exception`
 
     def train_dataloader(self) -> Any:
@@ -144,7 +153,10 @@ class FrozenPrefixCache(WrappingDataModule):
                 "FSDP2 gathers the weights of a layer on all ranks together, and a rank that has the layer's outputs "
                 "would not take part"
             )
-        return self._line("training", loader) if self._cache is not None and is_asked_by_loop() else loader
+        if self._cache is None or not is_asked_by_loop():
+            return loader
+        with spending(self._stats):
+            return self._line("training", loader)
 
     def _val_dataloader(self) -> Any:
         """Return the user's validation loaders, with plans behind their batches."""
@@ -152,9 +164,10 @@ class FrozenPrefixCache(WrappingDataModule):
         fits = getattr(getattr(self.trainer, "state", None), "fn", None) == TrainerFn.FITTING
         if self._cache is None or not fits or not is_asked_by_loop():
             return loaders
-        if isinstance(loaders, (list, tuple)):
-            return [self._line(f"validation {at}", loader) for at, loader in enumerate(loaders)]
-        return self._line("validation", loaders)
+        with spending(self._validation_stats):
+            if isinstance(loaders, (list, tuple)):
+                return [self._line(f"validation {at}", loader) for at, loader in enumerate(loaders)]
+            return self._line("validation", loaders)
 
     def _line(self, name: str, loader: Any) -> Any:
         cache, directory, training = self._cache, self._directory, name == "training"
@@ -251,16 +264,20 @@ class FrozenPrefixCache(WrappingDataModule):
         return None
 
     def _tell_the_end(self) -> None:
+        if self._stats.off == NOTHING_FROZEN and not self._stats.misses and "freezing" not in methods_of(self.trainer):
+            self._notices.inform(
+                "nothing was cached, because no module is frozen. Call requires_grad_(False) and eval() on the modules "
+                "that need no training, or add KnowledgeGuidedFreezing() to the callbacks"
+            )
         for name, stats in (("training", self._stats), ("validation", self._validation_stats)):
             served = stats.hits + stats.advanced
             if served + stats.misses:
                 others = f"{stats.unused} entries were rejected because the frozen layers got other inputs; "
-                seconds = stats.seconds_saved
+                seconds, size = stats.seconds_saved, filesize.decimal(stats.bytes_on_disk)
                 saved = f"about {seconds:.1f} s saved" if seconds >= 0 else f"it cost about {-seconds:.1f} s"
                 self._notices.inform(
-                    f"{name}: {served} of {served + stats.misses} samples came from the cache, {stats.not_loaded} were "
-                    f"not even loaded; {others if stats.unused else ''}{saved}; {stats.bytes_on_disk / 1e9:.2f} GB in "
-                    f"{self.cache_dir}"
+                    f"{name}: {served} of {served + stats.misses} samples came from the cache, and {stats.not_loaded} "
+                    f"were not loaded; {others if stats.unused else ''}{saved}; {size} in {self.cache_dir}"
                 )
 
     def _close(self) -> None:
@@ -268,5 +285,6 @@ class FrozenPrefixCache(WrappingDataModule):
         if self._bar_entry is not None:
             self._bar_entry.remove()
         if self._cache is not None:
-            self._cache.close(remove=self._is_temporary)
+            with spending(self._stats):
+                self._cache.close(remove=self._is_temporary)
         self._cache = None

@@ -1,4 +1,18 @@
-"""Cached values of one loader: their entries on disk and in memory, from the opening of their stores to the removal."""
+"""Cached values of one loader: their entries on disk and in memory, from the opening of their stores to the removal.
+
+The life of an entry, which is one sample's row of a cached value:
+
+*   *absent*: the sample is loaded and the frozen modules run. Their row is written in the background.
+*   *verified*: this run has written the entry, or compared it with its loaded sample (`CachedValue.verified`). The
+    sample is left out from then on.
+*   *doubtful*: it is there, but an earlier run wrote it, or the dataset has changed since (`forget_verified`). The
+    sample is loaded, and its digest decides: with the entry's stamps it is verified, with others it is a miss and
+    written again.
+*   *forgotten*: its checksum is wrong, or its sample is another one (`CachedValue.forget`). It is absent.
+
+A plan is made some batches ahead, and a doubt may come up in between. `CachedValue.doubts` counts the doubts: a
+comparison verifies an entry only if there was no doubt since its plan.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +22,14 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich import filesize
 from torch import Tensor
 
 from lightning_egeria.caching.stats import CacheStats
@@ -524,9 +540,20 @@ class CachedValues:
         self.recording.restart(self._taken_by_others())
         share = "" if size <= room else f", of which {room / size:.0%} fit"
         return (
-            f"an output of {origin.modules} will take about {size / 1e9:.2f} GB in {store.folder} "
+            f"an output of {origin.modules} will take about {filesize.decimal(size)} in {store.folder} "
             f"({entries} entries of {form.row_bytes} bytes){share}"
         )
+
+    def read_ahead(self, number: int, value: CachedValue, entries: Rows, pin: bool) -> Future[Found]:
+        """Have rows read for a batch in another thread."""
+
+        def job() -> Found:
+            started = time.thread_time()
+            found = value.read(entries, pin)
+            self._stats.seconds_saved -= time.thread_time() - started
+            return found
+
+        return self.reader.submit(number, job)
 
     def begin_epoch(self, epoch: int) -> None:
         """See what other processes have written, and drop values that were not asked for in an epoch."""

@@ -235,6 +235,7 @@ class FrozenModule(Replacement):
     def now(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and note the shortest time that it has taken."""
         owner = self.owner
+        is_inside = owner.running
         with owner.run_of(self):
             is_timed = (owner.batch is not None and owner.batch.eager) or owner.device.type == "cpu"
             if is_timed:
@@ -243,7 +244,10 @@ class FrozenModule(Replacement):
             output = self.original(*args, **kwargs)
             if is_timed:
                 wait_for(mark(owner.device))
-                self.seconds = min(self.seconds or math.inf, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                self.seconds = min(self.seconds or math.inf, seconds)
+                if owner.batch is not None and not is_inside:
+                    owner.batch.ran_for(seconds)
             return output
 
     def time(self) -> float:
@@ -586,6 +590,20 @@ class FrozenModules:
             and [*map(id, self._parts)] == [*map(id, self.model.modules())]
             and len(self._parameters) == len(list(self.model.parameters()))
         )
+
+    @contextlib.contextmanager
+    def in_its_modes(self) -> Iterator[None]:
+        """In the modes of its batches: a validation batch ends when Lightning has put the model into training mode."""
+        before = self._signature[1]
+        left = self.model.training is not before[0]
+        changed = [part for part, mode in zip(self._parts, before, strict=True) if left and part.training is not mode]
+        for part in changed:
+            part.training = not part.training
+        try:
+            yield
+        finally:
+            for part in changed:
+                part.training = not part.training
 
     def trains_as_before(self) -> bool:
         """Whether the same parameters train as when the modules were found."""

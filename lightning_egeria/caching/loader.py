@@ -56,7 +56,7 @@ class Line:
     Attributes:
         stream: plans, serves and records.
         loader: what to give to Lightning: a copy of the user's loader.
-        last: the batch that was handed on last, or its plan if it has nothing to do with the cache.
+        last: the last batch that was yielded; its plan if it bypassed the cache.
         is_followed: whether somebody asks for the ids of batches, or looks at batches ahead.
         wrap: returns a collate function to use in the place of the user's where nothing is cached; None: the user's.
     """
@@ -329,7 +329,7 @@ class _Plans:
         waiting: deque[Plan] = deque()
         asked = 0
         while True:
-            ahead = self._ahead if self._stream.frozen is not None else 0
+            ahead = self._ahead if self._stream.reads_ahead else 0
             # The batch that is wanted now, and further ones, but not the end of a sampler, which may draw there.
             while not waiting or (len(waiting) <= ahead and asked < len(self) - 1):
                 ids = next(batches, None)

@@ -102,6 +102,12 @@ class PlannedDataset:
 
     def __getitems__(self, plan: Plan) -> Loaded:
         """Load a batch."""
+        started = time.perf_counter()
+        loaded = self._load(plan)
+        loaded.took = time.perf_counter() - started
+        return loaded
+
+    def _load(self, plan: Plan) -> Loaded:
         if plan.mode is Mode.PLAIN:
             return Loaded(self.collate_plain(self.fetch(plan.ids, plan.seeds)), plan)
         size = len(plan.ids)
@@ -110,7 +116,7 @@ class PlannedDataset:
             return Loaded(columns, plan, (True,) * size, (None,) * size, (this_worker(),) * size, plan.structure)
         stored = {position: [copied(leaf) for leaf in leaves] for position, leaves in stored.items()}
         missing = [position for position in range(size) if position not in stored]
-        loaded, drew = self._watched(plan, missing) if missing else ([], None)
+        loaded, drew, seconds = self._watched(plan, missing) if missing else ([], None, 0.0)
         if drew is None and not self._come_alone(plan, missing, loaded):
             whole = loaded if len(missing) == size else self.fetch(plan.ids, plan.seeds)
             return Loaded(self.collate_plain(whole), dataclasses.replace(plan, mode=Mode.PLAIN), together=True)
@@ -124,7 +130,7 @@ class PlannedDataset:
         samples = Kept(dict(zip(missing, loaded, strict=True)), stored)
         kept = samples if plan.keeps else None
         found = self.batch_of(plan, copy.deepcopy(samples) if kept is not None else samples)
-        found.structure, found.drew, found.kept = structures[0], drew, kept
+        found.structure, found.drew, found.kept, found.loading = structures[0], drew, kept, seconds
         found.varies = drew == _GENERATOR and plan.mode is Mode.PROBE and self._vary(plan, found.fields)
         return found
 
@@ -165,7 +171,7 @@ class PlannedDataset:
         started = time.perf_counter()
         # Before collate, which may change them.
         fields = {at: _fields_of(sample, None if probe else inputs) for at, sample in samples.loaded.items()}
-        recording = time.perf_counter() - started if get_worker_info() is None else 0.0
+        recording = time.perf_counter() - started
         found = dict[int, Any]()
         for position, sample in samples.loaded.items():
             found[position] = with_leaves(sample, iter(_followed(tape, sample, position, inputs, shown)))
@@ -230,14 +236,16 @@ class PlannedDataset:
             return list(map(_fields_of, samples)) == list(map(_fields_of, alone))
         return False
 
-    def _watched(self, plan: Plan, positions: list[int]) -> tuple[Any, str | None]:
-        """Load samples; return them, and what that drew from or changed."""
+    def _watched(self, plan: Plan, positions: list[int]) -> tuple[Any, str | None, float]:
+        """Load samples; return them, what that drew from or changed, and the seconds that the dataset took."""
         moving, state = moving_of(self.dataset), RandomState.current()
+        started = time.perf_counter()
         samples = self.fetch([plan.ids[position] for position in positions], _some(plan.seeds, positions))
+        seconds = time.perf_counter() - started
         if plan.seeds is None and RandomState.current() != state:
-            return samples, _GENERATOR
+            return samples, _GENERATOR, seconds
         path = changed(moving, moving_of(self.dataset))
-        return samples, None if path is None else f"the dataset's attribute {path!r}"
+        return samples, None if path is None else f"the dataset's attribute {path!r}", seconds
 
     def _stored(self, plan: Plan) -> dict[int, list[Any]]:
         """Leaves of samples as their entries hold them, without the inputs, by position."""

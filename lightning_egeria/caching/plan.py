@@ -107,7 +107,9 @@ class Loaded:
         differ: whether samples differ in their structure, so that the batch has none.
         together: whether the dataset makes batches of them, so that samples have no entries.
         kept: the samples; None if they are not wanted.
-        recording: seconds in which samples were digested, if that was in this process; a worker does it meanwhile.
+        loading: seconds that the dataset took.
+        recording: seconds in which samples were digested.
+        took: seconds that all of it took, in the process that has loaded it.
     """
 
     batch: Any
@@ -121,7 +123,9 @@ class Loaded:
     differ: bool = False
     together: bool = False
     kept: Kept | None = None
+    loading: float = 0.0
     recording: float = 0.0
+    took: float = 0.0
 
     def pin_memory(self, device: Any = None) -> Loaded:
         """Pin all tensors that are there, as the DataLoader asks."""

@@ -9,7 +9,6 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -143,7 +142,7 @@ class Planner:
         return self._plan_reads(plan, entries, checks=False) if reads else self._plan_whole(plan)
 
     def last_look(self, plan: Plan) -> Plan:
-        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
+        """Refresh a plan that was made ahead: load samples that have become doubtful since."""
         if plan.mode is not Mode.FOLLOWED or not plan.stored:
             return plan
         if self._data_seconds < QUICK_S and not self._has_copies:
@@ -265,8 +264,7 @@ class Planner:
         """Begin to read the rows of some samples."""
         found = value.in_memory(entries[places], self.pins)
         if found is None:
-            read = partial(value.read, entries[places], self.pins)
-            return Read(value, places, self._values.reader.submit(plan.number, read))
+            return Read(value, places, self._values.read_ahead(plan.number, value, entries[places], self.pins))
         future: Future[Found] = Future()
         future.set_result(found)
         return Read(value, places, future)

@@ -34,7 +34,7 @@ COMPARED_BATCHES = 6  # served and computed, before their times are compared
 CLEAR = 1.5  # times as long: then the times of batches decide, without a race of whole steps
 RACE_STEPS = 16  # that a race runs without the cache
 RACE_SHARE = 0.02  # of the rest of the run, at most
-SHORT_RUN = 50  # batches in which a probe of a slow front takes more than a fiftieth
+SHORT_RUN = 100  # batches in which a probe of a slow front, and what begins it, take about a fiftieth
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,8 @@ from lightning_egeria.caching.serve import is_rounding
 from lightning_egeria.core.snapshots.digests import same_bits
 from lightning_egeria.core.snapshots.random_state import RandomState, preserved_random_state
 
+MIXED = "the output of one sample depends on the other samples of its batch"
+
 
 def why_not_a_row(node: Node, value: Tensor) -> str | None:
     """Return why a value cannot be kept by sample, as far as its shape and its leaves tell; None if it may be."""
@@ -27,6 +29,26 @@ def why_not_a_row(node: Node, value: Tensor) -> str | None:
     if any(leaf.row is None and leaf.value is not None and leaf.version != version_of(leaf.value) for leaf in leaves):
         return "the frozen modules change their input in place"
     return None
+
+
+def mixes_samples(node: Node) -> bool:
+    """Whether the program mixes samples in front of the frozen modules; these do not run for it.
+
+    Args:
+        node: a value of a batch, with all rows loaded.
+    """
+    size = node.tape.size
+    units = [one for one in node.before(lambda one: not one.frozen) if one.is_unit]
+    made = {one for unit in units for one in unit.arguments() if not one.frozen and one.call and one.rows is None}
+    with preserved_random_state(), torch.no_grad():
+        for one in made:
+            value = one.value if one.value is not None else replay_of(one, range(size))
+            alone = replay_of(one, [0] * size)  # all samples are the first one
+            if value is None or alone is None or value.shape[:1] != (size,) or value.shape != alone.shape:
+                continue
+            if not same_bits(alone[:1], value[:1]) and not is_rounding(alone[:1], value[:1]):
+                return True
+    return False
 
 
 def try_rows(node: Node, value: Tensor, starts: Sequence[Node] = ()) -> tuple[str | None, bool]:
@@ -83,4 +105,4 @@ def try_rows(node: Node, value: Tensor, starts: Sequence[Node] = ()) -> tuple[st
 def _changes(value: Tensor, again: Tensor | None) -> str:
     if not same_bits(again, value):
         return "the same input gave another output (is it random, or does it depend on earlier batches?)"
-    return "the output of one sample depends on the other samples of its batch"
+    return MIXED

@@ -25,8 +25,9 @@ Within a batch each value is computed once, by whatever it is asked for: it stay
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from lightning_egeria.caching.stream import Stream
 
 ROUNDING = 32  # last bits by which a row may differ at another place in the batch
-UNPROVEN_STEP = 2**-8  # share of the largest value by which it may in a batch of a size that was never compared
+UNPROVEN_STEP = 2**-8  # tolerance, relative to the largest value, for batch sizes that were never compared
 Made = npt.NDArray[np.uint64]
 
 
@@ -164,6 +165,7 @@ class CachedBatch:
         seconds: that it took to serve or compute what was asked for.
         recording: seconds of these, and of the wait, in which entries were made.
         around: seconds that the cache took around the step.
+        running: seconds in which frozen modules ran for the program.
         served: whether all of that came from entries.
         is_timed: whether its time tells what reading entries takes, or computing.
         was_touched: what first needed an input that was not loaded, in words; None if nothing did.
@@ -191,7 +193,7 @@ class CachedBatch:
         self.was_touched: str | None = None
         self.other_shape: tuple[int, ...] | None = None
         self.seconds, self.served = 0.0, True
-        self.recording, self.around = loaded.recording, 0.0
+        self.recording, self.around, self.running = 0.0 if stream.accounts.loads_ahead else loaded.recording, 0.0, 0.0
         self.problem: str | None = None
         self.may_be_chance = False
         self.whole_fields: tuple[bytes | None, ...] = ()
@@ -273,6 +275,23 @@ class CachedBatch:
                 wait_for(mark(frozen.device))
             self.seconds += time.perf_counter() - started
         return node.value
+
+    def ran_for(self, seconds: float) -> None:
+        """A frozen module ran for the program."""
+        self.running += seconds
+        if not self._depth:  # else it is counted with the demand
+            self.seconds += seconds
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """While the cache does what the program did not ask for."""
+        started, running = time.perf_counter(), self.running
+        try:
+            with self._stream.spending():
+                yield
+        finally:
+            self.running = running
+            self.seconds -= time.perf_counter() - started if self._depth else 0.0
 
     def _value(self, node: Node) -> Tensor:
         """Return the value of all rows."""

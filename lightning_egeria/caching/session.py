@@ -28,7 +28,7 @@ class CacheSession(Observer):
         notices: takes messages.
 
     Attributes:
-        lines: the ways of the loaders' batches, by name; training is ``"training"``.
+        lines: one pipeline of batches for each loader, by name; training is ``"training"``.
     """
 
     def __init__(self, trainer: pl.Trainer, notices: Notices) -> None:
@@ -48,8 +48,7 @@ class CacheSession(Observer):
         self._observers = freezing.observers if freezing is not None else None
         if self._follower is not None:
             self._observers = self._follower.observers
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # the connectors set it
-            callbacks.append(self._follower)
+            self._follow(True)
         assert self._observers is not None  # one of both has them
         self._observers.add(self)
 
@@ -85,7 +84,20 @@ class CacheSession(Observer):
         is_off = self.lines[name].stream.frozen is None and is_known and freezing_of(self._trainer) is None
         if training:
             self._is_off = is_off
+            self._follow(not is_off)
+            if is_off:  # no step does it
+                self._settle()
         return not is_off
+
+    def _follow(self, follows: bool) -> None:
+        """Have Lightning call this session in the steps of an epoch, or spare it the calls."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]  # the connectors set it
+        if self._follower is None or (self._follower in callbacks) is follows:
+            return
+        if follows:
+            callbacks.append(self._follower)
+        else:
+            callbacks.remove(self._follower)
 
     def arrived_for_training(self, batch: CachedBatch | None) -> None:
         """A training batch is on its way to its step."""
@@ -169,9 +181,7 @@ class CacheSession(Observer):
                 values.close(remove)
             self.lines, self._replaced, self._found = {}, [], {}
             self._training = self._active = None
-            callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]  # as above
-            if self._follower in callbacks:
-                callbacks.remove(self._follower)
+            self._follow(False)
 
     def _next(self, batch: CachedBatch | None, settled_but: int = 0) -> None:
         self._settle(settled_but)
@@ -204,15 +214,23 @@ class CacheSession(Observer):
         started = time.perf_counter()
         frozen.end()
         batch.around += time.perf_counter() - started
-        batch.finish()
+        with frozen.in_its_modes():
+            batch.finish()
 
     def _settle(self, all_but: int = 0) -> None:
         """Compute what the program has kept of batches that are over, but for so many of the last ones."""
         while len(self._over) > all_but:
-            self._over.pop(0).settle()
+            batch = self._over.pop(0)
+            with batch.frozen.in_its_modes() if batch.frozen is not None else contextlib.nullcontext():
+                batch.settle()
 
     def _look(self, training: bool, walk: bool = False) -> None:
         """Find what is frozen, if that has changed."""
+        line = self.lines.get("training")
+        with line.stream.spending() if line is not None else contextlib.nullcontext():
+            self._find(training, walk)
+
+    def _find(self, training: bool, walk: bool) -> None:
         model: Any = self._trainer.lightning_module
         before = self._found.get(training)
         if self._closed or model is None or self._active is not None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lightning_egeria.caching.serve import CachedBatch
 
 
+NOTHING_FROZEN = "nothing is frozen"
+
+
 @dataclasses.dataclass
 class CacheStats:
     """What the cache has done in training, or in validation.
@@ -35,8 +38,10 @@ class CacheStats:
         written: entries written.
         wrong: entries that were damaged or outdated.
         bytes_on_disk: size of the stores of this run.
-        seconds_saved: what steps from the cache saved over others, less the time of probes, verification and of samples
-            loaded after all; below 0 if the cache has cost time.
+        seconds_saved: what frozen modules and, in this process, the dataset would have taken for samples from the
+            cache, less all that the cache did: beginning, probes, planning, digests, writing, reading, verification,
+            and samples loaded after all. It is rather too low than too high: what other processes did not have to load
+            does not count. Below 0 if the cache has cost time.
         values: number of cached values.
         not_kept: why a value that the program asks for is not kept; empty if all are.
         off: why the cache is off; None while it is on.
@@ -55,15 +60,28 @@ class CacheStats:
     seconds_saved: float = 0.0
     values: int = 0
     not_kept: str = ""
-    off: str | None = "nothing is frozen"
+    off: str | None = NOTHING_FROZEN
+
+
+@contextlib.contextmanager
+def spending(stats: CacheStats) -> Iterator[None]:
+    """While the cache does what training would not do without it."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        stats.seconds_saved -= time.perf_counter() - started
 
 
 class Accounts:
     """Counts samples, and compares the time of cached batches with the time of others.
 
-    The time of a batch is the wait for it, and the time to serve or compute what the program asks of frozen modules;
-    in a batch that is served also what the cache does around the step, and in one that is computed without what writing
-    entries takes. If that does not decide, whole steps are compared.
+    To decide whether the cache pays, the time of a batch is the wait for it, and the time to serve or compute what the
+    program asks of frozen modules; in a batch that is served also what the cache does around the step, and in one that
+    is computed without what writing entries takes. If that does not decide, whole steps are compared.
+
+    What a batch has saved is what frozen modules and the dataset take for its samples, less all that was measured of
+    the batch.
 
     Attributes:
         race: of whole steps.
@@ -76,11 +94,13 @@ class Accounts:
         self._hits: deque[float] = deque(maxlen=50)  # seconds for a sample
         self._misses: deque[float] = deque(maxlen=50)
         self._miss_waits: deque[float] = deque(maxlen=50)
+        self._running: deque[float] = deque(maxlen=50)  # of frozen modules alone
+        self._loading: deque[float] = deque(maxlen=50)  # of the dataset alone
         self.restart()
 
     def restart(self) -> None:
         """Other values are cached."""
-        for known in (self._hits, self._misses, self._miss_waits):
+        for known in (self._hits, self._misses, self._miss_waits, self._running, self._loading):
             known.clear()
         self._gain: float | None = None  # seconds that a step saves for each sample from the cache
         self._served = 0  # samples of batches from the cache
@@ -96,6 +116,8 @@ class Accounts:
     def count(self, batch: CachedBatch) -> None:
         """Add a batch that is over."""
         stats, samples = self._stats, batch.samples
+        saved = self._saved(batch)
+        stats.seconds_saved += saved
         if not batch.demands:
             return
         ran, advanced = int(batch.ran.sum()), int(batch.advanced.sum())
@@ -120,24 +142,29 @@ class Accounts:
             self.race.served()
         elif ran == samples and not advanced:
             self._misses.append((seconds - batch.recording) / samples)
-            stats.seconds_saved -= batch.recording + batch.around
             self._miss_waits.append(batch.waited)
-        if not is_served:
-            return
-        if self._gain is not None:
-            stats.seconds_saved += samples * self._gain
-        elif self._misses:
-            estimate = samples * (statistics.median(self._misses) - self._hits[-1])
-            self._estimate, stats.seconds_saved = self._estimate + estimate, stats.seconds_saved + estimate
+        if is_served and self._gain is not None:
+            stats.seconds_saved += samples * self._gain - saved
+        elif is_served:
+            self._estimate += saved
 
-    @contextlib.contextmanager
-    def spending(self) -> Iterator[None]:
-        """While the cache does what training would not do without it."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stats.seconds_saved -= time.perf_counter() - started
+    def _saved(self, batch: CachedBatch) -> float:
+        """Return what a batch has saved, as far as it was measured; below 0 if it has cost time."""
+        samples, loaded = batch.samples, batch.loaded
+        spent = policy.SERVE_BATCH_S + batch.seconds + batch.around
+        if bool(batch.ran.all()) and not batch.advanced.any():  # a GPU is waited for at the end of each demand only
+            self._running.append((batch.running or max(0.0, batch.seconds - batch.recording)) / samples)
+            plain = self._running[-1] * samples
+        else:
+            plain = statistics.median_low(self._running) * samples if self._running else batch.running
+        loading = loaded.loading
+        if not any(batch.lazy):
+            self._loading.append(loading / samples)
+        elif self._loading:
+            loading = statistics.median_low(self._loading) * samples
+        if self.loads_ahead:  # training may not have waited for it, so what other processes save does not count
+            return plain - spent + min(0.0, loading - loaded.took)
+        return plain - spent + loading - batch.waited
 
     def touched_late(self, batch: CachedBatch) -> None:
         """The inputs of a batch that was counted are read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections import Counter
@@ -17,17 +18,17 @@ from lightning_egeria.caching.frozen import FrozenModules
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.planner import Planner
-from lightning_egeria.caching.probe import try_rows, why_not_a_row
+from lightning_egeria.caching.probe import MIXED, mixes_samples, try_rows, why_not_a_row
 from lightning_egeria.caching.record.keys import Keys
 from lightning_egeria.caching.record.outside import Outside, has_samples
 from lightning_egeria.caching.record.tape import UNKNOWN, Node
 from lightning_egeria.caching.record.units import UnitCall
 from lightning_egeria.caching.serve import CachedBatch, paths_behind
-from lightning_egeria.caching.stats import Accounts, CacheStats, Habits
+from lightning_egeria.caching.stats import NOTHING_FROZEN, Accounts, CacheStats, Habits, spending
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.limits import Limits
 from lightning_egeria.caching.store.rows import Rows
-from lightning_egeria.caching.store.samples import without_inputs
+from lightning_egeria.caching.store.samples import Opaque, decode, without_inputs
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError, StoreError
 
@@ -89,7 +90,7 @@ class Stream:
         self._versions = self._differences = 0
         self._epochs: int | None = None
         self._batches: int | None = None
-        self._only_here = False
+        self._only_here = self._is_compared = False
         self._forget()
 
     def _forget(self) -> None:
@@ -111,7 +112,7 @@ class Stream:
         self._forget()
         self._planner.begin_frozen(frozen)
         self.accounts.restart()
-        self.stats.off = None if frozen is not None else "nothing is frozen"
+        self.stats.off = None if frozen is not None else NOTHING_FROZEN
 
     def stop(self, reason: str, once: str | None = None) -> None:
         """Cache nothing more until other modules are frozen; warn, for one problem of all streams only ``once``."""
@@ -121,10 +122,17 @@ class Stream:
         self._notices.warn(f"the cache of {self._name} is off: {reason}", once=once or reason)
 
     def frozen_is_same(self) -> bool:
-        """Whether weights, buffers and modes are those that entries were computed by; else drop these entries."""
+        """Whether weights, buffers and modes are those that entries were computed by; else drop these entries.
+
+        All bits are compared once in each epoch: when its first batch needs them, because Lightning puts the model into
+        evaluation mode after validation has begun to iterate.
+        """
         if self.frozen is None:
             return False
-        if changed := self.frozen.changed():
+        all_bits, self._is_compared = not self._is_compared, True
+        with self.spending() if all_bits else contextlib.nullcontext():
+            changed = self.frozen.changed(all_bits)
+        if changed:
             self._have_changed(self.frozen, changed)
         return not changed
 
@@ -151,11 +159,15 @@ class Stream:
         """
         self.epoch, self._epochs, self.accounts.loads_ahead, self.shuffled = epoch, epochs, has_workers, shuffled
         self._batches = None if epochs is None or batches is None else (epochs - epoch) * batches
-        if self.frozen is not None and (changed := self.frozen.changed(all_bits=True)):
-            self._have_changed(self.frozen, changed)
-        self._planner.begin_epoch(epoch, self.frozen is not None, has_workers)
+        self._is_compared = False
         self.accounts.race.new_pass()
-        self.values.begin_epoch(epoch)
+        with self.spending():
+            self._planner.begin_epoch(epoch, self.frozen is not None, has_workers)
+            self.values.begin_epoch(epoch)
+
+    def spending(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for what training would not do without the cache."""
+        return spending(self.stats)
 
     def plan(self, ids: Sequence[Any]) -> Plan:
         """Plan the next batch."""
@@ -168,6 +180,11 @@ class Stream:
         except CacheError as error:
             self.stop(str(error))
             return self._planner.plan(ids, False, self._versions, self.accounts.race.takes)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether entries are read ahead: there are some, or there may be."""
+        return self.frozen is not None and len(self.values) > 0
 
     @property
     def _has_outgrown(self) -> bool:
@@ -189,7 +206,7 @@ class Stream:
         self._planner.keeps_samples = True
 
     def last_look(self, plan: Plan) -> Plan:
-        """Return a plan that was made ahead, as it is right now: samples that are in doubt by now are loaded."""
+        """Refresh a plan that was made ahead: load samples that have become doubtful since."""
         return self._planner.last_look(plan) if self.frozen is not None else plan
 
     def forget_verified(self, ids: Rows | None = None) -> None:
@@ -228,7 +245,7 @@ class Stream:
 
     def load(self, batch: CachedBatch, places: list[tuple[int, int]]) -> list[Tensor]:
         """Load tensors of samples."""
-        with self.accounts.spending():
+        with batch.apart():
             return self._load(batch.loaded, places)
 
     # --- what the program asks for -----------------------------------------------------------------------------------
@@ -274,8 +291,12 @@ class Stream:
             return
         paths = paths_behind(node)
         frozen.watch(paths)
-        if policy.may_probe(costs.all_seconds, self._batches, self.shuffled):
-            with self.accounts.spending(), frozen.preserved():
+        with batch.apart():
+            is_mixed = mixes_samples(node)
+        if is_mixed:
+            problem, exact, sizes = MIXED, True, BatchSizes(batch.samples)
+        elif policy.may_probe(costs.all_seconds, self._batches, self.shuffled):
+            with batch.apart(), frozen.preserved():
                 problem, exact = try_rows(node, value, [] if batch.eager else self._starts(node))
             sizes = BatchSizes(batch.samples)
             if problem is None and not self._pays(batch, self._costs(batch, node, value)):
@@ -291,6 +312,7 @@ class Stream:
             self._problem(batch, node, value, problem)
             return
         self._notices.inform(self._open(batch, node, value, paths, sizes))
+        self._tell_what_is_not_kept(batch)
         batch.matches += 1
         if batch.eager:  # which inputs are left out of the fields is known at its end
             batch.waiting.append((self.values.all[-1], node, value.detach().clone()))
@@ -383,6 +405,18 @@ class Stream:
         # Samples that were left out have their fields in the stores of other values.
         room = max([64, FIELD_SLACK * longest, *(one.store.manifest.field_bytes for one in self.values)])
         return self.values.open(origin, value, room, node.key, sizes)
+
+    def _tell_what_is_not_kept(self, batch: CachedBatch) -> None:
+        """Say which type of field makes the cache load every sample again."""
+        fields = next((one for one in batch.fields if one is not None), None)
+        kinds = {leaf.type_name for leaf in decode(fields) if isinstance(leaf, Opaque)} if fields is not None else set()
+        if kinds:
+            self._notices.inform(
+                f"all samples are loaded in each epoch: fields of type {', '.join(sorted(kinds))} cannot be stored. "
+                "Have the dataset return plain tensors, in dicts, lists or tuples (with torchvision.transforms.v2, add "
+                "ToPureTensor() as the last transform)",
+                once=f"fields of {self._name}",
+            )
 
     def _shows_nothing(self, reason: str) -> None:
         """A probe showed nothing; another batch is tried.

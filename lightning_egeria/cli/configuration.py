@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -132,8 +133,24 @@ def _no_such_key(error: OmegaConfBaseException, arguments: Sequence[str], import
     deeper = [key for key in keys if parent and key.startswith(f"{parent}.") and key.endswith(f".{name}")]
     near = next((f" Did you mean {key!r}?" for key in longer + deeper), "")
     near = near or near_match(name, known, f"{parent}{dot}") or near_match(name, taken, f"+{parent}{dot}")
+    near = near or _near_key(name, [key for key in keys if key.startswith(f"{parent}{dot}")])
+    near = near or _near_key(name, [key for key in _of_wrappers() if key.startswith(f"{parent}{dot}")])
     near = near or f" Keys: {', '.join(known) or 'none'}"
     return f"{wanted}: no such key.{near}"
+
+
+def _near_key(name: str, keys: Sequence[str]) -> str:
+    """Return the sentence "Did you mean ...?" with the key whose last part is closest; empty if none is close."""
+    by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    near = difflib.get_close_matches(name, by_name, n=1)
+    return f" Did you mean {by_name[near[0]]!r}?" if near else ""
+
+
+def _of_wrappers() -> list[str]:
+    """Return the keys of the methods that wrap the data, which are not in a configuration that leaves these out."""
+    wrapping = [method for method in METHODS.values() if method.wraps_data]
+    files = ((method.group, CONFIG_DIR / method.group / f"{method.option}.yaml") for method in wrapping)
+    return [f"{group}.{key}" for group, path in files for key in _keys(OmegaConf.load(path))]
 
 
 def _keys(config: Any) -> list[str]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from lightning_egeria.cluster.records import Record
 
 _WIDTH, _HEIGHT = 8.0, 3.2  # inches
+_COLORS = ("#2b6cb0", "#c05621", "#2f855a", "#d53f8c", "#4a4a4a")  # of the policies in one panel
 _HOUR_S = 3600
 _FREE = -1
+_BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}
 
 
 def devices(record: Record) -> Figure:
@@ -27,49 +31,54 @@ def devices(record: Record) -> Figure:
             for node, count in job.allocation:
                 held[filled[node] : filled[node] + count, column] = order[name]
                 filled[node] += count
-    figure, axes = _new()
+    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
+    axes = figure.subplots()
     colors = np.where(held == _FREE, np.nan, held * 7 % 20)
     hours = [interval.time / _HOUR_S for interval in record.intervals]
     axes.pcolormesh(hours, np.arange(starts[-1] + 1), colors, cmap=mpl.colormaps["tab20"], vmin=0, vmax=19)
     axes.invert_yaxis()
-    axes.set_title(f"{record.policy}: who holds each device")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title(f"{record.policy}: jobs by device (white: free)", fontsize=10)
     axes.set_ylabel("device")
     axes.set_xlabel("hours")
     return figure
 
 
 def completion_times(records: Sequence[Record]) -> Figure:
-    """Draw the share of jobs that have ended within a time after their submission."""
-    figure, axes = _new()
-    for record in records:
-        times = sorted(record.completion_times.values())
-        label = f"{record.policy}, {record.average_completion_s:.0f} s on average"
-        axes.step(
-            [0, *(time / 60 for time in times)], np.arange(len(times) + 1) / len(times), where="post", label=label
-        )
-    axes.set_xscale("symlog", linthresh=10)
-    axes.set_ylim(0, 1.02)
-    axes.set_ylabel("share of jobs")
+    """Draw the share of jobs that have ended within a time after their submission, five policies in a panel."""
+    figure, panels = _panels(records)
+    for axes, shown in panels:
+        for record, color in zip(shown, _COLORS, strict=False):
+            times = sorted(record.completion_times.values())
+            label = f"{record.policy}, {record.average_completion_s:.0f} s on average"
+            shares = np.arange(len(times) + 1) / len(times)
+            axes.step([0, *(time / 60 for time in times)], shares, where="post", color=color, label=label)
+        axes.set_ylabel("share of jobs")
+        axes.legend(**_BESIDE)
     axes.set_xlabel("minutes from submission to end")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
     return figure
 
 
 def utilisation(records: Sequence[Record]) -> Figure:
-    """Draw the share of devices in use over time."""
-    figure, axes = _new()
-    for record in records:
+    """Draw the share of devices in use over time, a panel for each policy."""
+    figure = Figure(figsize=(_WIDTH, 0.6 + 1.0 * len(records)), layout="constrained")
+    panels = figure.subplots(len(records), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, record in zip(panels, records, strict=True):
         hours = [interval.time / _HOUR_S for interval in record.intervals]
         used = [interval.devices / sum(record.nodes) for interval in record.intervals]
-        label = f"{record.policy}, {record.utilisation:.0%} on average"
-        axes.step(hours, used, where="post", linewidth=1, label=label)
-    axes.set_ylim(0, 1.02)
-    axes.set_ylabel("share of devices in use")
-    axes.set_xlabel("hours")
-    axes.legend(fontsize=8, frameon=False)
+        axes.fill_between(hours, used, step="post", color=_COLORS[0], alpha=0.6, linewidth=0)
+        axes.set_ylim(0, 1.02)
+        axes.set_title(f"{record.policy}, {record.utilisation:.0%} on average", fontsize=9, loc="left")
+    figure.supylabel("share of devices in use", fontsize=10)
+    panels[-1].set_xlabel("hours")
     return figure
 
 
-def _new() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
-    return figure, figure.subplots()
+def _panels(records: Sequence[Record]) -> tuple[Figure, list[tuple[Axes, Sequence[Record]]]]:
+    """Return panels of at most five policies, one above the other."""
+    groups = [records[place : place + len(_COLORS)] for place in range(0, len(records), len(_COLORS))]
+    figure = Figure(figsize=(_WIDTH, _HEIGHT * (0.3 + 0.7 * len(groups))), layout="constrained")
+    axes = figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0]
+    for one in axes:
+        one.set_ylim(0, 1.02)
+    return figure, list(zip(axes, groups, strict=True))

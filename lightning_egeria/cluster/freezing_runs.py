@@ -56,5 +56,5 @@ class FreezingRun:
                 raise ValueError("expected whole numbers of frozen layer modules")
             after = np.interp([depth for _, depth in events], depths, costs_at)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-            raise TraceError(f"{run} and {costs} are no measured freezing run: {error}") from error
+            raise TraceError(f"{run} and {costs} are not a measured freezing run: {error}") from error
         return cls(tuple(progress for progress, _ in events), tuple(map(float, after)))

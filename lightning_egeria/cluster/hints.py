@@ -83,7 +83,7 @@ class Hints:
             if state:
                 raise ValueError(f"unknown {', '.join(state)}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise TraceError(f"{path} holds no hints of a job: {error}") from error
+            raise TraceError(f"{path} is not a hints file of a job: {error}") from error
         return hints
 
 

@@ -83,7 +83,7 @@ class JobView:
         model: its measured speed; None before its first step.
         unfrozen: the speed it would have if it had frozen no layers; None if it has frozen none.
         oracle: its true speed and length; None outside of a simulation.
-        seconds_left: estimates its run time on its gang; None where nobody knows.
+        seconds_left: estimates its run time on its gang; None if unknown.
     """
 
     name: str
@@ -162,11 +162,11 @@ def check(allocations: Mapping[str, Allocation], jobs: Sequence[JobView], cluste
     """Refuse allocations that no cluster can give.
 
     Raises:
-        SchedulingError: a node is unknown or has not so many devices, a job is unknown, or an entry is empty.
+        SchedulingError: a node is unknown or has too few devices, a job is unknown, or an entry is empty.
     """
     unknown = allocations.keys() - {job.name for job in jobs}
     if unknown:
-        raise SchedulingError(f"{policy} gave devices to {sorted(unknown)}, which are no jobs that wait or run")
+        raise SchedulingError(f"{policy} gave devices to {sorted(unknown)}, which neither wait nor run")
     used: Counter[int] = Counter()
     for name, allocation in allocations.items():
         nodes = [node for node, _ in allocation]

@@ -35,7 +35,7 @@ class BackFill:
 
     They never delay it by more than a threshold. From the moment when it would fit without the later jobs, they have
     this much time to end. Then they are stopped, the last to arrive first, and wait again. This holds however long a
-    job runs, so nobody has to estimate that.
+    job runs, so no estimate is needed.
 
     Args:
         threshold_s: in seconds; 0 stops them at once.
@@ -99,7 +99,7 @@ class ShortestRemaining:
         """See `Policy`.
 
         Raises:
-            ArgumentError: nobody knows how long a job will run.
+            ArgumentError: the run time of a job is unknown.
         """
         left, running = cluster.devices, []
         for job in sorted((job for job in jobs if job.gang <= cluster.devices), key=_seconds_left):

@@ -136,7 +136,7 @@ class Record:
                 jobs = {name: _job_state(**job) for name, job in line.pop("jobs").items()}
                 record.intervals.append(_interval(jobs=jobs, **line))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise TraceError(f"{path} is no log of a simulation, one JSON object a line: {error}") from error
+            raise TraceError(f"{path} is not a log of a simulation (JSON Lines): {error}") from error
         return record
 
 

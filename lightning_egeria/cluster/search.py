@@ -271,7 +271,7 @@ class _Packing:
         return all(self._free[node] >= count and not (len(row) > 1 and self._spanned[node]) for node, count in row)
 
     def on_one(self, count: int) -> Row:
-        """Return a row on the fullest node that has so many devices free; nothing if there is none."""
+        """Return a row on the fullest node with this many free devices; nothing if there is none."""
         for free in range(max(count, 1), len(self._by_free[0])):
             for spanned in (1, 0):
                 for node in self._by_free[spanned][free]:
@@ -279,7 +279,7 @@ class _Packing:
         return ()
 
     def on_several(self, count: int) -> Row:
-        """Return a row of so many devices on as few nodes as possible; of fewer if there are not so many."""
+        """Return a row of this many devices, or of all if there are fewer, on as few nodes as possible."""
         row: list[tuple[int, int]] = []
         pools = [iter(nodes) for nodes in self._by_free[0]]
         sizes = [len(nodes) for nodes in self._by_free[0]]

@@ -117,7 +117,7 @@ def read_table(path: Path, columns: Sequence[str], keys: int = 0) -> Table:
     Args:
         path: of a CSV file with a header.
         columns: each has a domain.
-        keys: no two lines may have the same numbers in the first so many columns.
+        keys: number of first columns whose numbers identify a line; no two lines may share them.
 
     Raises:
         TraceError: as `read_rows`, or a number is not in its domain. The message names the line.

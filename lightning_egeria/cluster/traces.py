@@ -120,7 +120,7 @@ class Application:
         for path in folder.glob("validation-*.csv"):
             size = path.stem.removeprefix("validation-")
             if not re.fullmatch("[1-9][0-9]{0,8}", size):
-                raise TraceError(f"{path} is named by no batch size: expected validation-128.csv, for example")
+                raise TraceError(f"{path} has no batch size in its name: expected validation-128.csv, for example")
             validation[int(size)] = read_table(path, ("progress", "iteration", "metric", "grad_sqr", "grad_var"))
         times = ("local_bsz", "step_time", "sync_time")
         return cls(
@@ -202,8 +202,8 @@ class Application:
             return LinearNDInterpolator(np.array(points), np.array(times))
         except QhullError as error:
             raise TraceError(
-                f"{self.name} has too few placements to tell the times of others: expected several numbers of nodes, "
-                "replicas and samples on each"
+                f"{self.name} has too few placements to predict the times of others: expected several numbers of "
+                "nodes, replicas and samples on each"
             ) from error
 
 

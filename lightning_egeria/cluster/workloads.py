@@ -83,7 +83,7 @@ def read_philly(path: Path) -> list[tuple[float, float, int]]:
         )
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise TraceError(
-            f"{path} is no Philly trace with the columns timestamp, duration, num_gpus: {error}"
+            f"{path} is not a Philly trace with the columns timestamp, duration, num_gpus: {error}"
         ) from error
     return [((time - rows[0][0]).total_seconds(), duration, gang) for time, duration, gang in rows]
 

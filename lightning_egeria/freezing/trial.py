@@ -203,7 +203,7 @@ class DepthTrial:
         steps = int(min(wanted, left, self._steps_in(most)))
         if steps < FEWEST_STEPS:
             return self._without_trial("batches are too large to keep for a trial of depths")
-        self._notices.inform(f"depths are tried on the next {steps} steps, which then follow")
+        self._notices.inform(f"a trial of depths takes the next {steps} steps, and training then repeats them")
         branches = Branches(trainer, self._freezer, feed)
         with saving_later(trainer) as waiting:
             try:
@@ -222,6 +222,7 @@ class DepthTrial:
         depth = min(frontier.depth, self._untried) if ended else frontier.depth
         self._policy.conclude(depth)
         more = "; shallower depths would cost too much to try" if ended else ""
+        more += f", and max_loss_points allows {depth} without a trial" if depth < frontier.depth else ""
         return Decision(depth, frontier.describe() + more)
 
     def _steps_in(self, batches: float) -> float:

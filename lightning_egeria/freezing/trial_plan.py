@@ -7,7 +7,7 @@ runs of one seed try the same depths.
 from __future__ import annotations
 
 BUDGET = 0.05  # share of the run's work that a trial may lose
-STEPS_PER_RUN = 48  # a trial takes one of so many steps
+STEPS_PER_RUN = 48  # a trial takes one of this many steps
 LEAST_STEPS, MOST_STEPS = 8, 64
 ALWAYS_LEARNING = 3  # layer modules at the end that the first depth leaves out
 
@@ -30,7 +30,7 @@ def candidate_depths(layer_modules: int, max_depth: int) -> list[int]:
 
 
 def trial_steps(estimated_steps: float) -> int:
-    """Return the optimizer steps of a trial in a run of so many.
+    """Return the number of optimizer steps of a trial in a run of this many steps.
 
     >>> trial_steps(100), trial_steps(960), trial_steps(float("inf"))
     (8, 20, 64)

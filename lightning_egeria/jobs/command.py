@@ -6,9 +6,11 @@ import argparse
 import collections
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from lightning_egeria.core.programs import files
@@ -115,7 +117,10 @@ def _submit(options: argparse.Namespace, home: Home, history: History) -> int:
 
 def _explain(one: Compiled) -> None:
     print(f"{one.name}: {printable(one.path)}")
-    print("".join(f"  {printable(line)}\n" for line in explanation(one.choices).splitlines()), end="")
+    for line in explanation(one.choices).splitlines():
+        print(
+            textwrap.fill(printable(line), get_terminal_size().columns, initial_indent="  ", subsequent_indent="    ")
+        )
 
 
 def _ps(options: argparse.Namespace, home: Home, history: History) -> int:

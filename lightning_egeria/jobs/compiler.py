@@ -13,13 +13,12 @@ from typing import Any
 
 from lightning_egeria.core.programs import files as disk
 from lightning_egeria.core.programs.descriptions import Description
-from lightning_egeria.core.training.methods import check_combination
+from lightning_egeria.core.training.methods import BY_SETTING, check_combination
 from lightning_egeria.errors import ArgumentError, CompilationError, DescriptionError, UnsupportedError
 from lightning_egeria.jobs.environments import lock_of, requirements_in
 from lightning_egeria.jobs.optimisations import Choice, Facts, Measured, choose
 from lightning_egeria.jobs.provenance import Provenance, installed_distributions, provenance_of
 from lightning_egeria.jobs.redaction import forms_of
-from lightning_egeria.jobs.rules import IN_TABLE
 from lightning_egeria.jobs.rundirs import CODE, EXPLANATION, JOB, LOCK, digest_of, write_run_directory
 from lightning_egeria.jobs.schema import Job
 
@@ -124,13 +123,9 @@ class Compiler:
             config = experiments.composed(arguments, variables)
             code = f"{provenance.commit} {provenance.content()['changes']} {provenance.versions['lightning_egeria']}"
             key = experiments.cost_key(config, code)
-            facts = experiments.facts_of(config, job.resources.link_gbit, self.measured(key))
-            choices = choose(job.optimisations, facts, experiments.why_not_here)
-            check_combination(IN_TABLE.get(choice.method, choice.method) for choice in choices if choice.on)
-            for choice in choices:
-                against = experiments.why_not_here(choice.method) if choice.on else None
-                if against is not None:
-                    raise ArgumentError(f"optimisations.{choice.method}: {against}")
+            facts = experiments.facts_of(config, self.measured(key))
+            choices = choose(job.optimisations, facts)
+            check_combination(BY_SETTING[choice.method] for choice in choices if choice.on)
             ranks = job.resources.nodes * (job.resources.most_devices or job.resources.devices)
             if facts.ranks > ranks:
                 raise ArgumentError(f"it trains {facts.ranks} ranks, but resources has {ranks} devices")

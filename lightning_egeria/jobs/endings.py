@@ -36,20 +36,11 @@ def cost_in(results: Path, run: Path) -> Measured:
     Raises:
         OSError, ValueError, KeyError, TypeError, OverflowError: there are none.
     """
-    record, savings = results / "egeria.json", results / "savings.json"
-    steps = files.read_json(record, LARGEST_RECORD)["steps"]
-    spent = {name: sum(step[name] * step["batches"] for step in steps) for name in _PHASES}
-    whole = sum(spent.values())
-    kept = files.read_json(savings, LARGEST_RECORD)
+    path = results / "savings.json"
     measured = Measured(
-        fit_s=float(kept["fit_time_s"]),
+        fit_s=float(files.read_json(path, LARGEST_RECORD)["fit_time_s"]),
         epochs=int(files.read_json(run / JOB, LARGEST_RECORD, links=False)["epochs"]),
-        data=spent["data"] / whole if whole else 0.0,
-        communication=spent["communication"] / whole if whole else 0.0,
     )
-    if not all(map(math.isfinite, (measured.fit_s, measured.data, measured.communication))):
-        raise ValueError(f"{record} and {savings} have costs that are no numbers")
+    if not math.isfinite(measured.fit_s):
+        raise ValueError(f"{path} has a time that is no number")
     return measured
-
-
-_PHASES = ("data", "forward", "backward", "communication", "rest")

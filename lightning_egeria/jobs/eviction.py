@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from pathlib import Path
 
 from lightning_egeria.jobs import environments
 from lightning_egeria.jobs.history import History
-from lightning_egeria.jobs.home import Home
+from lightning_egeria.jobs.home import ARRAYS, Home
 from lightning_egeria.jobs.rundirs import lock_in, remove
 
 
@@ -43,5 +44,9 @@ def evict(home: Home, history: History, older_than_s: float) -> Evicted:
             if str(place) not in needed and place.stat().st_mtime < since:
                 remove(place)
                 removed.append(place.name)
+        if not history.unfinished("slurm"):
+            for place in (home.path / ARRAYS).glob("*"):
+                if place.stat().st_mtime < since:
+                    shutil.rmtree(place)
         keep = {environments.environment_name(lock_in(Path(run))) for run in needed if Path(run).is_dir()}
     return Evicted(environments.evict(home.environments, older_than_s, keep), removed)

@@ -13,14 +13,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, check, explain
+from lightning_egeria.core.training.methods import BY_SETTING, METHODS
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.jobs.optimisations import Choice, Facts, Measured
 
 DEFAULT = "default"  # egeria-train without an experiment
+_PACKAGE = "lightning_egeria."
 _STEPS = ("MultiStepLR", "StepLR", "step_decay")
-# Methods that wrap the data, with their group in conf/ and its option; the others are callbacks.
-_WRAPPERS = {"cache": "cache", "selective": "selecting", "goodput": "goodput"}
-_OPTIONS = {"cache": "disk", "selective": "queue", "goodput": "adaptive"}
 
 
 def arguments_of(experiment: str, overrides: Sequence[str]) -> list[str]:
@@ -53,22 +52,22 @@ def composed(arguments: Sequence[str], variables: Mapping[str, str] = os.environ
     return config
 
 
-def facts_of(config: DictConfig, link_gbit: float | None = None, measured: Measured | None = None) -> Facts:
+def facts_of(config: DictConfig, measured: Measured | None = None) -> Facts:
     """Return what a configuration says of its run."""
     model, trainer, data = config.model, config.trainer, config.data
     policy = OmegaConf.select(config, "callbacks.freezing.policy.pretrained")
-    weights = OmegaConf.select(config, "model.weights")
+    weights = OmegaConf.select(config, "model.weights") or OmegaConf.select(config, "model.net.weights")
     pretrained = bool(weights or OmegaConf.select(config, "model.net.pretrained") or policy is True)
     return Facts(
         trains=True,
         pretrained=pretrained,
+        own_model=not model.get("_target_", "").startswith(_PACKAGE),
         epochs=trainer.get("max_epochs"),
         schedule=_schedule(model.get("scheduler")),
         # The data modules of this package augment nothing unless they say so.
-        augmented=data.get("augment", False if data.get("_target_", "").startswith("lightning_egeria.") else None),
+        augmented=data.get("augment", False if data.get("_target_", "").startswith(_PACKAGE) else None),
         ranks=_ranks(trainer),
         strategy=str(trainer.get("strategy", "auto")),
-        link_gbit=link_gbit,
         measured=measured,
     )
 
@@ -82,26 +81,14 @@ def cost_key(config: DictConfig, code: str) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def why_not_here(method: str) -> str | None:
-    """Return why a method cannot run in this version of `egeria-train`; None if it can."""
-    group = _WRAPPERS.get(method)
-    if group is None or (CONFIG_DIR / group).is_dir():
-        return None
-    return f"egeria-train cannot switch on {method} yet. Wrap the data in your own program, and name it as command"
-
-
 def overrides_for(choices: Sequence[Choice], pretrained: bool | None) -> list[str]:
     """Return the overrides of `egeria-train` that switch methods on and off."""
     callbacks, wrappers, options = [], [], []
     for choice in choices:
-        rest = dict(choice.options)
-        if choice.method in _WRAPPERS:
-            group, option = _WRAPPERS[choice.method], "none"
-            if choice.on:
-                option = str(rest.pop("mode", _OPTIONS[choice.method]))
-            if (CONFIG_DIR / group).is_dir():
-                wrappers.append(f"{group}={option}")
-            prefix = group
+        rest, method = dict(choice.options), METHODS[BY_SETTING[choice.method]]
+        if method.wraps_data:
+            wrappers.append(f"{method.group}={rest.pop('mode', method.option) if choice.on else 'none'}")
+            prefix = method.group
         else:
             prefix = f"callbacks.{choice.method}"
             if choice.on:

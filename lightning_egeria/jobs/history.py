@@ -23,9 +23,7 @@ CREATE TABLE IF NOT EXISTS submitted (
     most_devices INTEGER, after TEXT NOT NULL, cost_key TEXT NOT NULL,
     node TEXT NOT NULL DEFAULT '', given INTEGER NOT NULL DEFAULT 0, handle TEXT NOT NULL DEFAULT '', closed REAL);
 CREATE INDEX IF NOT EXISTS submitted_by_end ON submitted (closed);
-CREATE TABLE IF NOT EXISTS costs (
-    key TEXT PRIMARY KEY,
-    fit_s REAL NOT NULL, epochs INTEGER NOT NULL, data REAL NOT NULL, communication REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS durations (key TEXT PRIMARY KEY, fit_s REAL NOT NULL, epochs INTEGER NOT NULL);
 """
 
 
@@ -185,18 +183,13 @@ class History:
     def cost(self, key: str) -> Measured | None:
         """Return what an earlier run cost; None without one."""
         with self._errors():
-            row = self._database.execute(
-                "SELECT fit_s, epochs, data, communication FROM costs WHERE key = ?", (key,)
-            ).fetchone()
+            row = self._database.execute("SELECT fit_s, epochs FROM durations WHERE key = ?", (key,)).fetchone()
         return Measured(*row) if row else None
 
     def keep_cost(self, key: str, cost: Measured) -> None:
         """Keep what a run has cost, in place of an earlier one."""
         with self._errors():
-            self._database.execute(
-                "INSERT OR REPLACE INTO costs VALUES (?, ?, ?, ?, ?)",
-                (key, cost.fit_s, cost.epochs, cost.data, cost.communication),
-            )
+            self._database.execute("INSERT OR REPLACE INTO durations VALUES (?, ?, ?)", (key, cost.fit_s, cost.epochs))
 
     def _rows(self, where: str, *values: Any) -> list[Row]:
         with self._errors():

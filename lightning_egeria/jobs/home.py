@@ -14,6 +14,7 @@ from lightning_egeria.jobs.jobfolders import JobFolder
 from lightning_egeria.jobs.scheduling import DEFAULT, policy_named
 
 VARIABLE = "EGERIA_JOBS"
+ARRAYS = "arrays"  # folder of what the jobs of one array of Slurm share
 _LARGEST_NAME = 2**10
 
 

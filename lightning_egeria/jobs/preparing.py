@@ -15,7 +15,7 @@ from lightning_egeria.core.programs.processes import CHECKPOINT
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.jobs.environments import python_of
 from lightning_egeria.jobs.jobfolders import JobFolder, Status
-from lightning_egeria.jobs.rundirs import CODE, digest_of, listed, lock_in
+from lightning_egeria.jobs.rundirs import CODE, digest_of, explanation_in, listed, lock_in
 
 
 def python_for(job: Mapping[str, Any], run: Path, environments: Path, folder: JobFolder) -> str:
@@ -82,6 +82,8 @@ def variables_for(job: Mapping[str, Any], folder: JobFolder, status: Status, dat
         "EGERIA_RESULTS": str(folder.results),
         "PYTHONUNBUFFERED": "1",
     }
+    if not keep:  # for the report of the run
+        own["EGERIA_METHODS"] = "; ".join(explanation_in(Path(submission.run)).splitlines())
     return {**inherited, **own, **data, **job["environment"]["variables"]}
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_egeria.core.programs.descriptions import Description, read
-from lightning_egeria.core.training.methods import check_combination
+from lightning_egeria.core.training.methods import BY_SETTING, check_combination
 from lightning_egeria.errors import UnsupportedError, near_match
-from lightning_egeria.jobs.schema import METHODS, VARIABLE, Job
+from lightning_egeria.jobs.schema import VARIABLE, Job
 
 MOST_JOBS = 1000  # of one sweep
 # The words of a description, and those of the table of combinations.
@@ -36,7 +36,6 @@ _ELSEWHERE = {
     **{name: f"use {key} instead" for name, key in _KEYS.items()},
     **dict.fromkeys(_OURS, "is set by the job engine. Leave it out"),
 }
-IN_TABLE = {"cache": "caching", "selective": "selecting"}
 
 
 def read_description(path: Path, overrides: Sequence[str] = ()) -> Description[Job]:
@@ -130,7 +129,10 @@ def _of_sweep(job: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from _of_override(key, f"{name}=")
             continue
         if not re.fullmatch(VARIABLE, name):
-            yield key, f"becomes an environment variable, whose name must match {VARIABLE}"
+            better = (
+                re.sub(r"\W", "_", name, flags=re.ASCII).upper().removeprefix("EGERIA_").lstrip("0123456789") or "X"
+            )
+            yield key, f"becomes an environment variable of the command. Write {better}, and read ${better} there"
         for other in ("variables", "secrets"):
             if name in environment.get(other, ()):
                 yield key, f"stands in environment.{other} too. Keep one of the two"
@@ -140,21 +142,21 @@ def _of_optimisations(chosen: Any, trains: bool) -> Iterator[tuple[str, str]]:
     if chosen in ("auto", "none"):
         return
     if not isinstance(chosen, Mapping):
-        near = near_match(str(chosen), [*METHODS, "auto", "none"])
-        if chosen in METHODS:
+        near = near_match(str(chosen), [*BY_SETTING, "auto", "none"])
+        if chosen in BY_SETTING:
             near = f" Write {{{chosen}: true}}"
         yield "optimisations", f"expected auto, none, or a map of methods, got {chosen!r}.{near}"
         return
     for name, options in chosen.items():
-        if name not in METHODS:
-            near = near_match(name, METHODS) or f" Methods: {', '.join(METHODS)}"
+        if name not in BY_SETTING:
+            near = near_match(name, BY_SETTING) or f" Methods: {', '.join(BY_SETTING)}"
             yield f"optimisations.{name}", f"no such method.{near}"
         elif not isinstance(options, bool | Mapping):
             yield f"optimisations.{name}", f"expected true, false or options, got {options!r}"
         elif options is not False and not trains:
             yield f"optimisations.{name}", "a command takes no methods. Use an experiment, or add them in the program"
-    wanted = [name for name, options in chosen.items() if name in METHODS and options is not False]
+    wanted = [name for name, options in chosen.items() if name in BY_SETTING and options is not False]
     try:
-        check_combination(IN_TABLE.get(name, name) for name in wanted)
+        check_combination(BY_SETTING[name] for name in wanted)
     except UnsupportedError as error:
         yield "optimisations", str(error)

@@ -7,20 +7,19 @@ from typing import Any
 
 from lightning_egeria.core.programs.arguments import PERIOD, SIZE
 from lightning_egeria.core.programs.descriptions import key
+from lightning_egeria.core.training.methods import BY_SETTING
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"
 OPTION_NAME = r"[a-z][a-z-]*"
 OPTION = r"[A-Za-z0-9][A-Za-z0-9._,:=*&|()\[\]+/@%-]*"
-METHODS = ("freezing", "cache", "selective", "partial", "tuning", "goodput")
-
 
 _COMMAND = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 _METHOD_OPTIONS = {"anyOf": [{"type": "boolean"}, {"type": "object"}]}
 _METHODS = {
     "anyOf": [
         {"enum": ["auto", "none"]},
-        {"type": "object", "properties": dict.fromkeys(METHODS, _METHOD_OPTIONS), "additionalProperties": False},
+        {"type": "object", "properties": dict.fromkeys(BY_SETTING, _METHOD_OPTIONS), "additionalProperties": False},
     ]
 }
 
@@ -80,9 +79,6 @@ class Resources:
     )
     time: str | None = dataclasses.field(
         default=None, metadata=key("longest time of one attempt, as in 90m or 2h", pattern=PERIOD)
-    )
-    link_gbit: float | None = dataclasses.field(
-        default=None, metadata=key("gigabits per second between the ranks, if you know it", least=0)
     )
 
 

@@ -17,6 +17,7 @@ from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.compiler import Compiled
 from lightning_egeria.jobs.execution import Execution, stopping_on_signals
 from lightning_egeria.jobs.history import Row
+from lightning_egeria.jobs.home import ARRAYS
 from lightning_egeria.jobs.jobfolders import JobFolder, State
 from lightning_egeria.jobs.rundirs import read_run_directory
 from lightning_egeria.jobs.sbatch import sbatch_options
@@ -56,20 +57,22 @@ class Slurm:
             raise QueueError(f"{compiled.name}: Slurm changes no number of devices. Leave resources.most_devices out")
 
     def start(self, jobs: Sequence[tuple[Row, JobFolder]]) -> Mapping[int, str]:
-        """Hand jobs to sbatch.
+        """Hand jobs to sbatch; those of a sweep as one array.
+
+        Args:
+            jobs: of one description, so they have the same options.
 
         Raises:
-            QueueError: there is no Slurm, or it refuses one.
+            QueueError: there is no Slurm, or it refuses them.
         """
-        handles = {}
-        for row, folder in jobs:
-            job = read_run_directory(Path(row.run))
-            gpus = _has_gpus(job["slurm"]["partition"])
-            try:
-                handles[row.id] = self._submitted(job, folder, gpus).job_id
-            except (RuntimeError, OSError, submitit.core.utils.FailedJobError) as error:
-                raise QueueError(f"sbatch refuses job {row.id}: {' '.join(str(error).split())}") from error
-        return handles
+        ids = [row.id for row, _ in jobs]
+        job = read_run_directory(Path(jobs[0][0].run))
+        gpus = _has_gpus(job["slurm"]["partition"])
+        try:
+            return dict(zip(ids, self._submitted(job, [folder for _, folder in jobs], gpus), strict=True))
+        except (RuntimeError, OSError, submitit.core.utils.FailedJobError) as error:
+            which = f"job {ids[0]}" if len(ids) == 1 else f"jobs {ids[0]} to {ids[-1]}"
+            raise QueueError(f"sbatch refuses {which}: {' '.join(str(error).split())}") from error
 
     def cancel(self, row: Row) -> None:
         """End a job that waits. One that runs is ended by the process that watches it."""
@@ -78,17 +81,26 @@ class Slurm:
 
     def lost(self, rows: Sequence[Row]) -> set[int]:
         """Return the jobs that the queue of Slurm does not list."""
-        listed = set(_slurm("squeue", "--noheader", "--user", getpass.getuser(), "--format", "%A").split())
+        listed = set(_slurm("squeue", "--noheader", "--user", getpass.getuser(), "--array", "--format", "%i").split())
         return {row.id for row in rows if row.handle not in listed}
 
-    def _submitted(self, job: Mapping[str, Any], folder: JobFolder, gpus: bool) -> submitit.Job[int]:
-        executor = submitit.SlurmExecutor(folder=folder.path / "slurm", max_num_timeout=10**6)
-        options = sbatch_options(job, gpus)
-        options["additional_parameters"] |= _dependency(folder)
+    def _submitted(self, job: Mapping[str, Any], folders: Sequence[JobFolder], gpus: bool) -> list[str]:
+        options, log = sbatch_options(job, gpus), str(folders[0].log)
+        own = folders[0].path / "slurm"
+        if len(folders) > 1:
+            own = folders[0].path.parent.parent / ARRAYS / folders[0].path.name
+            own.mkdir(parents=True, mode=0o700)
+            for place, folder in enumerate(folders):
+                (own / str(place)).symlink_to(folder.log)
+            log, options["job_name"] = f"{own}/%a", job["name"].rpartition(".")[0]
+        executor = submitit.SlurmExecutor(folder=own, max_num_timeout=10**6)
+        options["additional_parameters"] |= _dependency(folders[0])
         # What a process prints before the job has a log of its own.
-        log = ["--output", str(folder.log), "--error", str(folder.log), "--open-mode", "append"]
-        executor.update_parameters(**options, srun_args=log)
-        return executor.submit(InSlurm(str(folder.path)))
+        output = ["--output", log, "--error", log, "--open-mode", "append"]
+        executor.update_parameters(**options, array_parallelism=len(folders), srun_args=output)
+        with executor.batch():
+            submitted = [executor.submit(InSlurm(str(folder.path))) for folder in folders]
+        return [one.job_id for one in submitted]
 
 
 def _has_gpus(partition: str | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -28,8 +29,12 @@ _SOURCES = {  # of samples, with colour and title
     "advanced": ("#ffd92f", "from another entry"),
     "misses": ("#fc8d62", "computed"),
 }
+_FIRST, _OTHERS = "#4a4a4a", ("#2b6cb0", "#c05621", "#2f855a", "#d53f8c")  # colours of series that are told apart
 _WIDTH, _HEIGHT = 8.0, 3.2  # inches
 _MOST_BARS = 200  # of a series
+# No legend hides data.
+_BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}
+_ABOVE: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "fontsize": 8, "frameon": False}
 
 
 def plasticity(record: RunRecord) -> Figure:
@@ -44,13 +49,13 @@ def plasticity(record: RunRecord) -> Figure:
             points = [(e.step, getattr(e, field)[index]) for e in record.evaluations if index < len(getattr(e, field))]
             drawn = [(step, abs(value)) for step, value in points if value]
             color = mpl.colormaps["viridis"](index / max(1, count - 1))
-            label = name if count <= 8 or index in (0, count - 1) else None
+            label = name if count <= 1 + len(_OTHERS) or index in (0, count - 1) else None
             axes.plot(*_columns(drawn), color=color, linewidth=1, label=label)
         _make_logarithmic(axes)
         axes.set_ylabel(titles[field])
         _draw_events(axes, record)
     if shown:
-        panels[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+        panels[0].legend(**_BESIDE)
     panels[-1].set_xlabel("optimizer steps")
     return figure
 
@@ -107,7 +112,7 @@ def phases(record: RunRecord) -> Figure:
     axes.set_xlim(0, 1.15 * max(left, default=1.0) or 1.0)
     axes.set_xlabel("ms per batch")
     if bars:
-        axes.legend(ncols=len(PHASES), fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        axes.legend(ncols=len(PHASES), **_ABOVE)
     return figure
 
 
@@ -129,32 +134,42 @@ def cache(record: RunRecord) -> Figure:
     size.set_ylabel("MB on disk (dashed)")
     size.set_ylim(bottom=0)
     if axes.collections:
-        axes.legend(loc="upper left", fontsize=8, frameon=False)
+        axes.legend(ncols=len(_SOURCES), **_ABOVE)
     return figure
 
 
 def panel(found: Panel) -> Figure:
     """Draw what a method shows of itself."""
     figure, (axes,) = _new(1)
+    count = len(found.series)
+    places = sorted({x for points in found.series.values() for x, _ in points})
+    room = 0.9 * min((b - a for a, b in itertools.pairwise(places)), default=1.0)  # for the bars at a place
     for row, (name, points) in enumerate(found.series.items()):
+        style = {"color": _color(row, count), "label": name if count <= len(_OTHERS) or row in (0, count - 1) else None}
         if found.kind == "line":
-            axes.plot(*_columns(points), marker="." if len(points) < 50 else "", linewidth=1, label=name)
+            width = 1 + 1.5 * max(0, 2 - row) * (count > 1)  # one that others cover is wider
+            axes.plot(*_columns(points), marker="." if len(points) < 50 else "", linewidth=width, **style)
         elif found.kind == "bars":
-            places = [x for x, _ in points]
-            width = 0.9 * min((b - a for a, b in itertools.pairwise(places)), default=1.0)
             if len(points) > _MOST_BARS:  # each bar is one object, and too thin to be seen
-                axes.vlines(places, 0, [y for _, y in points], alpha=0.6, label=name, color=f"C{row % 10}")
+                axes.vlines([x for x, _ in points], 0, [y for _, y in points], alpha=0.6, **style)
             else:
-                axes.bar(*_columns(points), width=width, alpha=0.6, label=name)
+                left = [x - room / 2 + room * row / count for x, _ in points]
+                axes.bar(left, [y for _, y in points], width=room / count, align="edge", **style)
         else:
-            axes.broken_barh([(begin, end - begin) for begin, end in points], (row - 0.3, 0.6), color=f"C{row % 10}")
+            axes.broken_barh([(begin, end - begin) for begin, end in points], (row - 0.3, 0.6), color=_OTHERS[0])
     if found.kind == "spans":
-        axes.set_yticks(range(len(found.series)), list(found.series), fontsize=8)
+        axes.set_yticks(range(count), list(found.series), fontsize=8)
         axes.invert_yaxis()
-    elif len(found.series) > 1:
-        axes.legend(fontsize=8, frameon=False)
+    elif count > 1:
+        axes.legend(**_BESIDE)
+    if found.kind == "bars" and len(places) == 1:
+        axes.set_xlim(places[0] - 2, places[0] + 2)
     if found.log:
         _make_logarithmic(axes)
+    elif found.kind == "line" and all(y >= 0 for points in found.series.values() for _, y in points):
+        axes.set_ylim(bottom=0)
+    if all(float(x).is_integer() for points in found.series.values() for x, _ in points):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(found.x)
     axes.set_ylabel(found.y)
     return figure
@@ -162,6 +177,8 @@ def panel(found: Panel) -> Figure:
 
 def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
     """Draw a logged metric over wall time, one line per run, with the time to the final value of the first run.
+
+    Each panel has the first run and at most four others.
 
     Args:
         records: records of the runs; the others are compared with the first.
@@ -171,17 +188,20 @@ def accuracy(records: Sequence[RunRecord], metric: str | None = None) -> Figure:
         RecordError: if the runs have no such metric in common.
     """
     metric = metric or common_metric(records)
-    figure, (axes,) = _new(1)
     target = last_value(records[0], metric)
-    for record, reached in zip(records, times_to_target(records, metric), strict=True):
-        points = [(p.seconds, p.values[metric]) for p in record.metrics if metric in p.values]
-        (line,) = axes.plot(*_columns(points), marker=".", label=f"{record.name}: {reached.note}")
-        if reached.seconds is not None:
-            axes.plot([reached.seconds], [target], "o", color=line.get_color(), markersize=8, fillstyle="none")
-    axes.axhline(target, color="#999999", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("seconds of wall time, validation included")
-    axes.set_ylabel(metric)
-    axes.legend(fontsize=8, frameon=False, title=f"time to {target:.4g}", title_fontsize=8)
+    first, *others = zip(records, times_to_target(records, metric), strict=True)
+    groups = [others[place : place + len(_OTHERS)] for place in range(0, len(others), len(_OTHERS))] or [[]]
+    figure, panels = _new(len(groups), share=True)
+    for axes, group in zip(panels, groups, strict=True):
+        for (record, reached), color in zip([first, *group], (_FIRST, *_OTHERS), strict=False):
+            points = [(p.seconds, p.values[metric]) for p in record.metrics if metric in p.values]
+            axes.plot(*_columns(points), marker=".", color=color, label=f"{record.name}: {reached.note}")
+            if reached.seconds is not None:
+                axes.plot([reached.seconds], [target], "o", color=color, markersize=8, fillstyle="none")
+        axes.axhline(target, color="#999999", linewidth=0.8, linestyle=":")
+        axes.set_ylabel(metric)
+        axes.legend(title=f"time to {target:.4g}", title_fontsize=8, ncols=2, **_ABOVE)
+    panels[-1].set_xlabel("seconds of wall time, validation included")
     return figure
 
 
@@ -226,16 +246,21 @@ class _Picture(Figure):
 
 def _new(rows: int, share: bool = False) -> tuple[Figure, Sequence[Axes]]:
     # Not with pyplot, which keeps every figure until it is closed.
-    figure = _Picture(figsize=(_WIDTH, _HEIGHT * (1 if rows == 1 else 1.7)), layout="constrained")
+    figure = _Picture(figsize=(_WIDTH, _HEIGHT * (0.3 + 0.7 * rows)), layout="constrained")
     axes = figure.subplots(rows, 1, sharex=share, squeeze=False)[:, 0]
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
     return figure, list(axes)
 
 
+def _color(row: int, count: int) -> Any:
+    """Return the colour of one of several series; beyond those that are told apart, dark is in front."""
+    return _OTHERS[row] if count <= len(_OTHERS) else mpl.colormaps["viridis"](row / (count - 1))
+
+
 def _make_logarithmic(axes: Axes) -> None:
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))  # formulas are not drawn as such here
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.0e}"))  # formulas are not drawn as such here
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 

@@ -175,5 +175,6 @@ def _about(trainer: pl.Trainer) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": pl.__version__ if hasattr(pl, "__version__") else "",
+        "methods": os.environ.get("EGERIA_METHODS", ""),  # of a job: what was chosen, and why
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }

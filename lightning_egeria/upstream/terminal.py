@@ -1,4 +1,4 @@
-"""Private names of Rich and TQDM: what they show while training goes on."""
+"""Private names of Rich and TQDM: what they show during training."""
 
 from __future__ import annotations
 

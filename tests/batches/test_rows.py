@@ -73,7 +73,7 @@ def test_padded_to_other_lengths_is_refused():
 def test_batch_without_rows_is_refused():
     with pytest.raises(RowsError, match="no part of a batch of type dict has 3 rows"):
         Rows.of({"x": torch.zeros(4)}, 3)
-    with pytest.raises(RowsError, match="a batch of type str holds no tensor"):
+    with pytest.raises(RowsError, match="a batch of type str has no tensor"):
         samples_of("text")
 
 
@@ -116,7 +116,7 @@ def test_samples_in_another_dimension_are_refused():
 
 def test_a_column_has_a_row_for_each_sample():
     layout = Rows.of((torch.ones(4, 2), torch.ones(4)), 4).layout
-    with pytest.raises(RowsError, match=r"of 4 samples has the size \[3, 2\], expected a row each"):
+    with pytest.raises(RowsError, match=r"of 4 samples has the size \[3, 2\], expected one row for each sample"):
         Rows.of((torch.ones(3, 2), torch.ones(4)), 4, layout)
 
 

@@ -130,3 +130,26 @@ def test_an_unmakeable_container_of_tensors_is_an_error():
 def test_what_holds_no_reachable_tensor_stays(value):
     assert list(tensor_leaves(value)) == []
     assert change_leaves(value, torch.Tensor, torch.clone) == value
+
+
+@dataclasses.dataclass
+class Named(collections.UserDict):
+    """A mapping with its items as fields too, as outputs of networks are that pytree was not told of."""
+
+    x: torch.Tensor
+
+    def __post_init__(self):
+        self.data = {"x": self.x}
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+def test_items_of_a_dataclass_that_is_a_mapping_change_too():
+    value = Named(t(1))
+    changed = change_leaves(value, torch.Tensor, lambda leaf: leaf + 1)
+    assert changed["x"] is changed.x
+    assert changed.x == 2
+    assert value["x"] is value.x
+    assert value.x == 1

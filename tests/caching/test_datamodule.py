@@ -114,9 +114,16 @@ def plain_trainer(epochs):
     return L.Trainer(max_epochs=epochs, accelerator="cpu", logger=False, **quiet)
 
 
-def test_where_nothing_is_frozen_it_does_nothing(tmp_path):
+def test_a_loader_in_the_place_of_the_folder_is_refused():
+    with pytest.raises(ArgumentError, match=r"got DataLoader. Pass a loader for validation as val_dataloaders=..."):
+        FrozenPrefixCache(loader(), loader())
+
+
+def test_where_nothing_is_frozen_it_does_nothing(tmp_path, caplog):
     cached = FrozenPrefixCache(loader(), cache_dir=tmp_path / "cache")
-    plain_trainer(1).fit(Classifier(), datamodule=cached)
+    with caplog.at_level("INFO"):
+        plain_trainer(1).fit(Classifier(), datamodule=cached)
+    assert caplog.text.count("nothing was cached, because no module is frozen") == 1
     assert cached.stats.off == cached.validation_stats.off == "nothing is frozen"
     assert (cached.stats.hits, cached.stats.misses) == (0, 0)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -100,7 +100,7 @@ class Stream:
     """Plans nothing, and notes what is asked for."""
 
     def __init__(self):
-        self.frozen = None
+        self.frozen, self.reads_ahead = None, False
         self.planned, self.received, self.epochs, self.closed = [], [], [], []
         self.accounts = Accounts(CacheStats())
 
@@ -189,7 +189,7 @@ def test_loader_looks_like_the_users_own(line):
 @pytest.mark.parametrize(("sampler", "ahead"), [(SequentialSampler(DATA), LOOK_AHEAD_BATCHES), (Unmeasured(), 0)])
 def test_known_samplers_are_read_ahead(line, sampler, ahead):
     one = line(loader(DATA, sampler=sampler, batch_size=2) if ahead else loader(batch_sampler=_Batches()))
-    one.stream.frozen = "frozen modules"
+    one.stream.frozen, one.stream.reads_ahead = "frozen modules", True
     Fetcher().fetch(one.loader)
     assert max(planned - number - 1 for number, planned in one.stream.received) == ahead
 
@@ -202,7 +202,7 @@ class _Batches:
         return iter([[0, 1]] * 6)
 
 
-def test_without_frozen_modules_nothing_is_read_ahead(line):
+def test_without_entries_nothing_is_read_ahead(line):
     one = line(loader())
     Fetcher().fetch(one.loader)
     assert [planned - number for number, planned in one.stream.received] == [1] * 4

@@ -64,7 +64,7 @@ def test_reading_takes_longer_for_more_rows_and_for_larger_ones():
         (0.01, 8, True, True),
         (2.0, 8, True, False),  # two seconds of a short run; entries are compared in the next epoch, in other batches
         (2.0, 8, False, True),  # where the next epoch has the same batches, that would show nothing
-        (2.0, 50, True, True),
+        (2.0, policy.SHORT_RUN, True, True),
         (2.0, None, True, True),
     ],
 )

@@ -1,7 +1,7 @@
 """Random training programs train with the cache as without it.
 
-An example is a network, a data set, a loader, a schedule, a way to call the network, and acts: what the program does
-beside training, at which moment of which batches.
+An example is a network, the parts of it that are frozen from the start, a data set, a loader, a schedule of further
+freezes, a way to call the network, and acts: what the program does beside training, at which moment of which batches.
 """
 
 import copy
@@ -41,7 +41,54 @@ class Checkpointed(Net):
         return self.head(checkpoint(nn.Sequential(self.a, self.b, self.c), x, use_reentrant=False))
 
 
-NETS = {"mlp": Net, "convolutions": ConvNet, "skip": Skip, "checkpointed": Checkpointed}
+class Towers(Net):
+    """Two towers, of which each has its own map into the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.side = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(16, 3)
+
+    def forward(self, x):
+        a, other = self.a(x), self.other(x)
+        return self.head(self.c(self.b(a))) + self.side(torch.cat([other, a * other], 1))
+
+
+class Adapted(Net):
+    """Adapters beside the second and the third layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        a = self.a(x)
+        b = self.b(a) + self.high(self.low(a))
+        return self.head(self.c(b) + 0.5 * self.high(self.low(b)))
+
+
+class Attending(Net):
+    """What a trained layer makes of the input asks a frozen memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = nn.Linear(8, 8)
+
+    def forward(self, x):
+        keys, values = self.a(x), self.b(self.a(x.flip(-1)))
+        weights = (self.side(x).unsqueeze(2) * keys.unsqueeze(1)).softmax(-1)
+        return self.head(self.c((weights @ values.unsqueeze(2)).squeeze(2)))
+
+
+NETS = {
+    "mlp": Net,
+    "convolutions": ConvNet,
+    "skip": Skip,
+    "checkpointed": Checkpointed,
+    "towers": Towers,
+    "adapted": Adapted,
+    "attending": Attending,
+}
+PARTS = ["a", "a.0", "b", "b.0", "c", "other", "side", "low"]  # that may be frozen from the start, where a net has them
 
 # How the step comes by its logits.
 FORWARDS = {
@@ -238,6 +285,8 @@ def _act(place):
 @dataclasses.dataclass(frozen=True)
 class Example:
     net: str
+    frozen: frozenset
+    evaluates: bool
     forward: str
     forward_period: int
     sample: str
@@ -254,6 +303,8 @@ class Example:
 EXAMPLES = st.builds(
     Example,
     net=st.sampled_from(sorted(NETS)),
+    frozen=st.one_of(st.just(frozenset()), st.frozensets(st.sampled_from(PARTS), max_size=4)),
+    evaluates=st.booleans(),
     forward=st.sampled_from(["plain"] * 5 + sorted(FORWARDS)),
     forward_period=st.integers(1, 4),
     sample=st.sampled_from(["fixed", "fixed", *SAMPLE_KINDS]),
@@ -262,7 +313,9 @@ EXAMPLES = st.builds(
     shuffle=st.booleans(),
     validates=st.booleans(),
     accumulates=st.sampled_from([1, 1, 2]),
-    schedule=st.sampled_from([((2, 2),), ((1, 2),), ((2, 1), (5, 2)), ((1, 2), (7, 0)), ((1, 1), (6, 0), (8, 2))]),
+    schedule=st.sampled_from(
+        [(), (), ((2, 2),), ((1, 2),), ((2, 1), (5, 2)), ((1, 2), (7, 0)), ((1, 1), (6, 0), (8, 2))]
+    ),
     disk_seconds=st.sampled_from([0.0, 0.0, 0.005]),
     acts=st.lists(st.sampled_from(sorted(PLACES)).flatmap(_act), max_size=4).map(tuple),
 )
@@ -300,6 +353,9 @@ def train(example, run):
         "drop_last": SAMPLES % example.batch_size == 1,
     }
     module = Trains(example, run, dataset)
+    for path, part in module.net.named_modules():
+        if path in example.frozen:
+            part.requires_grad_(False).train(not example.evaluates)
     acts = on(
         on_train_batch_start=lambda trainer, module, batch, _: module.act("batch start", trainer, *batch),
         on_train_batch_end=lambda trainer, module, _, batch, __: module.act("batch end", trainer, *batch),

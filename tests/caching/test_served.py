@@ -1,5 +1,7 @@
 """What the cache serves, and how it counts: programs that once went wrong."""
 
+import time
+
 import lightning as L
 import pytest
 import torch
@@ -218,3 +220,24 @@ def test_a_head_that_changes_its_input_in_place(tmp_path, reads):
     hits, losses = train(True)
     assert losses == train(False)[1]
     assert hits >= 24
+
+
+class Slow(Counted):
+    """Takes as long for each batch."""
+
+    SECONDS = 0.1
+
+    def forward(self, x):
+        time.sleep(self.SECONDS)
+        return super().forward(x)
+
+
+def test_seconds_saved_are_those_of_runs_that_did_not_happen(tmp_path, written_at_once):
+    """Probes, verification, and whatever else the cache does are taken off."""
+    epochs, batches = 4, 4
+    module = Module(lambda parts, x, y: F.cross_entropy(parts.head(parts.slow(x)), y), slow=frozen(Slow(WIDTH, 8)))
+    module.parts["head"] = nn.Linear(8, CLASSES)
+    stats = stats_after(tmp_path, module, loader(vectors(), batch_size=6), epochs=epochs)
+    saved = (epochs * batches - Counted.rows / 6) * Slow.SECONDS
+    assert stats.hits > 0
+    assert 0.6 * saved < stats.seconds_saved < 1.1 * saved

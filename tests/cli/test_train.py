@@ -41,6 +41,16 @@ def test_a_precision_without_fast_kernels_is_told(egeria_train, capsys, monkeypa
     assert (found in capsys.readouterr().err) is said
 
 
+def test_the_help_may_be_cut_off():
+    with subprocess.Popen([*COMMAND, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "egeria-train trains a configured model on configured data.\n"
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait(60) in (0, 1)  # 0 where all of it was in the pipe already
+
+
 def test_trains_from_the_cache(egeria_train, tmp_path):
     cache = ["cache=disk", f"cache.cache_dir={tmp_path / 'cache'}", "cache.min_free_bytes=0"]
     run_dir = egeria_train(*SCRIPTED, *cache, "trainer.max_epochs=8")

@@ -29,7 +29,17 @@ def test_completion_times_rise_to_all_jobs(record):
     assert sorted(line.get_xdata()[1:]) == pytest.approx(sorted(t / 60 for t in record.completion_times.values()))
 
 
-def test_utilisation_has_a_line_for_each_record(record):
-    (axes,) = drawing.utilisation([record, record]).axes
-    assert len(axes.lines) == 2
-    assert axes.lines[0].get_ydata()[0] == record.intervals[0].devices / 16
+def test_utilisation_has_a_panel_for_each_record(record):
+    for axes in drawing.utilisation([record, record]).axes:
+        (area,) = axes.collections
+        used = {interval.devices / 16 for interval in record.intervals}
+        assert {y for path in area.get_paths() for y in path.vertices[:, 1]} == used | {0}
+
+
+def test_a_panel_has_at_most_five_policies(record):
+    figure = drawing.completion_times([record] * 7)
+    assert [len(axes.lines) for axes in figure.axes] == [5, 2]
+    for axes in figure.axes:
+        assert len({line.get_color() for line in axes.lines}) == len(axes.lines)
+        figure.canvas.draw()
+        assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1

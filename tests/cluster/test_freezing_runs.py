@@ -42,7 +42,7 @@ def test_depths_that_were_not_measured_lie_between(tmp_path):
 
 def test_a_damaged_run_is_refused(tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(TraceError, match="no measured freezing run"):
+    with pytest.raises(TraceError, match="not a measured freezing run"):
         FreezingRun.read(tmp_path / "run.json", RESULTS / "costs.json")
 
 
@@ -100,5 +100,5 @@ def test_a_depth_that_is_no_number_is_refused(depth, tmp_path):
     run, costs = tmp_path / "run.json", tmp_path / "costs.json"
     run.write_text(f'{{"steps": 100, "events": [{{"step": 10, "depth": {depth}}}]}}')
     costs.write_text('{"shares": {"1": 0.9}}')
-    with pytest.raises(TraceError, match="no measured freezing run"):
+    with pytest.raises(TraceError, match="not a measured freezing run"):
         FreezingRun.read(run, costs)

@@ -68,12 +68,12 @@ BAD = {
 def test_what_is_no_hints_is_refused(text, tmp_path):
     path = tmp_path / "hints.json"
     path.write_text(text)
-    with pytest.raises(TraceError, match=r"hints\.json holds no hints of a job"):
+    with pytest.raises(TraceError, match=r"hints\.json is not a hints file of a job"):
         Hints.read(path)
 
 
 def test_missing_hints_are_refused(tmp_path):
-    with pytest.raises(TraceError, match="holds no hints"):
+    with pytest.raises(TraceError, match="is not a hints file"):
         Hints.read(tmp_path / "hints.json")
 
 

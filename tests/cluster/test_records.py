@@ -63,5 +63,5 @@ def test_a_damaged_log_is_refused(tmp_path, text):
     path = tmp_path / "log.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(TraceError, match="no log of a simulation"):
+    with pytest.raises(TraceError, match="not a log of a simulation"):
         Record.read(path)

@@ -45,5 +45,5 @@ def test_the_philly_trace_is_read_in_order(tmp_path):
     path.write_text("timestamp,duration,num_gpus\n2017-10-09 07:01:55,66.0,1\n2017-10-09 07:00:55,90.0,8\n")
     assert read_philly(path) == [(0.0, 90.0, 8), (60.0, 66.0, 1)]
     path.write_text("timestamp,duration\n2017-10-09 07:01:55,66.0\n")
-    with pytest.raises(TraceError, match="no Philly trace"):
+    with pytest.raises(TraceError, match="not a Philly trace"):
         read_philly(path)

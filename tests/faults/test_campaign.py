@@ -9,8 +9,10 @@ from faults.held import FAULTS, CannotError
 
 # A worker takes some seconds to start, a rank that is stopped as many until the other gives up.
 LONG = {"reference worker", "one of two ranks"}
-# Each of these is much like another that is injected: SIGTERM like SIGINT, torn pages like flipped bits.
+# Each of these is much like another that is injected: SIGINT and SIGTERM at a line like SIGKILL there, torn pages like
+# flipped bits.
 ALIKE = {
+    "interrupted",
     "terminated",
     "truncated",
     "pages_wrong",

@@ -282,7 +282,7 @@ def test_too_few_layer_modules_train_as_without():
         fit(module(net=net), *callbacks)
         return net[1].weight
 
-    with pytest.warns(UserWarning, match="expected at least 2.*Training goes on as without") as told:
+    with pytest.warns(UserWarning, match="expected at least 2.*Training continues as without") as told:
         weight = trained(freezing())
     assert weight.equal(trained())
     assert sum("expected at least 2" in str(one.message) for one in told) == 1

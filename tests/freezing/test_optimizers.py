@@ -157,7 +157,7 @@ def test_one_of_several_networks_is_not_chosen_silently(kind):
     assert text == (
         f"freezing: {kind.__name__} trains several networks, with an optimizer each. The first backward pass reaches "
         "'discriminator.0', but not 'generator.0'. Name the layer modules of one network with layer_modules=[...]. "
-        "Training goes on as without the callback"
+        "Training continues as without the callback"
     )
     assert callback.events == []
     assert equal(plain, watched)

@@ -80,7 +80,7 @@ def test_the_chain_of_another_network_is_found_again(recwarn):
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Linear(4, 4), nn.Linear(4, 3))
     fit(module(net=net), other, epochs=1)
     (text,) = [str(one.message) for one in recwarn if "layer chain in the checkpoint" in str(one.message)]
-    assert "is not that of the model: Module lacks 'some_name.stem" in text
+    assert "differs from the model's: Module lacks 'some_name.stem" in text
     assert other.layer_modules == ["some_name.1", "some_name.2"]
     assert [(event.kind, event.depth) for event in other.events] == [("freeze", 1), ("unfreeze", 0), ("freeze", 1)]
 

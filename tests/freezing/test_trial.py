@@ -235,7 +235,7 @@ def test_a_run_that_may_end_counts_as_ten_epochs(caplog, ends):
     stops = After(lambda trainer, _: setattr(trainer, "should_stop", True), 20)
     callbacks = [pretrained(STAYS_DEEP), stops, *([ends] if ends is not None else [])]
     fit(module, *callbacks, data=loader(bright(400)), epochs=-1 if ends is None else 1000)
-    assert "depths are tried on the next 10 steps" in caplog.text  # a forty-eighth of 500
+    assert "a trial of depths takes the next 10 steps" in caplog.text  # a forty-eighth of 500
 
 
 def test_it_waits_for_a_learning_rate():
@@ -250,7 +250,7 @@ def test_it_waits_for_an_epoch_with_enough_steps(caplog, waits, begins, told):
     callback = pretrained(STAYS_DEEP)
     train(Waiting(waits), callback)
     assert history(callback) == [(begins, FIRST)]
-    assert f"depths are tried on the next {told} steps" in caplog.text
+    assert f"a trial of depths takes the next {told} steps" in caplog.text
 
 
 @pytest.mark.parametrize(("batches", "depth", "reason"), [(5, FIRST, "loss "), (3, 2, "batches are too large to keep")])
@@ -349,7 +349,7 @@ def test_from_scratch_there_is_none():
 def test_the_log_says_what_was_tried(caplog):
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     steady(pretrained(), FALLS)
-    assert "depths are tried on the next 8 steps, which then follow" in caplog.text
+    assert "a trial of depths takes the next 8 steps, and training then repeats them" in caplog.text
     assert "step 2: froze 1 of 4 layer modules, up to 'net.0': loss 4.52 with 2 frozen" in caplog.text
 
 
@@ -422,4 +422,6 @@ def test_where_the_budget_ends_a_quarter_is_the_most(monkeypatch):
     fit(Steady({5: 0.1, 3: 0.2, 1: 0.3, 0: 0.31}, blocks=8), callback, data=loader(vectors(128)))
     assert list(callback.frontier.losses) == [5, 3]
     assert history(callback) == [(2, 2)]
-    assert callback.events[-1].reason.endswith("of those with 3; shallower depths would cost too much to try")
+    assert callback.events[-1].reason.endswith(
+        "of those with 3; shallower depths would cost too much to try, and max_loss_points allows 2 without a trial"
+    )

@@ -48,7 +48,7 @@ entry:
 environment:
   variables: {A: "1"}
   secrets: [TOK]
-resources: {devices: 2, memory: 16GB, time: 90m, link_gbit: 1.5}
+resources: {devices: 2, memory: 16GB, time: 90m}
 data:
   images: {path: x, digest: "sha256:%s", stage: true}
 optimisations: {freezing: true, cache: {host_bytes: 5}}

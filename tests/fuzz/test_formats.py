@@ -63,14 +63,21 @@ def test_all_formats_are_tested(known):
     assert list(known) == NAMES
 
 
-def outcome_of(tested, data):
-    """What came of reading; memory stays in proportion to the input."""
+def read_traced(tested, data):
+    """What came of reading, and the bytes that it took at most."""
     tracemalloc.start()
     try:
-        outcome = tested.read(data)
-        assert tracemalloc.get_traced_memory()[1] < 10**6 + 100 * len(data)
+        return tested.read(data), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def outcome_of(tested, data):
+    """What came of reading; memory stays in proportion to the input."""
+    outcome, most = read_traced(tested, data)
+    if most >= 10**6 + 100 * len(data):  # the first reading may have imported modules; memory of the input comes again
+        outcome, most = read_traced(tested, data)
+    assert most < 10**6 + 100 * len(data)
     assert outcome in {EXACT, OTHER, MISS} | ERRORS
     return outcome
 
@@ -305,9 +312,7 @@ def test_a_store_larger_than_any_is_refused(store, tmp_path, key, value):
     state = json.loads(described.to_json()) | {key: value}
     (store.folder / MANIFEST).write_text(json.dumps(state | {"fingerprint": store.folder.name}))
     os.truncate(store.folder / INDEX, 4 * min(state["entries"], 2**28 + 1))  # which takes no room on the disk
-    with pytest.raises(
-        StoreError, match=r"more than a store can hold|says what no store can be|is not that of a store"
-    ):
+    with pytest.raises(StoreError, match=r"more than a store can hold|has an impossible size|is not that of a store"):
         ActivationStore(store.folder)
 
 

@@ -49,6 +49,26 @@ def test_from_a_description_to_its_log(jobs, tmp_path):
     assert len(list((tmp_path / "home" / "runs").iterdir())) == 1
 
 
+def test_auto_can_be_tried_on_handwritten_digits(jobs, tmp_path):
+    (tmp_path / "digits.yaml").write_text("name: digits\nentry: {experiment: digits_resnet8}\noptimisations: auto\n")
+    status, printed, _ = jobs("submit", "--dry-run", "digits.yaml")
+    assert status == 0
+    assert "  freezing: on: from scratch, the learning rate falls in steps: 0.89 (0.82" in printed
+    assert max(map(len, printed.splitlines()[1:])) <= 80
+    assert " ".join(printed.split()).count(": off: ") == 5
+
+
+@pytest.mark.slow
+def test_a_job_on_handwritten_digits_tells_its_methods_in_its_record(jobs, tmp_path):
+    overrides = "[trainer=cpu, trainer.max_epochs=12, data.val_fraction=0.95]"
+    text = f"name: digits\nentry: {{experiment: digits_resnet8, overrides: {overrides}}}\n"
+    (tmp_path / "digits.yaml").write_text(text)
+    assert jobs("submit", "digits.yaml")[:2] == (0, "1  digits  with freezing\n")
+    assert jobs("wait", 1)[0] == 0
+    record = json.loads((tmp_path / "home" / "jobs" / "1" / "results" / "egeria.json").read_text())
+    assert record["about"]["methods"].startswith("freezing: on: from scratch, the learning rate falls in steps: 0.89")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -71,7 +91,6 @@ def test_no_job_has_so_large_an_id(jobs, arguments):
         f"queue.priority={10**33}",
         f"queue.priority={-(2**31)}",
         f"queue.after=['{'9' * 23}']",
-        f"resources.link_gbit=1e{'9' * 9}",
         f"resources.time={'9' * 20}d",
         f"resources.memory={'9' * 20}TB",
         f"retries={2**31}",

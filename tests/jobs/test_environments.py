@@ -89,7 +89,7 @@ def test_no_module_of_the_working_folder_runs(tmp_path, monkeypatch, pip_only):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o000])
+@pytest.mark.parametrize("umask", [pytest.param(0o002, marks=pytest.mark.slow), 0o000])
 def test_folders_are_private_whatever_the_umask(umask, tmp_path, pip_only):
     before = os.umask(umask)
     try:

@@ -8,6 +8,7 @@ from described import described, ended, submitted
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.jobs.environments import environment_name
 from lightning_egeria.jobs.eviction import evict
+from lightning_egeria.jobs.home import ARRAYS
 from lightning_egeria.jobs.rundirs import LOCK, read_run_directory
 
 HOUR, DAY = 3600, 86400
@@ -37,6 +38,21 @@ def test_what_a_job_may_need_stays(home, history, tmp_path):
     # Compiled again, it is there again.
     (again,) = home.compiler(history).compile(described(tmp_path / "never", **{"entry.command": "echo never"}))
     assert read_run_directory(again.path)["name"] == "hello"
+
+
+def test_what_the_jobs_of_an_array_share_goes_when_slurm_has_none(home, history, tmp_path):
+    shared, young = home.path / ARRAYS / "1", home.path / ARRAYS / "2"
+    for place in (shared, young):
+        place.mkdir(parents=True)
+    old(shared)
+    (compiled,) = home.compiler(history).compile(described(tmp_path))
+    with history.transaction():
+        id = history.add(compiled.job, compiled.path, "slurm")
+    evict(home, history, DAY)
+    assert shared.exists()
+    history.update(id, closed=1.0)
+    evict(home, history, DAY)
+    assert (shared.exists(), young.exists()) == (False, True)
 
 
 def test_what_is_compiled_again_is_young(home, history, tmp_path):

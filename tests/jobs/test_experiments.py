@@ -2,6 +2,7 @@ import os
 
 import pytest
 
+from lightning_egeria.core.training.methods import BY_SETTING
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.jobs.experiments import (
     arguments_of,
@@ -10,10 +11,8 @@ from lightning_egeria.jobs.experiments import (
     cost_key,
     facts_of,
     overrides_for,
-    why_not_here,
 )
 from lightning_egeria.jobs.optimisations import Choice, choose
-from lightning_egeria.jobs.schema import METHODS
 
 ROOT = "data.root=/x"
 
@@ -27,6 +26,10 @@ def test_what_is_known_of_experiments():
     assert (scratch.pretrained, scratch.epochs, scratch.schedule, scratch.augmented) == (False, 40, "steps", True)
     tuned = facts("finetune_imagenette_resnet20", ROOT, "model.weights=w", "size=tight")
     assert (tuned.pretrained, tuned.epochs, tuned.schedule, tuned.augmented) == (True, 6, "smooth", False)
+    assert (scratch.own_model, scratch.kind, tuned.kind) == (False, "steps", "tuned")
+    own = composed(["trainer=cpu"])
+    own.model._target_ = "mine.Model"
+    assert facts_of(own).own_model
     ranks = facts("default", "trainer=ddp", "scheduler=none")
     assert (ranks.ranks, ranks.strategy, ranks.schedule, ranks.augmented) == (2, "ddp", "constant", False)
 
@@ -53,7 +56,7 @@ def test_costs_belong_to_code_data_and_network_not_to_settings():
 
 def test_overrides_switch_methods():
     options = {"cache": {"host_bytes": "5"}, "partial": {"min_share": "0.5", "layer_modules": ["a", "b"]}}
-    choices = [Choice(name, name in options, "", options.get(name, {})) for name in METHODS]
+    choices = [Choice(name, name in options, "", options.get(name, {})) for name in BY_SETTING]
     found = overrides_for(choices, False)
     assert [one for one in found if not one.endswith("=none")] == [
         "callbacks=partial",
@@ -67,23 +70,18 @@ def test_overrides_switch_methods():
         {**os.environ, "EGERIA_CHECKPOINTS": "/x"},
     )
     assert list(config.callbacks) == ["partial", "resuming"]
-    on = [Choice(name, name == "freezing", "", {"policy": {"patience": "2"}}) for name in METHODS]
+    on = [Choice(name, name == "freezing", "", {"policy": {"patience": "2"}}) for name in BY_SETTING]
     assert {"callbacks=finetuning", "cache=none", "callbacks.freezing.policy.patience=2"} <= set(
         overrides_for(on, True)
     )
-    both = [Choice(name, name in ("freezing", "tuning"), "") for name in METHODS]
+    both = [Choice(name, name in ("freezing", "tuning"), "") for name in BY_SETTING]
     assert list(composed(overrides_for(both, True)).callbacks) == ["freezing", "tuning"]
-    assert composed(overrides_for([Choice(name, False, "") for name in METHODS], True)).callbacks == {}
+    assert composed(overrides_for([Choice(name, False, "") for name in BY_SETTING], True)).callbacks == {}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_each_method_can_be_asked_for_or_is_refused(method):
+@pytest.mark.parametrize("method", BY_SETTING)
+def test_each_method_can_be_asked_for(method):
     choices = choose({method: True}, facts("default"))
     assert [choice.method for choice in choices if choice.on] == [method]
-    against = why_not_here(method)
-    if against is None:
-        composed(overrides_for(choices, False))
-    else:
-        assert method in ("selective", "goodput")
-        assert f"egeria-train cannot switch on {method} yet" in against
-    assert {"freezing", "cache", "partial", "tuning"}.isdisjoint([method] if against else [])
+    config = composed(overrides_for(choices, False))
+    assert ([*config.callbacks] == [method]) if method in ("freezing", "partial", "tuning") else config[method]

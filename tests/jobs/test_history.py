@@ -61,8 +61,8 @@ def test_a_transaction_happens_whole_or_not(history, tmp_path):
 def test_costs(history):
     assert history.cost("k") is None
     history.keep_cost("k", Measured(1.0, 2))
-    history.keep_cost("k", Measured(3.0, 4, 0.1, 0.2))
-    assert history.cost("k") == Measured(3.0, 4, 0.1, 0.2)
+    history.keep_cost("k", Measured(3.0, 4))
+    assert history.cost("k") == Measured(3.0, 4)
 
 
 def test_a_file_that_is_no_history(tmp_path):

@@ -1,40 +1,35 @@
 import dataclasses
-import re
 
 import pytest
-from leftovers import REPOSITORY
 
-from lightning_egeria.jobs.optimisations import MIN_EPOCHS_FROM_SCRATCH, TOOK, Facts, Measured, choose
-from lightning_egeria.jobs.schema import METHODS
+from benchmarks.proof import evidence as measured
+from lightning_egeria.core.training.methods import BY_SETTING
+from lightning_egeria.jobs import evidence as rules
+from lightning_egeria.jobs.evidence import evidence
+from lightning_egeria.jobs.optimisations import Facts, Measured, choose
 
 SCRATCH = Facts(trains=True, pretrained=False, epochs=40, schedule="steps", augmented=True)
 TUNED = Facts(trains=True, pretrained=True, epochs=6, schedule="smooth", augmented=False)
 
 
-def chosen(facts, wanted="auto", **more):
-    return {choice.method: choice for choice in choose(wanted, facts, **more)}
+def chosen(facts, wanted="auto"):
+    return {choice.method: choice for choice in choose(wanted, facts)}
 
 
-def on(facts, wanted="auto", **more):
-    return [name for name, choice in chosen(facts, wanted, **more).items() if choice.on]
+def on(facts, wanted="auto"):
+    return [name for name, choice in chosen(facts, wanted).items() if choice.on]
 
 
 @pytest.mark.parametrize(
     ("facts", "expected", "because"),
     [
-        (SCRATCH, ["freezing"], "the learning rate falls in steps over 40 epochs"),
-        (TUNED, ["freezing", "cache"], "the weights are pre-trained"),
-        (dataclasses.replace(SCRATCH, ranks=2, link_gbit=1.0), ["freezing"], "2 ranks share a link of 1 Gbit/s"),
-        (
-            dataclasses.replace(SCRATCH, ranks=2, measured=Measured(900, 40, 0, 0.4)),
-            ["freezing"],
-            "waited for each other 40%",
-        ),
-        (dataclasses.replace(SCRATCH, measured=Measured(12, 40)), [], "the run takes about 12 s"),
-        (dataclasses.replace(TUNED, epochs=1), [], "with 1 epochs the run is over"),
-        (dataclasses.replace(SCRATCH, schedule="smooth"), [], "0.89 to 1.01"),
-        (dataclasses.replace(SCRATCH, schedule="constant"), [], "at a constant learning rate nothing freezes"),
-        (dataclasses.replace(SCRATCH, epochs=5), [], "5 epochs are too few"),
+        (SCRATCH, ["freezing"], "from scratch, the learning rate falls in steps: 0.89 (0.82 to 0.89 on 3 tasks)"),
+        (TUNED, ["freezing", "cache"], "fine-tuning: 0.62 (0.32 to 0.99 on 5 tasks) of the plain time"),
+        (dataclasses.replace(SCRATCH, measured=Measured(12, 40)), [], "about 12 s; the shortest one that was measured"),
+        (dataclasses.replace(TUNED, epochs=1), [], "the run has 1 epochs; the shortest one that was measured had 4"),
+        (dataclasses.replace(SCRATCH, schedule="smooth"), [], "0.95 (0.89 to 1.01 on 4 tasks)"),
+        (dataclasses.replace(SCRATCH, schedule="constant"), [], "at a constant learning rate: measured on none"),
+        (dataclasses.replace(SCRATCH, epochs=5), [], "had 12"),
         (Facts(trains=False), [], "a command takes no methods"),
     ],
 )
@@ -43,51 +38,65 @@ def test_auto_follows_the_evidence_and_says_so(facts, expected, because):
     assert because in chosen(facts)["freezing"].reason
 
 
-RESULTS = REPOSITORY / "benchmarks" / "proof" / "results"
-ROWS = {"freezing": "freezing", "cache": "freezing and cache"}
-WORKLOADS = {
-    "tuned": [
-        *(f"finetune_imagenette_resnet{layers}/{size}" for layers in (20, 56) for size in ("small", "tight")),
-        *(f"trashnet_efficientnet/{size}" for size in ("small", "small_low")),
-        *(f"{name}_efficientnet/{size}" for name in ("cifar10", "camvid") for size in ("small", "small_high")),
-        *(f"banking77_minilm/{size}" for size in ("small", "small_high", "full")),
-    ],
-    "steps": ["cifar10_resnet20/small", "cifar10_resnet56/small", "imagenette_resnet50/small"],
-    "smooth": [
-        "cifar10_resnet20_cosine/small",
-        "cifar10_mobilenetv2/small",
-        "multi30k_transformer/small",
-        "camvid_deeplabv3/small",
-        "squad_bert/small",
-    ],
-}
-
-
-@pytest.mark.parametrize("kind", TOOK, ids="-".join)
-def test_the_figures_are_those_of_the_proof(kind):
+def test_the_file_is_what_its_command_writes_from_the_runs_of_the_proof():
     """A result that changes must change what `auto` says, or chooses."""
-    found = []
-    for workload in WORKLOADS[kind[0]]:
-        lines = [line.split("|") for line in (RESULTS / workload / "table.md").read_text().splitlines() if "|" in line]
-        column = [cell.strip() for cell in lines[0]].index("training time")
-        found += [float(line[column]) for line in lines if line[1].strip() == ROWS[kind[1]]]
-    assert len(found) >= 3
-    assert (min(found), max(found)) == TOOK[kind]
+    assert measured.evidence() == evidence()
 
 
-def test_the_fewest_epochs_are_those_of_a_run_that_froze():
-    experiments = REPOSITORY / "conf" / "experiment"
-    small = [
-        re.search(r"small: \{max_epochs: (\d+)", (experiments / f"{workload.split('/')[0]}.yaml").read_text())
-        for workload in WORKLOADS["steps"]
+def comparison(workload, time, points=0.0, shorter=2.0, methods=("freezing",), kind="steps", augmented=True):
+    return {
+        "workload": workload,
+        "kind": kind,
+        "augmented": augmented,
+        "epochs": 12,
+        "plain_s": 100,
+        "methods": [*methods],
+        "time": time,
+        "points": points,
+        "than_as_short": shorter,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "found", "says"),
+    [
+        ([("a", 0.5), ("b", 0.8), ("c", 1.1)], True, "0.80 (0.50 to 1.10 on 3 tasks) of the plain time, +0.0 points"),
+        ([("a", 0.5), ("b", 0.95), ("c", 1.1)], False, "needed: 0.9 of the time, -1 and +1 points"),
+        ([("a", 0.5, -2.0), ("b", 0.5, -1.5), ("c", 0.5)], False, "-1.5 points"),
+        ([("a", 0.5, 0.0, 0.1), ("b", 0.5, 0.0, 0.9), ("c", 0.5)], False, "+0.9 against a plain run as short"),
+        ([("a", 0.5, 0.0, None), ("b", 0.5, 0.0, None), ("c", 0.5, 0.0, None)], False, "+0.0 against"),
+        ([("a", 0.5), ("a", 0.6), ("b", 0.5)], False, "measured on 2 of the 3 tasks needed to judge"),
+        ([], False, "measured on none. Ask for it by name"),
+    ],
+)
+def test_methods_pay_if_they_did_on_most_of_three_tasks(rows, found, says, monkeypatch):
+    monkeypatch.setattr(rules, "evidence", lambda: {"comparisons": [comparison(*row) for row in rows]})
+    assert rules.pays("steps", ["freezing"])[0] is found
+    assert says in rules.pays("steps", ["freezing"])[1]
+
+
+def test_the_cache_is_compared_with_freezing_alone(monkeypatch):
+    rows = [
+        comparison(task, time, methods=methods, kind="tuned", augmented=False)
+        for task in "abc"
+        for time, methods in ((0.8, ["freezing"]), (0.6, ["freezing", "cache"]))
     ]
-    assert min(int(found[1]) for found in small) == MIN_EPOCHS_FROM_SCRATCH
+    monkeypatch.setattr(rules, "evidence", lambda: {"comparisons": rows})
+    assert rules.cache_adds("tuned", False) == (True, "0.75 (0.75 to 0.75 on 3 tasks) of the time of freezing alone")
+    assert rules.cache_adds("tuned", True)[0] is False
+    for row in rows:
+        row["time"] = 0.8
+    assert rules.cache_adds("tuned", False)[0] is False
 
 
-def test_the_cache_is_left_out_where_it_gains_nothing():
-    assert (
-        "runs from scratch took 0.83 to 0.96" in chosen(dataclasses.replace(SCRATCH, augmented=False))["cache"].reason
-    )
+def test_the_cache_alone_serves_what_a_model_keeps_frozen():
+    own = dataclasses.replace(SCRATCH, schedule="smooth", own_model=True)
+    for augmented in (False, None):  # the cache finds out itself whether samples change
+        assert on(dataclasses.replace(own, augmented=augmented)) == ["cache"]
+    assert "an entry would serve once" in chosen(own)["cache"].reason
+    assert on(dataclasses.replace(own, augmented=False, strategy="FSDPStrategy")) == []
+    assert "without any it cost 0.48 s at most" in chosen(dataclasses.replace(own, augmented=False))["cache"].reason
+    assert "keep no module frozen" in chosen(dataclasses.replace(own, augmented=False, own_model=False))["cache"].reason
 
 
 def test_a_longer_run_of_short_epochs_is_not_short():
@@ -95,8 +104,9 @@ def test_a_longer_run_of_short_epochs_is_not_short():
 
 
 def test_the_cache_needs_samples_that_stay():
-    assert "augmented at random" in chosen(dataclasses.replace(TUNED, augmented=True))["cache"].reason
-    assert "nobody knows" in chosen(dataclasses.replace(TUNED, augmented=None))["cache"].reason
+    augmented = chosen(dataclasses.replace(TUNED, augmented=True))
+    assert "samples augmented at random: measured on none" in augmented["cache"].reason
+    assert on(dataclasses.replace(TUNED, augmented=None)) == ["freezing", "cache"]
     assert "off with fsdp" in chosen(dataclasses.replace(TUNED, strategy="fsdp"))["cache"].reason
 
 
@@ -108,14 +118,8 @@ def test_what_the_description_says_goes_first():
     assert on(TUNED, "none") == []
 
 
-def test_what_cannot_run_here_stays_off():
-    why = {"freezing": "this version has none"}
-    assert on(TUNED, available=why.get) == []
-    assert chosen(TUNED, available=why.get)["freezing"].reason.startswith("this version has none. Otherwise on")
-
-
 def test_each_method_has_one_choice_with_a_reason():
     for facts in (SCRATCH, TUNED, Facts(trains=False)):
         choices = choose("auto", facts)
-        assert [choice.method for choice in choices] == list(METHODS)
+        assert [choice.method for choice in choices] == list(BY_SETTING)
         assert all(choice.reason for choice in choices)

@@ -78,4 +78,6 @@ def test_variables(tmp_path, monkeypatch):
     assert variables["EGERIA_JOB_DEVICES"] == "3"
     assert variables["EGERIA_HINTS"] == str(folder.hints)
     job["entry"]["experiment"] = "default"
-    assert "SLURM_NTASKS" not in variables_for(job, folder, status, {})
+    variables = variables_for(job, folder, status, {})
+    assert "SLURM_NTASKS" not in variables
+    assert variables["EGERIA_METHODS"].startswith("freezing: off: a command takes no methods")

@@ -43,8 +43,11 @@ def test_a_good_job_breaks_none():
             {"sweep": {"A": list("abcdefghijk"), "B": TEN, "C": TEN}},
             "sweep: has 1100 combinations, expected at most 1000",
         ),
-        ({"sweep": {"EGERIA_CHECKPOINTS": ["/x"]}}, "sweep.EGERIA_CHECKPOINTS: becomes an environment variable"),
-        ({"sweep": {"optimizer.lr": ["1"]}}, "sweep.optimizer.lr: becomes an environment variable"),
+        (
+            {"sweep": {"EGERIA_CHECKPOINTS": ["/x"]}},
+            "sweep.EGERIA_CHECKPOINTS: becomes an environment variable of the command. Write CHECKPOINTS, ",
+        ),
+        ({"sweep": {"optimizer.lr": ["1"]}}, "Write OPTIMIZER_LR, and read $OPTIMIZER_LR there"),
         ({"sweep": {"A": ["1"]}, "environment": {"variables": {"A": "2"}}}, "sweep.A: stands in environment.variables"),
         ({"sweep": {"A": ["1"]}, "environment": {"secrets": ["A"]}}, "sweep.A: stands in environment.secrets too"),
         ({"entry": EXPERIMENT, "sweep": {"+run_dir": ["x"]}}, "sweep.+run_dir: run_dir is set by the job engine"),

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_egeria.core.programs.arguments import quantity
-from lightning_egeria.jobs.schema import METHODS, Job
+from lightning_egeria.jobs.schema import Job
 
 
 def test_it_is_a_structured_config_of_hydra():
@@ -39,7 +39,3 @@ def test_quantities():
         10**6,
         2 * 10**12,
     ]
-
-
-def test_methods():
-    assert len(set(METHODS)) == len(METHODS) == 6

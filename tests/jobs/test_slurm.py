@@ -18,7 +18,7 @@ from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.backends import backend
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import State
-from lightning_egeria.jobs.submission import cancel, refresh, submit
+from lightning_egeria.jobs.submission import cancel, refresh, resume, submit
 
 pytest.importorskip("submitit", reason="submitit is an extra")
 
@@ -100,6 +100,35 @@ class TestReal:
         assert wait(home, history, *ids, last, bad) == ["done"] * 4 + ["failed"]
         assert "\n3\n" in home.folder(last).log.read_text()
         assert history.get(bad).status.message == "execute: ended with status 3; its log says why"
+
+    def test_a_sweep_is_one_array(self, home, history):
+        description = described(
+            home.path.parent, **{"entry.command": "echo $X; exit $X", "sweep": "{X: ['0', '3', '0 ']}", "name": "swept"}
+        )
+        compiled = home.compiler(history).compile(description)
+        ids = submit(home, history, slurm.Slurm(), compiled, description.folder)
+        handles = [history.get(id).handle for id in ids]
+        array = handles[0].partition("_")[0]
+        assert handles == [f"{array}_{place}" for place in range(3)]
+        assert "JobName=swept\n" in listed("scontrol", "show", "job", handles[0])
+        assert wait(home, history, *ids) == ["done", "failed", "done"]
+        for id, printed in zip(ids, ("0", "3", "0"), strict=True):
+            assert f"\n{printed}\n" in home.folder(id).log.read_text()
+        resume(home, history, slurm.Slurm(), ids[1])
+        assert "_" not in history.get(ids[1]).handle  # alone
+        assert wait(home, history, ids[1]) == ["failed"]
+
+    def test_jobs_of_an_array_are_cancelled_one_by_one(self, home, history):
+        description = described(
+            home.path.parent, **{"entry.command": "touch up; exec sleep $X", "sweep": "{X: ['100', '2']}"}
+        )
+        compiled = home.compiler(history).compile(description)
+        first, second = submit(home, history, slurm.Slurm(), compiled, description.folder)
+        until(lambda: (home.folder(first).work / "up").exists(), 60)
+        refresh(home, history, {"slurm": slurm.Slurm()})
+        cancel(home, history, slurm.Slurm(), first)
+        assert wait(home, history, first, second) == ["cancelled", "done"]
+        until(lambda: history.get(first).handle not in listed("squeue", "--array", "--format", "%i"), 60)
 
     def test_options_reach_slurm(self, home, history):
         options = {"partition": "all", "extra": {"comment": "mine", "exclusive": "true", "nice": "3"}}

@@ -28,6 +28,17 @@ class TestForwardReplacements:
         assert_same_attributes(before, module)
         assert torch.equal(module(x), expected)
 
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_two_that_are_restored_in_any_order_leave_nothing(self, first):
+        module = nn.Linear(4, 3)
+        before, both = attributes(module), [ForwardReplacements(), ForwardReplacements()]
+        for one in both:
+            one.replace(module, doubled)
+        both[first].restore()
+        assert "forward" in vars(module)
+        both[1 - first].restore()
+        assert_same_attributes(before, module)
+
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
     def test_a_copy_computes_with_its_own_weights_unseen(self, copied):
         net, x, calls = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.rand(2, 4), []

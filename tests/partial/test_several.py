@@ -20,7 +20,7 @@ from lightning_egeria import LogUniform, StructuredPartialBackprop
 from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.errors import ArgumentError, ExchangeError, UnsupportedError
 
-STEPS = 50
+STEPS = 20
 DEPTHS = {"uniform": "uniform", "temporal": "temporal", "given": None}
 SETTINGS = {
     "sgd": ("sgd", {}),

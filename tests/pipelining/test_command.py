@@ -35,6 +35,7 @@ def test_it_prints_and_draws_the_plan(graph, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "throughput of the graph over the chain: 1.50" in shown
     assert "branch3.0" in shown
+    assert "letters: its backward pass" in shown
     assert (tmp_path / "out" / "timelines.png").is_file()
     written = tmp_path / "out" / "plan.json"
     assert Plan.from_json(written.read_text()).in_flight == (3, 2, 2, 2, 2, 1)

@@ -127,7 +127,7 @@ def test_a_gradient_that_the_program_wants_stays_and_a_message_says_so():
     said = run(module, scripted({5: 3}))
     assert module.found > 0
     (text,) = said
-    assert "autograd runs through the frozen layer modules, because 'net' is called with something that" in text
+    assert "autograd runs through the frozen layer modules, because 'net' gets an input that requires" in text
 
 
 @pytest.mark.parametrize("dropping", [{"layerdrop": 0.3}, {"layerdrop": 0.5}, {"drop": 0.5}])

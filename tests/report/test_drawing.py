@@ -24,6 +24,27 @@ def test_several_runs_are_compared():
     assert labels == ["plain: 30.0 s", "ours: 15.0 s, 2.00x"]
 
 
+def test_each_panel_compares_at_most_five_runs_of_as_many_colours():
+    figure = report.figures([run("plain"), *(run(f"run{number}") for number in range(6))])["accuracy"]
+    for axes, names in zip(
+        figure.axes, [["plain", "run0", "run1", "run2", "run3"], ["plain", "run4", "run5"]], strict=True
+    ):
+        legend = axes.get_legend()
+        assert [text.get_text().split(":")[0] for text in legend.get_texts()] == names
+        assert len({line.get_color() for line in legend.get_lines()}) == len(names)
+        figure.canvas.draw()
+        assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
+
+
+def test_of_many_series_the_first_and_the_last_are_named():
+    record = run("ours")
+    series = {f"search {number}": [(number, 1.0)] for number in range(9)}
+    record.panels = [Panel("speeds", "Speeds", "Nine.", "search", "speed", series, kind="bars")]
+    (axes,) = report.figures(record)["speeds"].axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["search 0", "search 8"]
+    assert len({patch.get_facecolor() for patch in axes.patches}) == 9
+
+
 def test_lines_are_what_was_recorded():
     record = run("ours", frozen_at=9)
     top, bottom = report.figures(record)["plasticity"].axes
@@ -86,7 +107,8 @@ def test_panels_of_a_method_are_drawn_as_they_were_kept():
     assert noise.get_yscale() == "log"
     assert [label.get_text() for label in noise.get_yticklabels() if "$" in label.get_text()] == []
     assert [patch.get_height() for patch in bars.patches] == [3, 1, 1]
-    assert [patch.get_width() for patch in bars.patches] == pytest.approx([0.9, 0.9, 0.9])
+    assert [patch.get_width() for patch in bars.patches] == pytest.approx([0.45, 0.45, 0.45])  # beside each other
+    assert [patch.get_x() for patch in bars.patches] == pytest.approx([0.05, 1.05, 0.5])
     places = [path.vertices[:, 0] for row in spans.collections for path in row.get_paths()]
     assert [(place.min(), place.max()) for place in places] == [(0, 5), (0, 5), (6, 9)]
     assert [label.get_text() for label in spans.get_yticklabels()] == ["0.1", "0.2 won"]

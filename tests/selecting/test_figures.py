@@ -14,7 +14,7 @@ def test_a_run_shows_what_it_counted():
     assert share.series["trained"] == [(epoch, count / 40) for epoch, _, _, count in data.selection.epochs]
     assert share.series["scored"] == [(0, 0), (1, 1), (2, 1)]
     kept = [count for _, count in losses.series["kept"]]
-    left = [count for _, count in losses.series["left"]]
+    left = [count for _, count in losses.series["dropped"]]
     assert sum(kept) == sum(count for _, _, _, count in data.selection.epochs[1:])
     assert sum(kept) + sum(left) == 80
     mean = [sum(x * n for x, n in points) / sum(n for _, n in points) for points in losses.series.values()]

@@ -54,7 +54,7 @@ def test_own_function_takes_module_and_batch():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda module, batch: torch.zeros(5), r"shape \(6,\), one loss a sample, got the shape \(5,\)"),
+        (lambda module, batch: torch.zeros(5), r"shape \(6,\), one loss for each sample, got the shape \(5,\)"),
         (lambda module, batch: torch.zeros(()), r"got the shape \(\)"),
         (lambda module, batch: [0.0] * 6, "got list"),
     ],

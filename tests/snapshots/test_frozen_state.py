@@ -3,6 +3,7 @@
 import copy
 import functools
 import types
+import uuid
 
 import numpy as np
 import pytest
@@ -158,6 +159,16 @@ def test_digest_names_weights_classes_and_attributes():
         others.append(copy.deepcopy(second))
         CHANGES[name](others[-1])
     assert len({state_of(net).digest for net in others}) == len(others)
+
+
+def test_digest_names_the_members_of_enumerations_of_other_packages():
+    """Such as an interpolation of torchvision: another run with another one has other outputs."""
+    digests = set()
+    for member in (uuid.SafeUUID.safe, uuid.SafeUUID.unsafe):
+        net = new_net()
+        net[0].mode = member
+        digests |= {state_of(net).digest, state_of(copy.deepcopy(net)).digest}
+    assert len(digests) == 2
 
 
 @pytest.mark.parametrize("kind", ["forward", "helper", "base"])

@@ -78,7 +78,7 @@ def test_too_few_of_which_all_learn_end_nothing(told):
     assert not searching.is_looking
     (text,) = told.warnings
     assert "expected at least 2" in text
-    assert text.endswith("Training goes on as without the callback")
+    assert text.endswith("Training continues as without the callback")
 
 
 def test_too_few_that_the_user_named_are_an_error(told):

@@ -109,7 +109,7 @@ def test_same_class_twice_is_refused():
 
 @pytest.mark.parametrize("given", [3, "data", images(), [loader(), images()], {"x": torch.ones(3)}])
 def test_what_is_no_loader_is_refused(given):
-    with pytest.raises(ArgumentError, match=r"expected a LightningDataModule or a DataLoader, got \w+\. Of a dataset"):
+    with pytest.raises(ArgumentError, match=r"expected a LightningDataModule or a DataLoader, got \w+\. Wrap a "):
         Outer(given)
 
 

@@ -45,7 +45,7 @@ def test_it_says_what_it_does(caplog):
     lines = [line for line in caplog.messages if line.startswith("tuning: ")]
     assert lines[0] == "tuning: step 10: a search begins, because of the test"
     assert sum("2 steps, loss" in line for line in lines) == 3
-    assert "ends after 3 trials and 8 steps, because nothing was left to try. Training goes on with lr=" in lines[-1]
+    assert "ends after 3 trials and 8 steps, because nothing was left to try. Training continues with lr=" in lines[-1]
     assert (searches.record.step, searches.record.steps) == (10, 8)  # two of them without learning
 
 

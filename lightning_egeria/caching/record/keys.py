@@ -1,4 +1,14 @@
-"""Numbers that name computations."""
+"""Numbers that name computations.
+
+The key of a node stands for the whole computation behind it: the operation, its arguments that are no tensors, and the
+keys of its arguments that are. Leaves are named by what they are and not by what they hold: tensor ``n`` of a sample,
+or tensor ``n`` from outside. So equal keys promise the same function of the samples, in this batch and in all others,
+and nothing about values: entries are found by key and sample, and `outside` and `frozen` see to what else they depend
+on.
+
+Tensors from outside are numbered in the order in which keys are asked for. A program that asks in another order gets
+other keys, which costs a miss. Numbers hold within a run; `Keys.describe` is the form that another run can compare.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Tensors of the program that a recorded computation begins with: normalised images, masks, positions."""
+"""Tensors of the program that a recorded computation begins with: normalised images, masks, positions.
+
+No sample stands behind such a tensor as far as the tape knows, so an entry holds for it only by comparison:
+
+*   The first batch gives each tensor its *role*: it has a row for each sample, or it is one for the whole batch. The
+    role stays, because a length may equal a batch size by chance.
+*   A tensor with rows is part of the entry: the digests of its row are its stamp (`Outside.stamps`), and an entry with
+    another stamp is a miss.
+*   A tensor for the whole batch must keep the bits of the first batch. Whether rows depend on one another was probed
+    with those; with others a batch is computed (`Outside.fits`).
+*   A tensor that was written to after it was recorded (`Node.version`) is no longer what the computation read, so the
+    batch does not fit.
+"""
 
 from __future__ import annotations
 

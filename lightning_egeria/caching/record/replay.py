@@ -1,4 +1,18 @@
-"""A recorded computation once more, for other samples of its batch."""
+"""A recorded computation once more, for other samples of its batch.
+
+Three numbers are told apart. A *place* is a row of the batch as the program sees it. A *position* is a sample as it was
+loaded: the collate function may have put them in another order (`Tape.order`). A *stack* is the node of all samples'
+tensors in one, which a batch begins with; *rows* are the nodes of single samples, of which a stack is made.
+
+1.  Stacks that have a value are cut to the places. They are not made of their rows once more, since loading a sample
+    again may draw other random numbers.
+2.  Rows whose stack has no value are loaded, for the wanted positions only.
+3.  The operations run in the order of recording. `waiting` counts the operations that still read a value, which is let
+    go with the last one: a replay takes no more memory than the forward pass did.
+
+Sizes in a program may be written for the whole batch. Such an operation fails or returns another number of rows, and
+the replay is None: the caller computes the batch as it came.
+"""
 
 from __future__ import annotations
 

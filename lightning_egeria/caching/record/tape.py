@@ -234,7 +234,7 @@ class Tape:
         self._touched = touched
         self._count = 0
         self._shown: list[weakref.ref[Tensor]] = []
-        self._outsiders = itertools.count()  # more than there are ids: that of a dead one comes again
+        self._outsiders = itertools.count()  # a counter, because Python reuses id()
         self._outside: dict[int, tuple[weakref.ref[Tensor], int, Node]] = {}
 
     def row(self, position: int, number: int, meta: Meta, value: Tensor | None = None) -> Node:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from lightning_egeria.caching.record.tape import Node, Unit
+from lightning_egeria.core.snapshots.contents import PLAIN
 from lightning_egeria.errors import CacheError
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, types.BuiltinFunctionType)
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Context(NamedTuple):
@@ -105,7 +101,7 @@ def is_plain(value: Any) -> bool:
     """
     if isinstance(value, types.FunctionType):
         return value.__closure__ is None
-    return isinstance(value, (*_PLAIN, *_OF_TORCH))
+    return isinstance(value, (*PLAIN, types.BuiltinFunctionType))
 
 
 def constants_of(output: Any) -> tuple[Any, ...]:

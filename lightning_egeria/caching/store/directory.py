@@ -25,7 +25,7 @@ from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.core.programs import files
 from lightning_egeria.errors import CacheError, StoreBusyError, StoreError
 
-MOST_TIMES_LARGER = 1024  # may the entries of a store be that is there than those that are wanted
+MOST_TIMES_LARGER = 1024  # an existing store may have at most this many times the requested entries
 
 
 @dataclasses.dataclass(frozen=True)

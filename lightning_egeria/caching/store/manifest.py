@@ -100,7 +100,7 @@ class Manifest:
         sound = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
         sound = sound and type(self.dtype) is str and type(self.fingerprint) is str and self.fingerprint.isascii()
         if not sound or not self.fingerprint.isalnum() or self.dtype not in VALUE_BYTES:
-            raise StoreError(f"{MANIFEST} says what no store can be")
+            raise StoreError(f"{MANIFEST} has an impossible size, dtype or fingerprint")
         dimensions = len(self.order) - 1  # without that of the batch
         if self.entries > MAX_ENTRIES or self.slot_bytes > MAX_SLOT_BYTES or dimensions > MAX_DIMENSIONS:
             raise StoreError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Literal
 
@@ -76,11 +75,6 @@ class RowForm:
     def rounds(self) -> bool:
         """Whether other values come back than were stored."""
         return self._kind is not None
-
-    @functools.cached_property
-    def batch_shape(self) -> tuple[int, ...]:
-        """Of a row as the network gives it."""
-        return tuple(self._in_order(torch.empty((0, *self.shape), device="meta")).shape[1:])
 
     def to_memory(self, batch: Tensor) -> Tensor:
         """The rows of ``batch`` as they are stored, contiguous; `from_memory` is the inverse."""

@@ -78,8 +78,8 @@ class MutableBatchSampler:
         size = getattr(batch_sampler, "batch_size", None)
         if type(size) is not int or size < 1:
             raise TrainingDataError(
-                f"the batch sampler {kind} has no batch_size, so nobody knows what to change. Give it an attribute "
-                "batch_size, the number of samples in a batch"
+                f"the batch sampler {kind} has no batch_size, so its batch size cannot be changed. Give it an "
+                "attribute batch_size, the number of samples in a batch"
             )
         try:
             len(batch_sampler)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_egeria.core.batches.tree import tensor_leaves
+from lightning_egeria.core.batches.tree import parts_of, tensor_leaves, with_parts
 from lightning_egeria.errors import RowsError
 
 Index = NDArray[np.int64]
@@ -39,11 +37,11 @@ def samples_of(batch: Any) -> int:
     for leaf in tensor_leaves(batch):
         if leaf.ndim:
             return len(leaf)
-    raise RowsError(f"a batch of type {type(batch).__name__} holds no tensor with one row a sample")
+    raise RowsError(f"a batch of type {type(batch).__name__} has no tensor with one row for each sample")
 
 
 class Rows:
-    """Samples, taken apart into columns: what holds one value a sample, and the structure around these.
+    """Samples, taken apart into columns: what holds one value for each sample, and the structure around these.
 
     A column is a tensor or an array whose first dimension is the samples, or a list with one element a sample, such as
     texts or tensors of several sizes. All else is the same for the whole batch and stays in the structure. A `Layout`
@@ -73,7 +71,7 @@ class Rows:
             layout: of an earlier batch, which holds for the parts that it names.
 
         Raises:
-            RowsError: nothing in the batch has one value a sample, or a column does not.
+            RowsError: nothing in the batch has one value for each sample, or a column does not.
 
         >>> Rows.of((torch.arange(3), {"text": ["a", "b", "c"]}), 3).take(np.array([2, 0])).batch()
         (tensor([2, 0]), {'text': ['c', 'a']})
@@ -150,7 +148,7 @@ def layout_of_default(batch: Any) -> Layout:
         is_text = type(value) in (list, tuple) and value and all(isinstance(part, (str, bytes)) for part in value)
         found[path] = 0 if is_text or (isinstance(value, (Tensor, np.ndarray)) and value.ndim) else None
         if not is_text:
-            for key, part in _parts(value).items():
+            for key, part in parts_of(value) or ():
                 look(f"{path}/{key}", part)
 
     look("", batch)
@@ -174,7 +172,7 @@ def layout_of_two(batch: Any, fewer: Any, samples: int) -> Layout:
         sizes = enumerate(zip(_sizes(one), _sizes(other), strict=False))
         found[path] = next((dim for dim, both in sizes if both == (samples, samples - 1)), None)
         if found[path] is None:
-            parts, others = _parts(one), _parts(other)
+            parts, others = dict(parts_of(one) or ()), dict(parts_of(other) or ())
             for key, part in parts.items():
                 if key in others:
                     look(f"{path}/{key}", part, others[key])
@@ -202,7 +200,9 @@ def _taken_apart(value: Any, samples: int, columns: list[Any], known: Layout, fo
         )
     if where is not None:
         if _sizes(value)[:1] != [samples]:
-            raise RowsError(f"a part of a batch of {samples} samples has the size {_sizes(value)}, expected a row each")
+            raise RowsError(
+                f"a part of a batch of {samples} samples has the size {_sizes(value)}, expected one row for each sample"
+            )
         columns.append(value)
         return _Column(len(columns) - 1)
     return _changed(value, lambda key, part: _taken_apart(part, samples, columns, known, found, f"{path}/{key}"))
@@ -232,8 +232,8 @@ def _add_shared(structure: Any, update: Callable[[bytes], None]) -> bool:
     """Add all values of a structure to a digest; return whether there are any."""
     if isinstance(structure, _Column):
         return False
-    if parts := _parts(structure):
-        return sum(_add_shared(part, update) for part in parts.values()) > 0  # of all, so no any()
+    if parts := parts_of(structure):
+        return sum(_add_shared(part, update) for _, part in parts) > 0  # of all, so no any()
     if type(structure) is Tensor and structure.layout is torch.strided:
         structure = structure.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if isinstance(structure, np.ndarray) and structure.dtype != object:
@@ -244,33 +244,10 @@ def _add_shared(structure: Any, update: Callable[[bytes], None]) -> bool:
     return is_value
 
 
-def _parts(value: Any) -> dict[str, Any]:
-    """The parts of a container by their keys; nothing of all else."""
-    found: dict[str, Any] = {}
-    _changed(value, found.setdefault)
-    return found
-
-
 def _changed(value: Any, change: Callable[[str, Any], Any]) -> Any:
     """The container with its parts changed, each with its key in words; the value itself if it is none."""
-    if isinstance(value, Mapping):
-        changed = {key: change(repr(key), part) for key, part in value.items()}
-        if type(value) is dict:
-            return changed
-        copied: Any = copy.copy(value)
-        for key, part in changed.items():
-            copied[key] = part
-        return copied
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(change(str(at), part) for at, part in enumerate(value)))
-    if type(value) in (list, tuple):
-        return type(value)(change(str(at), part) for at, part in enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        copied = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, change(field.name, getattr(value, field.name)))
-        return copied
-    return value
+    parts = parts_of(value)
+    return value if parts is None else with_parts(value, [change(*one) for one in parts])
 
 
 def _put_together(structure: Any, columns: list[Any]) -> Any:

@@ -26,9 +26,15 @@ def restore_forward(module: nn.Module, replacement: Forward, before: Forward | N
 
     Args:
         module: the module.
-        replacement: what replaced it. Other code may have replaced that, and wraps it: then nothing is done.
+        replacement: what replaced it. Where another replacement wraps it, that one wraps ``before`` from now on. Where
+            other code wraps it, nothing is done.
         before: as in `own_forward`.
     """
+    forward: Any = vars(module).get("forward")
+    while isinstance(forward, ReplacedForward) and forward is not replacement:
+        if forward.before is replacement:
+            forward.before = before
+        forward = forward.before
     if vars(module).get("forward") is not replacement:
         return
     if before is None:
@@ -74,18 +80,19 @@ class ForwardReplacements:
     """Replaces the ``forward`` of module instances until `restore`."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[nn.Module, Forward, Forward | None]] = []
+        self._replaced: list[_Replacement] = []
 
     def replace(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
         """Replace ``module.forward`` by ``wrap(module.forward)`` until `restore`."""
         replacement = _Replacement(module, wrap(module.forward))
         vars(module)["forward"] = replacement
-        self._replaced.append((module, replacement, replacement.before))
+        self._replaced.append(replacement)
 
     def restore(self) -> None:
         """Restore every original. Safe to call twice."""
         while self._replaced:
-            restore_forward(*self._replaced.pop())
+            replacement = self._replaced.pop()
+            restore_forward(replacement.module, replacement, replacement.before)
 
 
 def _same(forward: Forward) -> Forward:

@@ -17,7 +17,7 @@ def effect_of_evaluation(module: nn.Module, paths: Iterable[str]) -> str | None:
     if (dropping := next((path for path, part in modules.items() if drops(part)), None)) is not None:
         return f"dropout in frozen layers, such as {dropping!r}, is off"
     if (looks := next((path for path, part in modules.items() if looks_at_its_mode(part)), None)) is not None:
-        return f"frozen layers that look at their mode, such as {looks!r}, are in evaluation mode"
+        return f"frozen layers whose output depends on the mode, such as {looks!r}, are in evaluation mode"
     return None
 
 

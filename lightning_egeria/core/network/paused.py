@@ -13,8 +13,8 @@ from lightning_egeria.errors import UnsupportedError
 class PausedPrefix:
     """Runs the first layer modules of a model without gradient during one batch.
 
-    Paused layer modules stay in training mode: dropout draws, and running statistics move. Autograd stops at the
-    boundary, and whatever lies behind it gets the gradient that autograd gives it, skip connections included.
+    Paused layer modules stay in training mode: dropout is active, and running statistics are updated. Autograd stops
+    at the boundary. Everything behind it gets its usual gradient, skip connections included.
 
     Args:
         module: the model.

@@ -7,7 +7,7 @@ import torch
 
 from lightning_egeria.core.profiling.clock import mark, wait_for
 
-TURNS, TURN = 2, 8  # at most, and of so many steps without it, each before as many with it
+TURNS, TURN = 2, 8  # most turns; steps of a turn without the cache, followed by as many with it
 LEAST_STEPS = 6  # of each kind, to compare whole steps
 CLEAR = 6 / 7  # U is at most 6 for six of one kind and seven of the other
 
@@ -42,7 +42,7 @@ class Race:
         self._begin_turn()
 
     def new_pass(self) -> None:
-        """The loader begins anew: there was something else between."""
+        """The loader begins again: other work came between."""
         self._since: float | None = None
         self._cached: bool | None = None  # whether the step that runs is one with it; None if it is neither
         self._before: bool | None = None
@@ -57,7 +57,7 @@ class Race:
         return True
 
     def arrived(self, number: int, waited: float) -> None:
-        """A batch is there, after so many seconds: the step before is over."""
+        """A batch has arrived, after this many seconds: the step before it is over."""
         if not self.is_on:
             return
         wait_for(mark(self._device))

@@ -16,7 +16,7 @@ from lightning_egeria.core.programs import files
 from lightning_egeria.errors import ProgramError
 
 MARK = "EGERIA_JOB_FOLDER"
-PREEMPTED = 75  # exit status of a program that has saved and wants to go on later: EX_TEMPFAIL of sysexits.h
+PREEMPTED = 75  # exit status of a program that has saved and is to be continued later: EX_TEMPFAIL of sysexits.h
 CHECKPOINT = "last.ckpt"  # of an experiment, in the job's folder of checkpoints
 _POLL_S = 0.05
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -168,7 +168,7 @@ def kill_marked(folder: Path, mark: str = MARK) -> int:
             if int(place.name) != os.getpid() and wanted in (place / "environ").read_bytes().split(b"\0"):
                 os.kill(int(place.name), signal.SIGKILL)
                 killed += 1
-        except OSError:  # it has ended, or belongs to somebody else
+        except OSError:  # it has ended, or belongs to another user
             continue
     return killed
 

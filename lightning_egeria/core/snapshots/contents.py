@@ -7,6 +7,7 @@ import collections
 import contextlib
 import ctypes
 import datetime
+import enum
 import functools
 import itertools
 import pathlib
@@ -27,8 +28,13 @@ from lightning_egeria.core.snapshots.random_state import GENERATORS, state_of
 MAX_OBJECTS = 20_000
 MAX_ITEMS = 10_000  # of a list of objects; numbers and texts are read whole
 MAX_BYTES = 2**28  # of one array; a larger one is sampled
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)  # what cannot change
-_VALUES = (*PLAIN, np.generic, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
+# What cannot change, and is compared by its value. What an enumeration names is one of these, or the name is enough.
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum),
+    *(np.number, np.bool_, np.character, np.datetime64),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_VALUES = (*PLAIN, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
 _MEMORY = (bytearray, memoryview, array.array, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 _FLOATS = (torch.float16, torch.float32, torch.float64)  # of numpy
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
@@ -55,8 +61,7 @@ def digests_of(
         most: how many objects to look at.
         across_runs: whether a digest is the same in another run: then tensors on other devices are read, whose version
             counters tell within a run, and objects that are not looked at are named by their class.
-        strict: whether an object that raises when it is looked at does so here; else only another object differs from
-            it.
+        strict: if True, errors of an object that is read are raised; otherwise, such an object is compared by identity.
 
     >>> class Squares:
     ...     def __init__(self): self.targets, self.epoch = [0, 1, 4], 0
@@ -225,7 +230,7 @@ def _digest(value: Any, across_runs: bool = False) -> str:
         state.update(bytes(value))
     elif isinstance(value, _NAMED):
         state.update(f"{value.__module__} {value.__qualname__}".encode())
-    elif hasattr(value, "__dict__"):  # it is not looked at
+    elif hasattr(value, "__dict__") and not isinstance(value, enum.Enum):  # it is not looked at
         state.update(str(type(value) if across_runs else id(value)).encode())
     else:
         try:

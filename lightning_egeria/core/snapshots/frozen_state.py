@@ -55,7 +55,7 @@ class FrozenState:
             for name, value in vars(m).items()
             if _is_attribute(name, value)
         ]
-        # A tensor with a history follows from weights, as with weight normalisation: each forward pass sets it anew.
+        # A tensor with a history follows from weights, as with weight normalisation: each forward pass sets it again.
         self._others = [
             (vars(m), name) for _, m in self._modules for name, value in vars(m).items() if _is_other(name, value)
         ]

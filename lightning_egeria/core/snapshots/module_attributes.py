@@ -202,7 +202,7 @@ class _Known:
 
 
 class _Attributes:
-    """The attributes of one object. Most of a module are constants or empty, which this is quick with."""
+    """The attributes of one object. Most are constants or empty; these take the fast path."""
 
     __slots__ = ("empty", "kept", "values")
 
@@ -245,7 +245,7 @@ def put_back(held: dict[Any, Any], items: Mapping[Any, Any]) -> None:
     """Give a dictionary its items back, in their order; past methods of the user's class."""
     kind = _base_of(held)
     if not _are_same(chain.from_iterable(kind.items(held)), chain.from_iterable(items.items())):
-        kind.clear(held)  # else somebody may be going through it, as torch through hooks
+        kind.clear(held)  # else other code may be iterating over it, as torch over hooks
         kind.update(held, items)
 
 

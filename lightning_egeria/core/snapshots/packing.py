@@ -9,7 +9,7 @@ that class exists replaces its methods by copies that have globals of their own.
 
 Pickle and cloudpickle alone were not taken: they copy each tensor into the stream, fail on attributes that cannot be
 sent, and know nothing of weights that FSDP2 divides. `copy.deepcopy` copies no function, so a function that stands in
-for a module's forward and holds that module would go on using the original.
+for a module's forward and holds that module would still use the original.
 """
 
 from __future__ import annotations

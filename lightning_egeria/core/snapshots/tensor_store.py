@@ -93,7 +93,7 @@ class TensorStore:
 
 
 class _File:
-    """A temporary file that is open as long as somebody refers to this."""
+    """A temporary file that stays open while this object is referenced."""
 
     def __init__(self, folder: str | None) -> None:
         self.stream: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # closed below

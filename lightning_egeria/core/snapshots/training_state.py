@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_egeria.core.snapshots.contents import PLAIN
 from lightning_egeria.core.snapshots.module_attributes import ObjectAttributes, put_back
 from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.core.snapshots.tensor_store import TensorStore
@@ -34,7 +35,7 @@ class TrainingState:
 
     It holds copies of parameters, their gradients, buffers, the state, settings and attributes of optimizers, the state
     of ``others``, and the random state of torch, numpy and Python. Parameters that only an optimizer knows count.
-    Parameters, buffers and submodules keep their identity, so nothing that refers to them needs to know; added ones go.
+    Parameters, buffers and submodules keep their identity, so references to them stay valid; added ones are removed.
     Copies are on the devices of their tensors, or in a `TensorStore`, which shares what several states have in common.
     A tensor that FSDP2 divides is copied in parts, by each rank its own.
 
@@ -247,7 +248,7 @@ def _is_state(value: Any) -> bool:
         return all(map(_is_state, value.values()))
     if type(value) in (list, tuple):
         return all(map(_is_state, value))
-    return isinstance(value, Tensor | bool | int | float | str | None)
+    return isinstance(value, (Tensor, *PLAIN))
 
 
 @dataclasses.dataclass(frozen=True)

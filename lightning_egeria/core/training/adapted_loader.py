@@ -12,15 +12,19 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.core.batches.order import EpochOrder, digest_of, share_of
+from lightning_egeria.core.batches.reading import why_no_ids
 from lightning_egeria.core.snapshots.random_state import preserved_random_state
 from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.upstream.lightning import prepared_for_training
 
-_INSTEAD = "A batch size that changes needs one torch DataLoader with batches of a map-style dataset"
+_INSTEAD = (
+    "A batch size that changes needs one torch DataLoader with batches of a map-style dataset. Let other data "
+    "modules wrap: FrozenPrefixCache(AdaptiveBatchSize(...))"
+)
 
 
 @dataclasses.dataclass
@@ -60,7 +64,9 @@ class AdaptedLoader:
     """
 
     def __init__(self, loader: Any, trainer: pl.Trainer, tell: Callable[[str], None]) -> None:
-        self._check(loader)
+        reason = why_no_ids(loader)
+        if reason is not None:
+            raise TrainingDataError(f"{reason}. {_INSTEAD}")
         self._tell = tell
         self._rank, self._replicas = trainer.global_rank, trainer.world_size
         own = loader.batch_sampler
@@ -79,19 +85,6 @@ class AdaptedLoader:
         self.samples = self._count() * self._replicas
         # Lightning resumes in the middle of an epoch without a warning if the loader has state. Ours is `state`.
         vars(self.loader).update(batch_sampler=self.batches, state_dict=dict, load_state_dict=_ignored)
-
-    @staticmethod
-    def _check(loader: Any) -> None:
-        name = type(loader).__name__
-        if not isinstance(loader, DataLoader):
-            raise TrainingDataError(f"the training data come from a {name}. {_INSTEAD}")
-        if type(loader).__iter__ is not DataLoader.__iter__:
-            raise TrainingDataError(
-                f"{name} has its own way of going through the data, so the size of its batches cannot change. Use "
-                "a plain DataLoader, or let other data modules wrap: FrozenPrefixCache(AdaptiveBatchSize(...))"
-            )
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-            raise TrainingDataError(f"the DataLoader of the training data has no batch sampler. {_INSTEAD}")
 
     def state(self, batches: int, begun: bool = False) -> dict[str, Any] | None:
         """Return the place in the epoch, in plain types and tensors; None before its first batch and without a batch.
@@ -122,7 +115,7 @@ class AdaptedLoader:
         return generator.get_state() if isinstance(generator, torch.Generator) else None
 
     def resume(self, state: Mapping[str, Any] | None, generator: Tensor | None) -> None:
-        """Let the next epoch go on from the place of a `state`, with this number of processes.
+        """Let the next epoch continue from the place of a `state`, with this number of processes.
 
         If the sampler does not repeat its order, a warning says so, and the epoch begins again.
 
@@ -153,7 +146,7 @@ class AdaptedLoader:
         self._go_on(place, place.share, sizes)
 
     def begin_again(self, batches: int) -> None:
-        """Let the next epoch be a whole one, although it goes on from batch ``batches`` of one that was left."""
+        """Let the next epoch be a whole one, although it continues from batch ``batches`` of one that was left."""
         place = _Place(EpochOrder.now(self.loader, self._sampler), 0, batches, self._replicas)
         again: Any = iter(self.batches.sampler)
         place.share = list(itertools.chain.from_iterable(again) if self._joined else again)

@@ -1,4 +1,4 @@
-"""Training some steps from one moment of a fit several times, before the fit goes on from that moment."""
+"""Training some steps from one moment of a fit several times, before the fit continues from that moment."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class PrefixFreezing(LayerFinding):
         self._show()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """If the epoch goes on, frozen parameters show that they are frozen before any callback sees the next batch."""
+        """If the epoch continues, show that frozen parameters are frozen before any callback sees the next batch."""
         if self.freezer is not None and trainer.state.fn == "fit" and not trainer.is_last_batch:
             self.freezer.prefix.hide()
 

@@ -1,4 +1,14 @@
-"""The Trainer's batches, read ahead: branches of a fit train on the same ones as it does itself."""
+"""The Trainer's batches, read ahead: branches of a fit train on the same ones as it does itself.
+
+Loading draws random numbers, and so does training. A fit without branches draws them in turn: load, train, load, train.
+A branch that reads ahead must leave the generators so that the fit draws as if it had not been there:
+
+*   The branch that arrives at a batch first loads it, in its own turn, as the fit would have.
+*   The state of the generators behind the loading is kept with the batch, with whether loading drew at all.
+*   Everything that has the batch later, another branch or the fit itself, goes on from that state if loading drew. If
+    it did not (workers load, or nothing is random), the generators of training are left alone.
+*   A batch is copied for each branch, since a training step may change it; the fit gets the kept one, last.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +57,8 @@ class ReadAhead:
             batch = next(self._batches)
         except StopIteration:
             raise TrainingDataError(
-                f"the training data ended after {len(self.kept)} batches of a trial, which is before the length of the "
-                "loader says. Let len() of the loader or its sampler return the number of batches"
+                f"the training data ended after {len(self.kept)} batches of a trial, fewer than the loader's length. "
+                "Let len() of the loader or its sampler return the number of batches"
             ) from None
         random = RandomState.current()
         kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
@@ -148,17 +158,17 @@ class Feed:
         return self._fetcher
 
     def room(self, copies: int = 1) -> int:
-        """Return how many batches like the next one of training may be kept, each so many times."""
+        """Return how many batches like the next one of training may be kept, each this many times."""
         if not self.ahead.kept:
             self.ahead.load()
         return MOST_BYTES // max(1, copies * sum(leaf.nbytes for leaf in tensor_leaves(self.ahead.kept[0].item)))
 
     def skip(self, batches: int) -> None:
-        """Let training go on behind the first batches."""
+        """Let training continue behind the first batches."""
         del self.ahead.kept[:batches]
 
     def restart(self, batches: int) -> None:
-        """Let training go through its loader anew, in an epoch that has had so many batches."""
+        """Let training go through its loader again, in an epoch that has had this many batches."""
         iter(self)
         self._fetcher.fetched += batches
 

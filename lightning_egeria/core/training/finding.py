@@ -187,14 +187,14 @@ class LayerFinding(ObserverCallback):
             trained = list(state["trained"]) if "trained" in state else None
         if released := released_again(trainer, pl_module, trained or ()):
             self.notices.warn(
-                f"a callback froze {first_of(released)} when the run resumed, which trained when the checkpoint was "
-                "written. They train on, as in a run without interruption"
+                f"when the run resumed, a callback froze {first_of(released)}, which trained when the checkpoint was "
+                "written. They continue to train, as in a run without interruption"
             )
             tell_what_trains(trainer.strategy)
         self._search.trainable.note(pl_module)
         if chain is not None and (change := chain.contradiction(pl_module, trained)) is not None:
             self.notices.warn(
-                f"the layer chain in the checkpoint is not that of the model: {change}. Everything trains now, and the "
+                f"the layer chain in the checkpoint differs from the model's: {change}. Everything trains now, and the "
                 "layer modules are found again"
             )
             self.chain_outdated(trainer, state)

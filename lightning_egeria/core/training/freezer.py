@@ -34,7 +34,7 @@ def tell_what_trains(strategy: Any, frozen_buffers: Collection[str] = ()) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Freeze exactly the first ``depth`` layer modules, and why."""
+    """A decision to freeze exactly the first ``depth`` layer modules, with its reason."""
 
     depth: int
     reason: str
@@ -284,9 +284,10 @@ class Freezer(Observer):
             self.update_reducer()
         if gate.given is not None:
             self._notices.warn(
-                f"autograd runs through the frozen layer modules, because {gate.given!r} is called with something that "
-                "requires a gradient, which your program may want. So they save no backward, and checkpointing in them "
-                "is off in evaluation mode. If the program does not read that gradient, leave out requires_grad_()",
+                f"autograd runs through the frozen layer modules, because {gate.given!r} gets an input that requires "
+                "a gradient, and your program may read that gradient. They therefore save no backward pass, and "
+                "checkpointing in them is off in evaluation mode. If the program does not read that gradient, leave "
+                "out requires_grad_()",
                 once="given",
             )
 

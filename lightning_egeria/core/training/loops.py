@@ -29,7 +29,7 @@ def count_epoch_behind_an_end(trainer: pl.Trainer) -> None:
     """Count the first epoch of a run that `resumes_at_an_end`, as its training starts. Safe to call twice.
 
     Lightning leaves that epoch out of its counters of epochs that have begun. A checkpoint from the middle of a later
-    epoch then looks like one between two epochs, and the run that goes on from it trains an epoch twice.
+    epoch then looks like one between two epochs, and the run that resumes from it trains an epoch twice.
     """
     epochs: Any = trainer.fit_loop.epoch_progress
     if resumes_at_an_end(trainer) and epochs.current.ready == epochs.current.processed:

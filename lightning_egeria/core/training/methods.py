@@ -53,6 +53,11 @@ class Method:
         """Whether it is a data module around another."""
         return self.group not in ("callbacks", "")
 
+    @property
+    def setting(self) -> str:
+        """What configurations and descriptions of jobs call it; empty if they cannot switch it on."""
+        return self.group if self.wraps_data else self.option
+
 
 # Those that wrap the data module stand in the order from the innermost to the outermost.
 METHODS: dict[str, Method] = {
@@ -131,6 +136,9 @@ METHODS: dict[str, Method] = {
         apart_from={"*": "a graph pipeline runs without other methods"},
     ),
 }
+
+# The names of the methods, by what configurations and descriptions of jobs call them.
+BY_SETTING = {method.setting: name for name, method in METHODS.items() if method.setting}
 
 
 def reason_against(one: str, other: str) -> str | None:

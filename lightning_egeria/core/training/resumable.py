@@ -14,6 +14,7 @@ from lightning_egeria.core.programs.processes import CHECKPOINT, PREEMPTED
 from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.core.training.checkpoints import checkpoint_read, count_of
 from lightning_egeria.errors import ArgumentError, check_integers
+from lightning_egeria.upstream.lightning import combined_loader, data_fetcher
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
@@ -21,7 +22,7 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 class ResumableCheckpoints(pl.Callback):
     """Writes `last.ckpt` every few steps, and when the process gets SIGUSR1 or SIGTERM, which end it with status 75.
 
-    A run that goes on from that file ends bit for bit as one that was not stopped, if it is deterministic otherwise:
+    A run that resumes from that file ends bit for bit as one that was not stopped, if it is deterministic otherwise:
     the generators of random numbers and the place in the epoch return too. Batches before that place are loaded again,
     and skipped. This needs a loader with a length.
 
@@ -43,7 +44,7 @@ class ResumableCheckpoints(pl.Callback):
         self._asked = False  # by a signal
         self._leaving = False  # as all ranks know
         self._due = False
-        self._at_beginning = False  # of an epoch, where this process goes on
+        self._at_beginning = False  # of an epoch, where this process continues
         self._steps_before = 0
         self._batches = 0  # of this epoch, so far
         self._at_epoch_start: RandomState | None = None
@@ -75,7 +76,7 @@ class ResumableCheckpoints(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save after an optimizer step, if it is time to or somebody asks."""
+        """Save after an optimizer step, if it is time, or if a save was asked for."""
         self._batches = batch_idx + 1
         if trainer.global_step == self._steps_before:
             return  # gradients wait for more batches
@@ -183,7 +184,7 @@ def iter_of_epoch(trainer: pl.Trainer) -> Any:
     In the first epoch it is the one that Lightning has made; later ones begin with the generators as they
     are now.
     """
-    fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
+    fetcher, combined = data_fetcher(trainer), combined_loader(trainer)
     assert fetcher is not None
     for loader in combined.flattened if combined is not None else ():
         for sampler in (
@@ -199,7 +200,7 @@ def iter_of_epoch(trainer: pl.Trainer) -> Any:
 
 def _goes_on_by_itself(trainer: pl.Trainer) -> bool:
     """Whether the loader has state, and so begins behind the batches that the epoch has had."""
-    combined = trainer.fit_loop._combined_loader
+    combined = combined_loader(trainer)
     return combined is not None and any(hasattr(loader, "load_state_dict") for loader in combined.flattened)
 
 

@@ -166,7 +166,7 @@ class LayerSearch:
             fixed = without_part_in(loss, module)
             if not fixed and self._layer_modules is not None:
                 raise
-            then = "Training goes on as without the callback"
+            then = "Training continues as without the callback"
             if fixed:
                 then = (
                     f"Parameters that are not training yet: {first_of(fixed)}. The callback looks for layer modules "
@@ -183,7 +183,7 @@ class LayerSearch:
             self._notices.warn(
                 f"{type(module).__name__} trains several networks, with an optimizer each. The first backward pass "
                 f"reaches {chain.names[0]!r}, but not {other!r}. Name the layer modules of one network with "
-                "layer_modules=[...]. Training goes on as without the callback",
+                "layer_modules=[...]. Training continues as without the callback",
                 once="several networks",
             )
             return None

@@ -25,7 +25,7 @@ class DeviceTurns(ObserverCallback):
         path: a file for each device, the same for all its jobs; made if it does not exist. On a local disk.
 
     Raises:
-        ArgumentError: if it is a folder, or no path.
+        ArgumentError: if it is a folder, or not a path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -64,7 +64,7 @@ class DeviceTurns(ObserverCallback):
 
 
 class _Turns(Observer):
-    """The locks: who waits holds the place in the queue, so nobody can pass it."""
+    """The locks: a waiting process holds its place in the queue, so no other can pass it."""
 
     def __init__(self, path: Path) -> None:
         with contextlib.ExitStack() as stack:

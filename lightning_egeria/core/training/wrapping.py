@@ -162,7 +162,7 @@ class WrappingDataModule(pl.LightningDataModule):
         inner = given.get("datamodule") if isinstance(given, Mapping) else None
         if not isinstance(inner, Mapping):
             raise CheckpointError(
-                f"the {type(self).__name__} state in the checkpoint is damaged: it holds none of the user's data "
+                f"the {type(self).__name__} state in the checkpoint is damaged: it has no state of the user's data "
                 "module. Take another checkpoint, or leave out ckpt_path"
             )
         self.datamodule.load_state_dict(dict(inner))
@@ -205,8 +205,8 @@ def _as_module(train_dataloader: Any, val_dataloaders: Any) -> pl.LightningDataM
     for loader in tree_leaves(train_dataloader):
         if isinstance(loader, (str, bytes, Tensor)) or not isinstance(loader, Iterable):
             raise ArgumentError(
-                f"expected a LightningDataModule or a DataLoader, got {type(loader).__name__}. Of a dataset, make a "
-                "loader first: DataLoader(dataset, batch_size=32)"
+                f"expected a LightningDataModule or a DataLoader, got {type(loader).__name__}. Wrap a "
+                "dataset in a loader first: DataLoader(dataset, batch_size=32)"
             )
     module = pl.LightningDataModule()
     vars(module)["train_dataloader"] = functools.partial(_given, train_dataloader)

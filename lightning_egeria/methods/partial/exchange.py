@@ -316,7 +316,7 @@ class RescaledMean(GradientExchange):
 
     DDP takes a rank without a gradient for one whose gradient is zero, and divides by the number of ranks: a gradient
     of one contributor among four is diluted to a quarter. This multiplies it by ranks over contributors. DDP sends all
-    gradients, so it saves no bytes. Communication hooks go on working.
+    gradients, so it saves no bytes. Communication hooks keep working.
 
     Args:
         strategy: strategy of the Trainer, with a DDP wrapper. Until `close`, wrappers expect unused parameters.

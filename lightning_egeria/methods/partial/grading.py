@@ -20,9 +20,9 @@ GRADED_EVERY_STEPS = 10
 class GradedPlan(SuffixPlan):
     """All ranks share one suffix. How often each layer module is in it follows its plasticity.
 
-    A layer module that moves half as far with each gradient as the one that moves most has a gradient in half of the
-    steps of a cycle, and none in fewer than ``min_share``. Layer modules behind it have at least as many. The first
-    step of a cycle is whole, and so are all before the first plasticity.
+    Each layer module gets gradients in proportion to its plasticity per gradient: the one with the largest in every
+    step of a cycle, one with half of that in half of the steps, and none in fewer than ``min_share``. Layer modules
+    behind it get at least as many. The first step of a cycle is full, and so are all steps before the first plasticity.
 
     Args:
         ranks: number of ranks.

@@ -72,6 +72,7 @@ def _plan(options: argparse.Namespace) -> int:
             f"micro-batch, in flight {max(plan.in_flight)}, idle {timeline.idle_share:.0%}"
         )
         print(timeline.text(min(100, console.width)))
+    print("a row is a rank; digits: forward pass of a micro-batch; letters: its backward pass; dots: idle")
     if "best chain" in plans:
         ratio = timelines["best chain"].seconds / timelines["graph"].seconds
         print(f"throughput of the graph over the chain: {ratio:.2f}")
@@ -111,14 +112,19 @@ def read_graph(model: str) -> ComputationGraph:
     return ComputationGraph.from_state(state)
 
 
+def _ranks(plan: Plan, stage: int) -> str:
+    ranks = plan.ranks(stage)
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
 def _table(plan: Plan) -> Table:
-    table = Table("stage", "ranks", "reads", "forward", "backward", "in flight", "memory")
+    table = Table("stage", "ranks", "reads ranks", "forward", "backward", "in flight", "memory")
     for number, stage in enumerate(plan.stages):
-        ranks, (forward, backward) = plan.ranks(number), plan.seconds(number)
+        forward, backward = plan.seconds(number)
         table.add_row(
             Text(printable(stage.name)),
-            str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
-            Text(printable(", ".join(plan.stages[other].name for other in plan.inputs(number)))),
+            _ranks(plan, number),
+            ", ".join(_ranks(plan, other) for other in plan.inputs(number)),
             f"{forward * 1e3:.3g} ms",
             f"{backward * 1e3:.3g} ms",
             str(plan.in_flight[number]),

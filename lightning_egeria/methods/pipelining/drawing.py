@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from lightning_egeria.methods.pipelining.timeline import Timeline
 
@@ -36,5 +37,7 @@ def timelines(drawn: Mapping[str, Timeline]) -> Figure:
         one.set_ylabel("rank")
         one.set_yticks(range(len(timeline.ranks)))
         one.invert_yaxis()
-    axes[-1].set_xlabel("ms")
+    axes[-1].set_xlabel("ms" if not axes[-1].texts else "ms; numbers are those of micro-batches")
+    key = [Patch(color=_FORWARD, label="forward"), Patch(color=_BACKWARD, label="backward")]
+    figure.legend(handles=key, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     return figure

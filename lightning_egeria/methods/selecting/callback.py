@@ -101,7 +101,7 @@ class SelectionCallback(pl.Callback):
         self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on with the clock."""
+        """Continue with the clock."""
         self._began += time.perf_counter() - self._validation_began
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

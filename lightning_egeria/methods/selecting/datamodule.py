@@ -269,7 +269,7 @@ class SelectiveBackprop(WrappingDataModule):
             raise UnsupportedError(
                 "with manual optimization the training step cannot run without training the model, so the losses of "
                 "the samples cannot be read off it. Pass per_sample_loss=function: it takes the module and a batch, "
-                "and returns one loss a sample"
+                "and returns one loss for each sample"
             )
         ends = (trainer.max_epochs or -1) > 0 or trainer.max_steps > 0
         if not ends and not self.window.is_whole_run:

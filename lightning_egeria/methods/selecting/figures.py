@@ -40,7 +40,7 @@ def _losses(stats: SelectionStats) -> Panel:
     edges = [math.log10(edge) for edge in bin_edges()]
     width = edges[1] - edges[0]
     middles = [edge - width / 2 for edge in edges] + [edges[-1] + width / 2]
-    found = {"kept": stats.kept_losses, "left": stats.left_losses}
+    found = {"kept": stats.kept_losses, "dropped": stats.left_losses}
     used = [number for number in range(len(middles)) if any(counts[number] for counts in found.values())]
     shown = range(used[0], used[-1] + 1) if used else ()
     return Panel(

@@ -145,7 +145,7 @@ class SelectedBatches:
         return self._side.ranks.each(own)
 
     def load_rank_states(self, ranks: Sequence[dict[str, Any]]) -> None:
-        """Go on from the state of this rank, in the middle of an epoch too."""
+        """Continue from the state of this rank, also in the middle of an epoch."""
         own = ranks[self._side.rank % len(ranks)]
         self._settings.rule.load_state_dict(own["rule"])
         self._table.load_state_dict(own["table"])

@@ -33,7 +33,7 @@ class _Term(NamedTuple):
     name: str
     reduction: str
     reduced: Tensor  # as the step gets it, a leaf
-    rows: Tensor | None  # one value a sample
+    rows: Tensor | None  # one value for each sample
     shape: tuple[int, ...]  # without a reduction
 
 

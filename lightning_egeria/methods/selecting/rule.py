@@ -51,7 +51,9 @@ class SelectionRule:
             ArgumentError: the losses are not one-dimensional, or more than ``history``.
         """
         if losses.ndim != 1:
-            raise ArgumentError(f"losses must have one dimension, one value a sample, got the shape {losses.shape}")
+            raise ArgumentError(
+                f"losses must have one dimension, one value for each sample, got the shape {losses.shape}"
+            )
         if len(losses) > self.history:
             raise ArgumentError(
                 f"history must be at least the batch size, got {self.history} and a batch of {len(losses)} samples"

@@ -35,7 +35,7 @@ class Scorer:
 
     Args:
         trainer: the Trainer.
-        per_sample_loss: takes the module and a batch, returns one value a sample; None reads the losses off the
+        per_sample_loss: takes the module and a batch, returns one value for each sample; None reads the losses off the
             training step.
         from_cache: whether batches come from a cache of training steps, which tells apart what runs under ``no_grad``.
     """
@@ -166,7 +166,7 @@ def _explained(compute: Callable[[], Tensor]) -> Tensor:
     except PerSampleLossError as error:
         raise PerSampleLossError(
             f"{error}, and pass SelectiveBackprop(..., per_sample_loss=function): it takes the module and a batch, and "
-            "returns one loss a sample"
+            "returns one loss for each sample"
         ) from error
     except Exception as error:  # of the user's training step; raised again with a note
         error.add_note(
@@ -180,6 +180,6 @@ def _checked(losses: Any, samples: int) -> Tensor:
     if not isinstance(losses, Tensor) or losses.shape != (samples,):
         got = f"the shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise PerSampleLossError(
-            f"per_sample_loss must return a tensor of shape ({samples},), one loss a sample, got {got}"
+            f"per_sample_loss must return a tensor of shape ({samples},), one loss for each sample, got {got}"
         )
     return losses.detach()

@@ -68,7 +68,7 @@ class SelectionStats:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from these counts."""
+        """Continue from these counts."""
         for name in ("seen", "scored", "trained", "whole", "dropped"):
             setattr(self, name, int(state[name]))
         self.epochs = [(int(a), int(b), int(c), int(d)) for a, b, c, d in state["epochs"]]

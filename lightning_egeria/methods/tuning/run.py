@@ -101,7 +101,7 @@ class SearchRun:
         self._notices.inform(
             f"step {self._step}: the search ends after {len(branches)} trials and {record.steps} steps, because "
             f"{record.ended}. "
-            + ("No setting made progress" if winner is None else f"Training goes on with {describe(setting)}")
+            + ("No setting made progress" if winner is None else f"Training continues with {describe(setting)}")
         )
         return record
 

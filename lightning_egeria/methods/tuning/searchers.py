@@ -22,7 +22,7 @@ DRAWS = 20  # of a random searcher, to draw a setting that was not tried yet
 class Searcher(Protocol):
     """Chooses the settings of one search.
 
-    It may also have ``longer() -> bool``: speeds that are told from then on are of longer trials, and it returns
+    It may also have ``longer() -> bool``: speeds reported from then on are those of longer trials, and it returns
     whether it may ask for more settings in them.
     """
 

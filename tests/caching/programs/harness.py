@@ -100,6 +100,9 @@ class Run:
         self.batches, self.error = 0, None
         folder.mkdir()
 
+    def __deepcopy__(self, memo):
+        return self  # a copy of a module that holds it, which would reach the Trainer otherwise
+
     def record(self, name, value):
         self.recorded.append((name, value))
 

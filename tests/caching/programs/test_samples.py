@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
+from torchvision import tv_tensors
+from torchvision.transforms import v2
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -414,6 +416,22 @@ def test_attributes_of_tensors_of_a_sample(compare):
         run.fit(Classifier(), loader(Samples(noted), collate_fn=collate))
 
     compare(program, served=None)
+
+
+@pytest.mark.parametrize("last", [[], [v2.ToPureTensor()]])
+def test_images_of_torchvision_are_told_to_be_loaded_each_time(compare, caplog, last):
+    transform = v2.Compose([v2.ToDtype(torch.float32), *last])
+
+    def sample(data, index):
+        return transform(tv_tensors.Image(data.x[index].view(2, 2, 2))), data.y[index]
+
+    def step(module, x, y):
+        return F.cross_entropy(module.net(x.flatten(1)), y)
+
+    with caplog.at_level("INFO"):
+        run = compare(lambda run: run.fit(Stepping(step), loader(Samples(sample)), max_epochs=5), served=True)
+    assert ("fields of type Image cannot be stored" in caplog.text) == (not last)
+    assert (run.caches[0].stats.not_loaded > 0) == bool(last)
 
 
 class Framed(torch.Tensor):

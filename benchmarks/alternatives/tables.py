@@ -1,0 +1,151 @@
+"""A table and a figure of each task, from the lines that its runs have added.
+
+python -m benchmarks.alternatives.tables
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.alternatives.methods import METHODS
+from benchmarks.alternatives.run import RESULTS, chosen_rate, final, results
+from benchmarks.alternatives.tasks import TASKS
+from benchmarks.proof.figures import PICTURES, interval, with_interval
+
+Runs = Mapping[int, Mapping[str, Any]]
+# At most five lines in a panel; a plain run is in each.
+PANELS = {
+    "one network, more or less of it": ("plain", "shortened", "half_cached", "ours_tuned"),
+    "the head first": ("plain", "backbone_finetuning", "lp_ft", "gradual", "linear_probe"),
+    "adapters": ("plain", "lora", "lora_third", "lora_third_cached"),
+}
+SHORT_TITLES = {
+    "plain": "plain",
+    "shortened": "plain, shortened",
+    "backbone_finetuning": "BackboneFinetuning",
+    "lp_ft": "LP-FT",
+    "gradual": "gradual",
+    "linear_probe": "linear probe",
+    "lora": "LoRA",
+    "lora_third": "LoRA, last third",
+    "lora_third_cached": "the same, cached",
+    "half_cached": "half frozen, cached",
+    "ours_tuned": "ours",
+}
+COLORS = ("#4a4a4a", "#2b6cb0", "#2f855a", "#7b5ea7", "#c05621")
+
+
+def runs_of(task: str) -> dict[str, Runs]:
+    """The figures of each method that has all its seeds."""
+    kept = results(task)
+    found = {method: final(task, method, kept) for method in METHODS}
+    return {method: runs for method, runs in found.items() if runs}
+
+
+def median(runs: Runs, name: str) -> float:
+    return statistics.median(one[name] for one in runs.values())
+
+
+def table(task: str, runs: Mapping[str, Runs]) -> str:
+    """Markdown, with the methods in the order of their time."""
+    kept, plain = results(task), runs["plain"]
+    rows = [
+        "| method | accuracy, % | vs. plain | seconds | of plain | CPU seconds | memory, MiB | lines | depth | rate |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
+    ]
+    for method, ones in sorted(runs.items(), key=lambda item: median(item[1], "seconds")):
+        values = [100 * one["accuracy"] for one in ones.values()]
+        over = [100 * (one["accuracy"] - plain[seed]["accuracy"]) for seed, one in ones.items() if seed in plain]
+        seconds = median(ones, "seconds")
+        cells = (
+            METHODS[method].title,
+            with_interval(values, ".1f"),
+            "-" if method == "plain" else with_interval(over, "+.1f"),
+            f"{seconds:.0f}",
+            f"{seconds / median(plain, 'seconds'):.2f}",
+            f"{median(ones, 'cpu_seconds'):.0f}",
+            f"{median(ones, 'peak_memory_mib'):.0f}",
+            f"{METHODS[method].lines}",
+            "known" if METHODS[method].depth else "-",
+            f"{chosen_rate(task, method, kept):g}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    about = next(iter(plain.values()))["about"]
+    commits = ", ".join(sorted({one["about"]["commit"] for ones in runs.values() for one in ones.values()}))
+    counts = sorted({len(ones) for ones in runs.values()})
+    of = " to ".join(map(str, sorted({counts[0], counts[-1]})))
+    rows.append(
+        f"\n{of} seeds; medians of seconds, means of accuracy with a 95 % interval. Made by `python -m "
+        f"benchmarks.alternatives.run {task} --data FOLDER`, commit {commits}, on {about['cores_allowed']} core, torch "
+        f"{about['torch']}, lightning {about['lightning']}."
+    )
+    return "\n".join(rows) + "\n"
+
+
+def mean_curve(runs: Runs) -> tuple[list[float], list[float]]:
+    """Mean seconds and accuracy at each validation."""
+    points = [one["points"] for one in runs.values()]
+    shared = min(map(len, points))
+    seconds = [statistics.fmean(one[index]["seconds"] for one in points) for index in range(shared)]
+    accuracies = [100 * statistics.fmean(one[index]["accuracy"] for one in points) for index in range(shared)]
+    return seconds, accuracies
+
+
+def draw(axes: Axes, title: str, shown: Sequence[tuple[str, Runs]]) -> None:
+    """One panel, with a name at the end of each line."""
+    ends = []
+    for color, (method, runs) in zip(COLORS, shown, strict=False):
+        seconds, accuracies = mean_curve(runs)
+        ours = method == "ours_tuned"
+        color = COLORS[-1] if ours else color
+        axes.plot(seconds, accuracies, color=color, linewidth=2.2 if ours else 1.4, marker="o", markersize=3)
+        spread = interval([100 * one["accuracy"] for one in runs.values()])
+        if not math.isnan(spread):
+            axes.errorbar(seconds[-1], accuracies[-1], spread, color=color, capsize=2, alpha=0.5)
+        ends.append((accuracies[-1], seconds[-1], SHORT_TITLES[method], color))
+    low, high = axes.get_ylim()
+    height = 0.075 * (high - low)
+    last = -float("inf")
+    for value, second, name, color in sorted(ends):  # names that would overlap move up
+        last = max(value, last + height)
+        axes.annotate(
+            name, (second, value), (second + 0.02 * axes.get_xlim()[1], last), color=color, fontsize=8, va="center"
+        )
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlim(0, 1.45 * axes.get_xlim()[1])
+    axes.set_xlabel("seconds of the whole fit", fontsize=8)
+    axes.set_ylabel("accuracy, %", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def picture(runs: Mapping[str, Runs]) -> Figure:
+    """Accuracy over time, in panels of at most five lines."""
+    panels = {
+        title: [(method, runs[method]) for method in methods if method in runs] for title, methods in PANELS.items()
+    }
+    panels = {title: shown for title, shown in panels.items() if len(shown) > 1}
+    figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained", facecolor="white")
+    for index, (title, shown) in enumerate(panels.items()):
+        draw(figure.add_subplot(1, len(panels), index + 1), title, shown)
+    return figure
+
+
+def main() -> None:
+    """Write all of them."""
+    for task in TASKS:
+        runs = runs_of(task)
+        if "plain" not in runs:
+            continue
+        Path(RESULTS / f"{task}.md").write_text(table(task, runs))
+        picture(runs).savefig(PICTURES / f"alternatives_{task}.png", dpi=130, metadata={"Software": None})
+        print(table(task, runs))
+
+
+if __name__ == "__main__":
+    main()
