@@ -230,7 +230,7 @@ class Habits:
     def why_stop(self, batch: CachedBatch, ran: Collection[str]) -> str | None:
         """Count a batch that is over; return why the cache is of no use, or None."""
         had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
-        if had_rows:
+        if had_rows or batch.other_shape is not None:
             share = float((~batch.ran | batch.advanced).sum()) / max(1, _with_entries(batch))
             self._served.append(share if batch.matches else 0.0)
             self._shaped.append(batch.other_shape is not None)

@@ -38,12 +38,12 @@ def simulate(
         reclaim: tell the policy that these need less time, so that it can take devices from them.
 
     Raises:
-        ArgumentError: ``interval_s`` is not positive and finite.
+        ArgumentError: ``interval_s`` is less than 1, or not finite.
         SchedulingError: the policy gave away what the cluster does not have, or lets jobs wait on an idle cluster.
         TraceError: a job does what the traces do not cover.
     """
-    if not 0 < interval_s < math.inf:
-        raise ArgumentError(f"interval_s must be positive and finite, got {interval_s}")
+    if not 1 <= interval_s < math.inf:
+        raise ArgumentError(f"interval_s must be at least 1 and finite, got {interval_s}")
     ordered = sorted(workload, key=lambda submission: submission.time)
     jobs = {
         submission.name: SimulatedJob(

@@ -59,7 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     handing.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the description")
     handing.add_argument("-b", "--backend", choices=NAMES, default="local", help="default: local")
     handing.add_argument("--address", default="", help="of a Ray cluster; default: RAY_ADDRESS, or this machine")
-    handing.add_argument("--policy", choices=LIVE, help="of the queue, from now on; default: as before, first backfill")
+    handing.add_argument(
+        "--policy",
+        metavar="NAME",
+        help=f"of the queue, from now on: {', '.join(LIVE)}; default: as before, first backfill",
+    )
     handing.add_argument("--after", type=int, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
     handing.add_argument("--dry-run", action="store_true", help="only write run directories, and say what would run")
     listing = command("ps", _ps, "list the jobs that have not ended, and the latest that have", "-n 50 --json")

@@ -135,7 +135,7 @@ class Execution:
             status = process.stop(0)
         state, message = _outcome(status, sent, trains=job["entry"]["experiment"] is not None)
         return state, message if whole else "; ".join(
-            [*filter(None, [message]), "execute: the log has no end: no room"]
+            [*filter(None, [message]), "execute: the end of the log is missing: it could not be written"]
         )
 
     def _watch(self, process: ProgramProcess, job: Mapping[str, Any], redactor: Redactor) -> tuple[State | None, bool]:

@@ -30,6 +30,11 @@ def policy_named(name: str) -> Policy:
     Raises:
         QueueError: the queue has none of this name.
     """
+    if name in ("optimus", "srtf"):
+        raise QueueError(
+            f"policy: {name} needs the time that each job has left, which jobs do not tell: it is for `egeria simulate`"
+            f" only. Expected one of {', '.join(LIVE)}"
+        )
     if name not in LIVE:
         raise QueueError(f"policy: expected one of {', '.join(LIVE)}, got {name!r}")
     if name == "pollux":

@@ -167,7 +167,7 @@ def _note_lost(row: Row, folder: JobFolder) -> None:
     status = folder.status()
     status.state, status.ended = State.FAILED, time.time()
     status.message = (
-        f"schedule: {row.backend} does not know {row.handle} any more. `egeria jobs resume {row.id}` goes on"
+        f"schedule: {row.backend} does not know {row.handle} any more. `egeria jobs resume {row.id}` continues it"
     )
     folder.write_status(status)
     folder.tell("schedule", status.message)

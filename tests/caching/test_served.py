@@ -1,8 +1,10 @@
 """What the cache serves, and how it counts: programs that once went wrong."""
 
 import time
+from types import SimpleNamespace
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from programs import harness
@@ -11,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_egeria import FrozenPrefixCache
+from lightning_egeria.caching import policy
+from lightning_egeria.caching.stats import Habits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 
@@ -241,3 +245,14 @@ def test_seconds_saved_are_those_of_runs_that_did_not_happen(tmp_path, written_a
     saved = (epochs * batches - Counted.rows / 6) * Slow.SECONDS
     assert stats.hits > 0
     assert 0.6 * saved < stats.seconds_saved < 1.1 * saved
+
+
+def test_batches_whose_shapes_have_no_place_are_of_no_use():
+    habits = Habits()
+    batch = SimpleNamespace(
+        reads=[], matches=0, other_shape=(4, 9), ran=np.ones(4, bool), advanced=np.zeros(4, bool), lazy=()
+    )
+    batch.plan = SimpleNamespace(checks=False)
+    said = [habits.why_stop(batch, ()) for _ in range(policy.STRANGE)]
+    assert said[:-1] == [None] * (policy.STRANGE - 1)
+    assert "other shapes" in said[-1]

@@ -32,7 +32,7 @@ def test_a_cluster_has_devices_on_each_node(nodes):
 @pytest.mark.parametrize(
     ("allocations", "message"),
     [
-        ({"c": ((0, 1),)}, "no jobs"),
+        ({"c": ((0, 1),)}, "neither wait nor run"),
         ({"a": ()}, "distinct nodes"),
         ({"a": ((0, 0),)}, "distinct nodes"),
         ({"a": ((2, 1),)}, "distinct nodes"),

@@ -102,7 +102,7 @@ def test_a_policy_without_gangs_takes_any_job():
     assert record.completion_times.keys() == {"a"}
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+@pytest.mark.parametrize("seconds", [0, -1, 1e-300, 0.5, float("inf"), float("nan")])
 def test_an_interval_has_a_length(seconds):
     with pytest.raises(ArgumentError, match="interval_s"):
         simulate([], {}, Cluster.of(1, 1), Tiresias(), seconds)

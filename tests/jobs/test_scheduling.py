@@ -228,8 +228,13 @@ def test_what_can_never_run_is_refused():
     assert "Set resources.most_devices" in scheduler.refuses(QueueEntry(1, 0.0, 2), {"a": 2})
     assert scheduler.refuses(QueueEntry(1, 0.0, 2, 2), {"a": 2}) is None
     assert Scheduler(policy_named("backfill")).refuses(QueueEntry(1, 0.0, 2), {"a": 2}) is None
-    with pytest.raises(QueueError, match="policy: expected one of backfill, fair, fcfs, pollux, tiresias, got 'srtf'"):
-        policy_named("srtf")
+    with pytest.raises(QueueError, match="policy: expected one of backfill, fair, fcfs, pollux, tiresias, got 'lifo'"):
+        policy_named("lifo")
+    for name in ("optimus", "srtf"):
+        with pytest.raises(
+            QueueError, match=f"policy: {name} needs the time that each job has left, .* one of backfill"
+        ):
+            policy_named(name)
 
 
 @settings(max_examples=60, deadline=None)

@@ -72,7 +72,7 @@ def test_what_another_back_end_did_is_noted(home, history, tmp_path):
     home.folder(running).write_status(Status(State.RUNNING, 1))
     refresh(home, history, {"slurm": Elsewhere(home, {done, gone})})
     assert [history.get(id).state.value for id in (done, gone, running)] == ["done", "failed", "running"]
-    assert history.get(gone).status.message.endswith(f"`egeria jobs resume {gone}` goes on")
+    assert history.get(gone).status.message.endswith(f"`egeria jobs resume {gone}` continues it")
 
 
 def test_two_hundred_jobs_are_one_transaction(home, history, tmp_path):
