@@ -3,7 +3,6 @@
 python -m benchmarks.alternatives.tables
 """
 
-import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -54,6 +53,11 @@ SUMMARY = re.compile(r"(<!-- benchmarks.alternatives.tables -->\n)(.*?)(?=<!-- e
 COLORS, COLOR_OF_OURS = ("#4a4a4a", "#2b6cb0", "#2f855a", "#7b5ea7", "#d53f8c"), "#c05621"
 
 
+def spread(values: Sequence[float], form: str) -> str:
+    """Mean, with an interval from three values on: that of two says nothing."""
+    return with_interval(values, form) if len(values) > 2 else format(statistics.fmean(values), form)
+
+
 def runs_of(task: str) -> dict[str, Runs]:
     """The figures of each method that has all its seeds."""
     kept = results(task)
@@ -78,8 +82,8 @@ def table(task: str, runs: Mapping[str, Runs]) -> str:
         seconds = median(ones, "cpu_seconds")
         cells = (
             METHODS[method].title,
-            with_interval(values, ".1f"),
-            "-" if method == "plain" else with_interval(over, "+.1f"),
+            spread(values, ".1f"),
+            "-" if method == "plain" else spread(over, "+.1f"),
             f"{seconds:.0f}",
             f"{seconds / median(plain, 'cpu_seconds'):.2f}",
             f"{median(ones, 'seconds'):.0f}",
@@ -112,7 +116,7 @@ def summary() -> str:
                 cells.append("-")
                 continue
             time = median(runs[method], "cpu_seconds") / median(runs["plain"], "cpu_seconds")
-            accuracy = with_interval([100 * one["accuracy"] for one in runs[method].values()], ".1f")
+            accuracy = spread([100 * one["accuracy"] for one in runs[method].values()], ".1f")
             cells.append(f"**{time:.2f}**, {accuracy} %")
         rows.append(f"| {METHODS[method].title} | {' | '.join(cells)} |")
     return "\n" + "\n".join(rows) + "\n\n"
@@ -135,9 +139,9 @@ def draw(axes: Axes, title: str, shown: Sequence[tuple[str, Runs]]) -> None:
         ours = method == "ours_tuned"
         color = COLOR_OF_OURS if ours else color
         axes.plot(seconds, accuracies, color=color, linewidth=2.2 if ours else 1.4, marker="o", markersize=3)
-        spread = interval([100 * one["accuracy"] for one in runs.values()])
-        if not math.isnan(spread):
-            axes.errorbar(seconds[-1], accuracies[-1], spread, color=color, capsize=2, alpha=0.5)
+        half = interval([100 * one["accuracy"] for one in runs.values()])
+        if len(runs) > 2:
+            axes.errorbar(seconds[-1], accuracies[-1], half, color=color, capsize=2, alpha=0.5)
         ends.append((accuracies[-1], seconds[-1], SHORT_TITLES[method], color))
     low, high = axes.get_ylim()
     height, width = 0.075 * (high - low), 0.3 * axes.get_xlim()[1]
