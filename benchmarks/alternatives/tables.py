@@ -73,8 +73,8 @@ def table(task: str, runs: Mapping[str, Runs]) -> str:
     """Markdown, with the methods in the order of their time."""
     kept, plain = results(task), runs["plain"]
     rows = [
-        "| method | accuracy, % | vs. plain | CPU seconds | of plain | seconds | memory, MiB | lines | depth | rate |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|",
+        "| method | accuracy, % | vs. plain | CPU seconds | of plain | memory, MiB | lines | depth | rate |",
+        "|---|---:|---:|---:|---:|---:|---:|---|---:|",
     ]
     for method, ones in sorted(runs.items(), key=lambda item: median(item[1], "cpu_seconds")):
         values = [100 * one["accuracy"] for one in ones.values()]
@@ -86,7 +86,6 @@ def table(task: str, runs: Mapping[str, Runs]) -> str:
             "-" if method == "plain" else spread(over, "+.1f"),
             f"{seconds:.0f}",
             f"{seconds / median(plain, 'cpu_seconds'):.2f}",
-            f"{median(ones, 'seconds'):.0f}",
             f"{median(ones, 'peak_memory_mib'):.0f}",
             f"{METHODS[method].lines}",
             "known" if METHODS[method].depth else "-",
