@@ -308,6 +308,7 @@ DATASETS = {
 }
 
 
+@pytest.mark.usefixtures("written_at_once")
 @pytest.mark.parametrize("dataset", grid(DATASETS, every=4))
 def test_data_set(compare, dataset):
     compare(lambda run: run.fit(Classifier(), loader(dataset()), max_epochs=4))
