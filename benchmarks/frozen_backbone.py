@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.alternatives.methods import lines_of, stored
-from benchmarks.alternatives.tasks import TASKS, Data, FineTuning, Task
+from benchmarks.alternatives.tasks import TASKS, Data, FineTuning, Task, silent_trainer
 from benchmarks.proof.run import about, quiet
 from lightning_egeria import FrozenPrefixCache
 
@@ -58,15 +58,7 @@ def trained(task: Task, way: str, epochs: int, data: Path, seed: int) -> dict[st
     samples = task.samples(data, choosing=False)
 
     def train(module: FineTuning, samples: Any) -> None:
-        trainer = lightning.Trainer(
-            max_epochs=epochs,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
+        trainer = silent_trainer(max_epochs=epochs)
         trainer.fit(module, datamodule=samples)
         reached.append(float(trainer.callback_metrics["accuracy"]))
 

@@ -24,7 +24,7 @@ import lightning
 import torch
 
 from benchmarks.alternatives.methods import METHODS, Run
-from benchmarks.alternatives.tasks import TASKS
+from benchmarks.alternatives.tasks import TASKS, silent_trainer
 from benchmarks.proof.run import about, quiet
 from lightning_egeria import KnowledgeGuidedFreezing
 
@@ -67,16 +67,8 @@ def trained(task: str, method: str, rate: float, seed: int, data: Path, choosing
     epochs = TASKS[task].epochs
 
     def fit(module: lightning.LightningModule, samples: Any, *callbacks: Any, **changes: Any) -> None:
-        trainer = lightning.Trainer(
-            **{"max_epochs": epochs} | changes,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            callbacks=[*callbacks, accuracies[0]],
-        )
+        length = {"max_epochs": epochs} | changes
+        trainer = silent_trainer(**length, callbacks=[*callbacks, accuracies[0]])
         trainer.fit(module, datamodule=samples)
         for one in callbacks:
             if isinstance(one, KnowledgeGuidedFreezing):

@@ -54,7 +54,7 @@ COLORS, COLOR_OF_OURS = ("#4a4a4a", "#2b6cb0", "#2f855a", "#7b5ea7", "#d53f8c"),
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean, with an interval from three values on: that of two says nothing."""
+    """Mean, with an interval from three values on: an interval of two values says nothing."""
     return with_interval(values, form) if len(values) > 2 else format(statistics.fmean(values), form)
 
 

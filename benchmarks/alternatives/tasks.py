@@ -85,6 +85,19 @@ class Data(lightning.LightningDataModule):
         return DataLoader(self.val_set, self.batch_size, collate_fn=self.collate_fn)
 
 
+def silent_trainer(**arguments: Any) -> lightning.Trainer:
+    """A Trainer on the CPU that writes and prints nothing."""
+    return lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **arguments,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What is trained.
