@@ -3,7 +3,7 @@
     python -m benchmarks.alternatives.run trashnet ours --rate 3e-4 --seed 0 --data FOLDER
     python -m benchmarks.alternatives.run trashnet --data FOLDER          # all methods: rates, then three seeds
 
-The learning rate of a method is the one of three with the best accuracy on a part of the training set that is not
+The learning rate of a method is the one of four with the best accuracy on a part of the training set that is not
 trained on (``--choosing``), with seed 100; the figures are measured on the validation set, with seeds 0 to 2.
 """
 
