@@ -104,6 +104,7 @@ class CachedValue:
         key: number of the computation.
         shape: of a row, as the network gives it.
         paths: of the frozen modules behind it.
+        sizes_behind: shapes of what it follows from, by sample.
         form: form of the rows.
         store: entries on disk.
         host: entries in the memory of the host.
@@ -122,6 +123,7 @@ class CachedValue:
     key: int
     shape: tuple[int, ...]
     paths: frozenset[str]
+    sizes_behind: frozenset[tuple[int, ...]]
     form: RowForm
     store: ActivationStore
     host: MemoryTier
@@ -483,6 +485,15 @@ class CachedValues:
         """Whether a computation's value is kept, with rows of any shape."""
         return key in self._keys
 
+    def of_modules(self, paths: frozenset[str]) -> list[CachedValue]:
+        """Return the values with these frozen modules behind them."""
+        return [one for one in self._levels if one.paths == paths]
+
+    @property
+    def come_in_sizes(self) -> bool:
+        """Whether a value is kept for inputs of several sizes."""
+        return len({(one.paths, one.sizes_behind) for one in self._levels}) > len({one.paths for one in self._levels})
+
     @property
     def are_nested(self) -> bool:
         """Whether a value follows from another one, in larger modules."""
@@ -509,7 +520,15 @@ class CachedValues:
         """The values, the newest last."""
         return self._levels
 
-    def open(self, origin: Origin, value: Tensor, field_bytes: int, key: int, sizes: BatchSizes) -> str:
+    def open(
+        self,
+        origin: Origin,
+        value: Tensor,
+        field_bytes: int,
+        key: int,
+        sizes: BatchSizes,
+        sizes_behind: frozenset[tuple[int, ...]] = frozenset(),
+    ) -> str:
         """Keep another value from now on; return what it will take, in words.
 
         Args:
@@ -518,6 +537,7 @@ class CachedValues:
             field_bytes: most bytes of the encoded fields of a sample.
             key: number of the computation.
             sizes: sizes of batches that entries may be used in.
+            sizes_behind: shapes of what it follows from, by sample.
 
         Raises:
             StoreError, CacheError: it cannot be opened.
@@ -533,7 +553,8 @@ class CachedValues:
         tier = MemoryTier(device_bytes, form, entries, device)
         known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool)
         shape = tuple(value.shape[1:])
-        made = CachedValue(key, shape, origin.paths, form, store, host, tier, *known, sizes, doubts=self.doubts)
+        behind = origin.paths, sizes_behind
+        made = CachedValue(key, shape, *behind, form, store, host, tier, *known, sizes, doubts=self.doubts)
         made.host_bytes, made.asked = host_bytes, self.epoch
         self._levels.append(made)
         self._index()

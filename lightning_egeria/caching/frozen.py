@@ -32,12 +32,14 @@ from torch.utils import _pytree as pytree
 from lightning_egeria.caching import policy
 from lightning_egeria.caching.record.keys import Keys
 from lightning_egeria.caching.record.meta import Meta, version_of
+from lightning_egeria.caching.record.outside import has_samples
 from lightning_egeria.caching.record.tape import UNKNOWN, Call, Node, Tape
 from lightning_egeria.caching.record.tensors import LazyTensor, node_of, plain, show
 from lightning_egeria.caching.record.units import Context, UnitCall, are_fixed, is_plain
 from lightning_egeria.core.batches.onlookers import unwatched
 from lightning_egeria.core.network.compilation import eager
 from lightning_egeria.core.network.forwards import ReplacedForward, restore_forward, users_forward
+from lightning_egeria.core.network.gate import needs_gradient
 from lightning_egeria.core.network.prefix import FrozenPrefix
 from lightning_egeria.core.profiling.clock import mark, wait_for
 from lightning_egeria.core.snapshots.digests import overlap
@@ -68,9 +70,10 @@ def _is_of_a_batch(lazy: LazyTensor) -> bool:
     return lazy.node.name != UNKNOWN and lazy.node.tape.owner is not None
 
 
-def _needs_grad(tensor: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.requires_grad
+def _follows_outside(tensor: Tensor) -> bool:
+    """Whether tensors that the program made of each sample are behind a tensor, or it is one."""
+    leaves = tensor.node.leaves() if isinstance(tensor, LazyTensor) else ()
+    return not isinstance(tensor, LazyTensor) or any(leaf.row is None and has_samples(leaf) for leaf in leaves)
 
 
 class Replacement(ReplacedForward):
@@ -79,9 +82,9 @@ class Replacement(ReplacedForward):
     It does so between `put` and `restore`.
     """
 
-    def __init__(self, module: nn.Module, path: str) -> None:
+    def __init__(self, owner: FrozenModules, path: str, module: nn.Module) -> None:
         super().__init__(module)
-        self.path = path
+        self.owner, self.path = owner, path
         self.before = self._users = users_forward(module)
 
     @property
@@ -95,6 +98,7 @@ class Replacement(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with true tensors."""
+        self.note_gradients([leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)])
         if not all(type(one) is Tensor for one in args) or kwargs:
             given = tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
             if given:
@@ -112,6 +116,11 @@ class Replacement(ReplacedForward):
                         )
                 return output
         return self.original(*args, **kwargs)
+
+    def note_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Remember whether the module is given what follows from what trains: in validation no gradient shows it."""
+        if any(map(needs_gradient, tensors)):
+            self.owner.behind_training.add(self.path)
 
     def put(self) -> None:
         """Replace the module's ``forward``, unless other code has replaced it for good."""
@@ -146,8 +155,8 @@ class FrozenModule(Replacement):
     """
 
     def __init__(self, owner: FrozenModules, path: str, module: nn.Module, inner: Sequence[nn.Module] | None = None):
-        super().__init__(module, path)
-        self.owner, self.is_open, self.seconds = owner, False, 0.0
+        super().__init__(owner, path, module)
+        self.is_open, self.seconds = False, 0.0
         parts = [part for one in (module.children() if inner is None else inner) for part in one.modules()]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._parameters = [p for part in (module, *parts) for p in part.parameters(recurse=False)]
@@ -214,7 +223,11 @@ class FrozenModule(Replacement):
         batch = node.tape.owner
         if batch is not owner.batch or batch is None or node.name == UNKNOWN or self.is_open:
             return None
-        if any(self._hooks) or any(_GLOBAL_HOOKS) or is_outside_batch() or _needs_grad(lazy) or self._runs_by_itself():
+        if any(self._hooks) or any(_GLOBAL_HOOKS) or is_outside_batch():
+            return None
+        if needs_gradient(lazy) or self._runs_by_itself():
+            return None
+        if self._is_behind_training((lazy,)):
             return None
         seen = self.seen(node.tape.keys, node.key, node.meta, Context.current(owner.devices))
         if seen is None or not (batch.defers and owner.waits(self.paths)):
@@ -256,7 +269,7 @@ class FrozenModule(Replacement):
 
     def _reason(self, flat: list[Any]) -> str | None:
         """Why a call cannot be recorded, whatever the batch."""
-        if any(isinstance(leaf, Tensor) and _needs_grad(leaf) for leaf in flat):
+        if any(isinstance(leaf, Tensor) and needs_gradient(leaf) for leaf in flat):
             return "is given a tensor that requires a gradient"
         if self._runs_by_itself():
             return "has a parameter that still trains"
@@ -351,7 +364,10 @@ class FrozenModule(Replacement):
         if any(leaf.is_nested for leaf in tensors if not isinstance(leaf, LazyTensor)):
             return None, None
         lazies = [leaf for leaf in tensors if isinstance(leaf, LazyTensor) and _is_of_a_batch(leaf)]
-        if is_outside_batch() or any(map(_needs_grad, tensors)) or self._runs_by_itself():
+        self.note_gradients(tensors)
+        if is_outside_batch() or any(map(needs_gradient, tensors)) or self._runs_by_itself():
+            return None, None
+        if self._is_behind_training(tensors):
             return None, None
         batch = self.owner.batch
         if batch is None or any(lazy.node.tape is not batch.tape for lazy in lazies):
@@ -359,6 +375,12 @@ class FrozenModule(Replacement):
         if not lazies and not (batch.takes_outside(self.path, tensors) and get_ident() == self.owner.thread):
             return None, None
         return batch.tape, batch
+
+    def _is_behind_training(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors follow from what trains, as far as is known of training: entries of them would never fit."""
+        if torch.is_grad_enabled() or not self.owner.is_behind_training(self.path):
+            return False
+        return any(map(_follows_outside, tensors))
 
     def _runs_by_itself(self) -> bool:
         """Whether other code trains the module after all, or transforms functions (``torch.func``) that call it."""
@@ -480,8 +502,10 @@ class FrozenModules:
         model: the network; it is never frozen as a whole.
         prefix: frozen prefix of the callback that freezes, if there is one.
         before: the frozen modules of before. Where values were kept, larger modules do not hide their places.
+        behind_training: as in the attributes; None begins a new set.
 
     Attributes:
+        behind_training: paths of modules that were given tensors that need a gradient, for training and validation.
         batch: the batch in training or validation; None between batches.
         thread: the thread that trains on it.
         running: a frozen module runs its own ``forward``.
@@ -496,9 +520,14 @@ class FrozenModules:
     """
 
     def __init__(
-        self, model: nn.Module, prefix: FrozenPrefix | None = None, before: FrozenModules | None = None
+        self,
+        model: nn.Module,
+        prefix: FrozenPrefix | None = None,
+        before: FrozenModules | None = None,
+        behind_training: set[str] | None = None,
     ) -> None:
         self.model, self._prefix = model, prefix
+        self.behind_training = behind_training if behind_training is not None else set()
         self.batch: CachedBatch | None = None
         self.thread, self.running = get_ident(), False
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -554,7 +583,7 @@ class FrozenModules:
             elif self._find(child, own, seen, inside):
                 found = True
             elif not inside and holds:
-                self._others.append(Replacement(child, own))
+                self._others.append(Replacement(self, own, child))
         if found and path:  # the modules inside one that holds frozen ones get true tensors, and it does not
             self._others = [one for one in self._others if one.path != path]
         return found
@@ -564,6 +593,10 @@ class FrozenModules:
         if kinds and not any(path.startswith(f"{known}.") for known in self.random):
             self.random[path] = kinds[0]
         return bool(kinds)
+
+    def is_behind_training(self, path: str) -> bool:
+        """Whether a module, or one inside it, was given tensors that need a gradient."""
+        return any(one == path or one.startswith(f"{path}.") for one in self.behind_training)
 
     def has_inside(self, path: str) -> bool:
         """Whether a module has frozen modules inside it."""
@@ -688,7 +721,7 @@ class FrozenModules:
         if not any(other in self._watched for other in inside):
             for other in inside:
                 del self.modules[other]
-        self._others.append(Replacement(own.module, path))
+        self._others.append(Replacement(self, path, own.module))
         self.sequences = [one for one in self.sequences if own not in one.units]
 
     def missing(self) -> str | None:
@@ -790,7 +823,7 @@ class TrueTensors(FrozenModules):
     """No frozen modules: every module of a network gets true tensors, for a batch whose plan is out of date."""
 
     def _find(self, module: nn.Module, path: str, seen: set[int], inside: bool = False) -> bool:
-        self._others = [Replacement(child, name) for name, child in module.named_children()]
+        self._others = [Replacement(self, name, child) for name, child in module.named_children()]
         return False
 
 

@@ -29,12 +29,18 @@ LEAST_RETURNED = 16  # samples that must be the same again before any is left ou
 OTHER = 6  # batches in a row that ask for no cached value, or none of their samples, before the cache stops
 STRANGE = 20  # batches, before the cache stops because it serves too few samples
 LEAST_SERVED = 0.05  # share of the samples with entries
+FIRST_SIZES = 8  # batches of samples that come together by chance
+MOST_SIZES = 0.5  # sizes of their inputs for each of these
 COUNTED = 20  # lazy batches, before it is decided whether inputs are left out
 COMPARED_BATCHES = 6  # served and computed, before their times are compared
 CLEAR = 1.5  # times as long: then the times of batches decide, without a race of whole steps
 RACE_STEPS = 16  # that a race runs without the cache
 RACE_SHARE = 0.02  # of the rest of the run, at most
 SHORT_RUN = 100  # batches in which a probe of a slow front, and what begins it, take about a fiftieth
+PADDED = (
+    "batches are padded to their longest sample, and other samples come together in each epoch, so the entries of one "
+    "batch do not fit another. Pad all samples to one length"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +126,19 @@ def checks(served: int, checked: int, size: int) -> bool:
     """
     early = CHECKED_EARLY / CHECK_SHARE
     return checked + size <= CHECK_SHARE * min(served, early) + LATER_CHECK_SHARE * max(0.0, served - early)
+
+
+def are_many_sizes(batches: int, sizes: int) -> bool:
+    """Return whether nearly every batch has inputs of another size, because it is padded to its longest sample.
+
+    Args:
+        batches: of samples that come together by chance, so far.
+        sizes: how many sizes their inputs had.
+
+    >>> are_many_sizes(8, 6), are_many_sizes(8, 4), are_many_sizes(7, 7), are_many_sizes(30, 8)
+    (True, False, False, False)
+    """
+    return batches >= FIRST_SIZES and sizes > MOST_SIZES * batches
 
 
 def pays(served: float, computed: float, batches: int | None, rows: int = 1) -> bool | None:

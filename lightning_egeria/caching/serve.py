@@ -140,6 +140,12 @@ def paths_behind(node: Node) -> frozenset[str]:
     return frozenset(path for run in calls if isinstance(run, UnitCall) for path in run.paths)
 
 
+def sizes_behind(node: Node) -> frozenset[tuple[int, ...]]:
+    """Return the shapes of what a value follows from, by sample."""
+    leaves = node.leaves()
+    return frozenset(tuple(one.meta.shape if one.row is not None else one.meta.shape[1:]) for one in leaves)
+
+
 class CachedBatch:
     """A batch of a training or validation loader while the network has frozen modules.
 
@@ -155,7 +161,7 @@ class CachedBatch:
         tape: its recorded operations.
         eager: whether frozen modules run at once; so in a probe.
         demands: values that the program asked for, with frozen modules behind them.
-        matches: how many of these are cached values.
+        matches: how many of these are cached values, or are not worth it.
         rejected: rows whose entries were of other samples, or of other inputs.
         ran: which rows ran through a frozen module, ``[samples]``.
         advanced: which of these were computed from a cached value.
@@ -173,7 +179,8 @@ class CachedBatch:
         may_be_chance: whether the problem may be one of this batch only.
         whole_fields: in a probe, the encoded fields with the inputs of frozen modules.
         waiting: rows that become entries at the end of a probe.
-        other_shape: of a value whose rows have another shape than those that are kept; None if there is none.
+        sizes: shapes of what the program made of each sample for the last value, as far as they may be others in each
+            batch; None if no such value was asked for.
     """
 
     def __init__(
@@ -191,7 +198,7 @@ class CachedBatch:
         self.ready: dict[int, Output] = {}
         self.is_timed = True
         self.was_touched: str | None = None
-        self.other_shape: tuple[int, ...] | None = None
+        self.sizes: frozenset[tuple[int, ...]] | None = None
         self.seconds, self.served = 0.0, True
         self.recording, self.around, self.running = 0.0 if stream.accounts.loads_ahead else loaded.recording, 0.0, 0.0
         self.problem: str | None = None
@@ -312,12 +319,11 @@ class CachedBatch:
             self._stream.not_cached(self, node, found)
             return found
         if value is None or node.meta.shape[:1] != (self.samples,):
-            if self._stream.values.has(node.key):
-                self.other_shape = node.meta.shape
             found = self._all_rows(node)
             self._stream.not_cached(self, node, found)
             return found
         self.matches += 1
+        self.sizes = sizes_behind(node) if self.tape.has_outside else self.sizes
         value.asked = self._stream.epoch
         if (ready := self._ready(value, node)) is not None:
             return ready

@@ -37,6 +37,8 @@ class CacheSession(Observer):
         self._replaced: list[CachedValues] = []
         self._notices = notices
         self._found: dict[bool, FrozenModules] = {}  # in training and not
+        self._behind_training: set[str] = set()  # see `FrozenModules`
+        self._untold: set[FrozenModules] = set()  # see `_tell_what_is_random`
         self._seen: dict[bool, tuple[Any, int]] = {}
         self._active: FrozenModules | None = None  # a batch runs on these
         self._training: CachedBatch | None = None
@@ -179,7 +181,7 @@ class CacheSession(Observer):
                 line.close(remove)
             for values in self._replaced:
                 values.close(remove)
-            self.lines, self._replaced, self._found = {}, [], {}
+            self.lines, self._replaced, self._found, self._untold = {}, [], {}, set()
             self._training = self._active = None
             self._follow(False)
 
@@ -216,6 +218,20 @@ class CacheSession(Observer):
         batch.around += time.perf_counter() - started
         with frozen.in_its_modes():
             batch.finish()
+        self._tell_what_is_random(frozen)
+
+    def _tell_what_is_random(self, frozen: FrozenModules) -> None:
+        """Say which frozen modules would be served in another mode: none of those behind what trains."""
+        if frozen not in self._untold:
+            return
+        self._untold.remove(frozen)
+        for path, what in frozen.random.items():
+            if not frozen.is_behind_training(path):
+                self._notices.inform(
+                    f"the frozen module {path!r} runs in every step, because it is in training mode with {what}. Put "
+                    "it into evaluation mode to have its output cached",
+                    once=f"random {path}",
+                )
 
     def _settle(self, all_but: int = 0) -> None:
         """Compute what the program has kept of batches that are over, but for so many of the last ones."""
@@ -241,9 +257,11 @@ class CacheSession(Observer):
         if before is not None and self._seen.get(training) == seen and before.is_current(walk):
             return
         self._seen[training] = seen
+        if training:
+            self._behind_training.clear()
         for batch in self._over:
             batch.tape.settle(computed_only=True)
-        found = FrozenModules(model, prefix, before)
+        found = FrozenModules(model, prefix, before, self._behind_training)
         stay = before is not None and before.is_part_of(found)
         keep = stay and before is not None and not before.changed()
         if stay and not keep:
@@ -254,12 +272,9 @@ class CacheSession(Observer):
         if is_compiled(model) and len(found):
             text = "the model is compiled: cached steps run uncompiled, and their last bits differ"
             self._notices.inform(text, once="compiled")
-        for path, what in found.random.items():
-            self._notices.inform(
-                f"the frozen module {path!r} runs in every step, because it is in training mode with {what}. Put it "
-                "into evaluation mode to have its output cached",
-                once=f"random {path}",
-            )
+        self._untold.add(found)
+        if not len(found):
+            self._tell_what_is_random(found)
         settles = prefix is not None and prefix.depth > prefix.settled_depth
         for name, line in self.lines.items():
             if (name == "training") is training:

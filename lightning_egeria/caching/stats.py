@@ -7,7 +7,7 @@ import dataclasses
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -218,31 +218,39 @@ class Habits:
 
     def __init__(self) -> None:
         self.reader: str | None = None
-        self._other = 0
+        self._other = self._batches = 0
+        self._sizes: set[frozenset[tuple[int, ...]]] = set()
         self._served: deque[float] = deque(maxlen=policy.STRANGE)  # shares of the samples with entries
-        self._shaped: deque[bool] = deque(maxlen=policy.STRANGE)
         self._begin()
 
     def _begin(self) -> None:
         self._counted = self._touches = 0
         self._toucher: str | None = None
 
-    def why_stop(self, batch: CachedBatch, ran: Collection[str]) -> str | None:
-        """Count a batch that is over; return why the cache is of no use, or None."""
+    def why_stop(self, batch: CachedBatch, is_random: bool, come_in_sizes: bool) -> str | None:
+        """Count a batch that is over; return why the cache is of no use, or None.
+
+        Args:
+            batch: it.
+            is_random: whether its samples come together by chance.
+            come_in_sizes: whether values are kept for inputs of several sizes.
+        """
         had_rows = any(read.future.done() and not read.future.cancelled() for read in batch.reads)
-        if had_rows or batch.other_shape is not None:
+        if had_rows:
             share = float((~batch.ran | batch.advanced).sum()) / max(1, _with_entries(batch))
             self._served.append(share if batch.matches else 0.0)
-            self._shaped.append(batch.other_shape is not None)
         self._other = 0 if batch.matches else self._other + had_rows
-        if self._other >= policy.OTHER and not any(self._shaped):
+        if self._other >= policy.OTHER and not come_in_sizes:
             text = "called the frozen layers in another way than before (mixed at random?), or not at all"
             return f"the last {policy.OTHER} batches {text}"
         if len(self._served) == policy.STRANGE and sum(self._served) < policy.LEAST_SERVED * policy.STRANGE:
-            if 2 * sum(self._shaped) > policy.STRANGE:
-                return f"most of the last {policy.STRANGE} batches had other shapes than the entries"
             differed = f"nearly all inputs of the last {policy.STRANGE} batches differed from those of the entries"
             return f"{differed} (random, mixed, or sorted by the collate function?)"
+        self._batches += 1
+        if is_random and batch.sizes is not None:
+            self._sizes.add(batch.sizes)
+        if policy.are_many_sizes(self._batches, len(self._sizes)):
+            return policy.PADDED
         self._count_lazy(batch)
         return None
 

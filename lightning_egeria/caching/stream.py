@@ -23,7 +23,7 @@ from lightning_egeria.caching.record.keys import Keys
 from lightning_egeria.caching.record.outside import Outside, has_samples
 from lightning_egeria.caching.record.tape import UNKNOWN, Node
 from lightning_egeria.caching.record.units import UnitCall
-from lightning_egeria.caching.serve import CachedBatch, paths_behind
+from lightning_egeria.caching.serve import CachedBatch, paths_behind, sizes_behind
 from lightning_egeria.caching.stats import NOTHING_FROZEN, Accounts, CacheStats, Habits, spending
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.limits import Limits
@@ -96,9 +96,9 @@ class Stream:
     def _forget(self) -> None:
         self._habits = Habits()
         self._without_result = 0
-        self._asked: Counter[int] = Counter()
+        self._asked: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self._first: int | None = None  # batch after a change of what is frozen
-        self._refused: set[int] = set()
+        self._refused: set[tuple[int, tuple[int, ...]]] = set()  # keys and shapes of rows
         self._was_exact = True
 
     def start(self, frozen: FrozenModules | None, keep: bool) -> None:
@@ -262,20 +262,24 @@ class Stream:
 
     def not_cached(self, batch: CachedBatch, node: Node, value: Tensor) -> None:
         """The program asks for a value that is not cached: one that it asks for again may be kept."""
-        if node.name == UNKNOWN or node.key in self._refused or not self.writes:
+        if node.name == UNKNOWN or _name(node) in self._refused or not self.writes:
             return
-        self._asked[node.key] += 1
+        alike = self.values.of_modules(paths_behind(node))
+        batch.sizes = sizes_behind(node) if alike else batch.sizes
+        is_of_other_size = bool(alike) and batch.sizes not in [one.sizes_behind for one in alike]
+        self._asked[_name(node)] += 1
         self._first = batch.plan.number if self._first is None else self._first
-        if self._asked[node.key] >= policy.ASKED_TO_KEEP or self._first == batch.plan.number:
+        is_first = self._first == batch.plan.number or (is_of_other_size and not self.shuffled)
+        if is_first or self._asked[_name(node)] >= policy.ASKED_TO_KEEP:
             self.probe(batch, node, value)
 
     def _probe(self, batch: CachedBatch, node: Node, value: Tensor) -> None:
         frozen = self.frozen
-        if frozen is None or node.name == UNKNOWN or self.values.has(node.key) or node.key in self._refused:
+        if frozen is None or node.name == UNKNOWN or self._is_kept(node) or _name(node) in self._refused:
             return
-        self._refused.add(node.key)
+        self._refused.add(_name(node))
         if len(batch.fields) != batch.samples or batch.samples < self._planner.largest:
-            self._refused.discard(node.key)
+            self._refused.discard(_name(node))
             return
         problem = why_not_a_row(node, value)
         outputs, is_mixed = _outputs_behind(node)
@@ -295,6 +299,8 @@ class Stream:
             is_mixed = mixes_samples(node)
         if is_mixed:
             problem, exact, sizes = MIXED, True, BatchSizes(batch.samples)
+        elif self.values.has(node.key):  # for samples of another size
+            problem, exact, sizes = None, True, BatchSizes(batch.samples)
         elif policy.may_probe(costs.all_seconds, self._batches, self.shuffled):
             with batch.apart(), frozen.preserved():
                 problem, exact = try_rows(node, value, [] if batch.eager else self._starts(node))
@@ -311,7 +317,10 @@ class Stream:
                 return
             self._problem(batch, node, value, problem)
             return
-        self._notices.inform(self._open(batch, node, value, paths, sizes))
+        is_first = not self.values.of_modules(paths)
+        text = self._open(batch, node, value, paths, sizes)
+        if is_first:
+            self._notices.inform(text)
         self._tell_what_is_not_kept(batch)
         batch.matches += 1
         if batch.eager:  # which inputs are left out of the fields is known at its end
@@ -404,7 +413,7 @@ class Stream:
         )
         # Samples that were left out have their fields in the stores of other values.
         room = max([64, FIELD_SLACK * longest, *(one.store.manifest.field_bytes for one in self.values)])
-        return self.values.open(origin, value, room, node.key, sizes)
+        return self.values.open(origin, value, room, node.key, sizes, sizes_behind(node))
 
     def _tell_what_is_not_kept(self, batch: CachedBatch) -> None:
         """Say which type of field makes the cache load every sample again."""
@@ -468,7 +477,7 @@ class Stream:
         frozen = self.frozen
         if frozen is None or batch.frozen is not frozen:
             return
-        ran, frozen.ran = frozen.ran, set()
+        frozen.ran = set()
         frozen.leave_out_unused()
         if batch.eager and frozen.opened and self._without_result < policy.PROBES:
             frozen.opened = False  # the modules inside are tried in the next batch
@@ -491,15 +500,13 @@ class Stream:
         self._drop_unmatched(frozen)
         if self.frozen is None:
             return
-        if (reason := self._habits.why_stop(batch, ran)) is not None:
+        is_random = self.shuffled and batch.samples > 1
+        if (reason := self._habits.why_stop(batch, is_random, self.values.come_in_sizes)) is not None:
             self.stop(reason)
             return
         if (reader := self._habits.reader) is not None and self._planner.leaves_out:
             self._planner.load_all(f"{reader} reads the input in most batches, so samples are loaded again")
             self.accounts.race_again()  # so far they were loaded late
-        if batch.other_shape is not None:
-            text = f"an output of shape {batch.other_shape} has no place among entries of the shape of the first batch"
-            self._notices.inform(f"{text}. Give all samples one size", once=f"shapes of {self._name}")
         judgement = self.accounts.judgement(frozen.device, self._batches)
         if judgement is not None and not judgement[0]:
             self.stop(f"it does not pay: {judgement[1]}")
@@ -530,7 +537,7 @@ class Stream:
             self.stop(f"{text} (random, mixed, or sorted by the collate function?)")
         elif lost:
             for value in lost:
-                self._refused.add(value.key)
+                self._refused.add((value.key, value.shape))
                 self.without_outside |= value.paths
             self.values.drop(lost)
 
@@ -555,7 +562,7 @@ class Stream:
             self._notices.warn("the frozen layers have changed, so their outputs are cached again", once="changed")
         if lost:
             self.values.drop(lost)
-        self._refused -= {value.key for value in lost}
+        self._refused -= {(value.key, value.shape) for value in lost}
         frozen.unwatch(changed)
         if not len(frozen):
             self.stop("the frozen layers keep changing")
@@ -595,6 +602,11 @@ def _outputs_behind(node: Node) -> tuple[list[Node], bool]:
         if not behind_mixing & {one.number for one in found[number].before(lambda one: not one.frozen)}
     ]
     return outputs, bool(mixing)
+
+
+def _name(node: Node) -> tuple[int, tuple[int, ...]]:
+    """Return the key of a computation and the shape of its rows."""
+    return node.key, tuple(node.meta.shape[1:])
 
 
 def _seconds(nodes: Sequence[Node]) -> float:

@@ -1,10 +1,8 @@
 """What the cache serves, and how it counts: programs that once went wrong."""
 
 import time
-from types import SimpleNamespace
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from programs import harness
@@ -14,7 +12,6 @@ from torch.nn import functional as F
 
 from lightning_egeria import FrozenPrefixCache
 from lightning_egeria.caching import policy
-from lightning_egeria.caching.stats import Habits
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 
@@ -247,12 +244,88 @@ def test_seconds_saved_are_those_of_runs_that_did_not_happen(tmp_path, written_a
     assert 0.6 * saved < stats.seconds_saved < 1.1 * saved
 
 
-def test_batches_whose_shapes_have_no_place_are_of_no_use():
-    habits = Habits()
-    batch = SimpleNamespace(
-        reads=[], matches=0, other_shape=(4, 9), ran=np.ones(4, bool), advanced=np.zeros(4, bool), lazy=()
+class Texts(torch.utils.data.Dataset):
+    """Texts of 3 to 62 tokens."""
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 9, (3 + 37 * index % 60,), generator=generator), index % CLASSES
+
+
+def padded(samples):
+    texts, labels = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True), torch.tensor(labels)
+
+
+def pooled(parts, x, y):
+    return F.cross_entropy(parts["head"](parts["backbone"](x).sum(1)), y)
+
+
+class Validating(Module):
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(self.parts, *batch))
+
+
+def text_run(folder, cached, **options):
+    torch.manual_seed(0)
+    backbone = frozen(layers(nn.Embedding(10, 16), nn.Linear(16, 256), nn.Linear(256, 16), Counted(16, 16)))
+    module = Validating(pooled, backbone=backbone, head=nn.Linear(16, CLASSES))
+    train = loader(Texts(), 4, collate_fn=padded)
+    data = L.LightningDataModule.from_datasets(Texts())
+    data.train_dataloader = lambda: train
+    data.val_dataloader = lambda: loader(Texts(), 8, shuffle=False, collate_fn=padded)
+    source = FrozenPrefixCache(data, cache_dir=folder / "cache", min_free_bytes=0) if cached else data
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    L.Trainer(max_epochs=4, accelerator="cpu", logger=False, num_sanity_val_steps=0, **quiet, **options).fit(
+        module, datamodule=source
     )
-    batch.plan = SimpleNamespace(checks=False)
-    said = [habits.why_stop(batch, ()) for _ in range(policy.STRANGE)]
-    assert said[:-1] == [None] * (policy.STRANGE - 1)
-    assert "other shapes" in said[-1]
+    return module, source
+
+
+@pytest.mark.filterwarnings("ignore:cache. the cache of training is off")
+def test_batches_that_are_padded_to_their_longest_text_stop_the_cache_within_one_epoch(tmp_path):
+    plain, _ = text_run(tmp_path, cached=False)
+    module, source = text_run(tmp_path, cached=True)
+    assert source.stats.off == policy.PADDED
+    assert source.stats.misses <= 96
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:cache. the cache of training is off")
+def test_the_same_padded_batches_are_served_in_each_validation(tmp_path, written_at_once):
+    """Each length has entries of its own; the first pass writes them."""
+    _, source = text_run(tmp_path, cached=True)
+    stats = source.validation_stats
+    assert stats.off is None
+    assert stats.misses == 96
+    assert stats.hits >= 3 * 96 - 8  # the first batch is planned before the mode changes
+
+
+def test_in_validation_nothing_behind_what_trains_is_kept(tmp_path, written_at_once):
+    """There no gradient tells it: each entry would be one of other weights."""
+
+    class Adapted(Validating):
+        def __init__(self):
+            first, second = (frozen(layers(nn.Linear(WIDTH, 512), nn.Linear(512, WIDTH))) for _ in range(2))
+            super().__init__(self.adapted, first=first, second=second, adapter=nn.Linear(WIDTH, WIDTH))
+            self.parts["head"] = nn.Linear(WIDTH, CLASSES)
+
+        @staticmethod
+        def adapted(parts, x, y):
+            x = parts["first"](x)
+            return F.cross_entropy(parts["head"](parts["second"](x + parts["adapter"](x))), y)
+
+    torch.manual_seed(0)
+    data = L.LightningDataModule()
+    data.train_dataloader, data.val_dataloader = loader, lambda: loader(shuffle=False)
+    source = FrozenPrefixCache(data, cache_dir=tmp_path / "cache", min_free_bytes=0)
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    L.Trainer(max_epochs=3, accelerator="cpu", logger=False, num_sanity_val_steps=0, **quiet).fit(
+        Adapted(), datamodule=source
+    )
+    stats = source.validation_stats
+    assert (stats.values, stats.unused) == (1, 0)
+    assert stats.hits >= 2 * 24 - 6  # one batch of each pass is planned before the mode changes

@@ -121,7 +121,8 @@ def _nodes_of(
         return None
     for leaf in flat:
         if isinstance(leaf, LazyTensor):
-            if leaf.node.tape is not tape or leaf.node.name == UNKNOWN or leaf.requires_grad:
+            needs_gradient = leaf.requires_grad and func is not torch.ops.aten.detach.default
+            if leaf.node.tape is not tape or leaf.node.name == UNKNOWN or needs_gradient:
                 return None
         elif isinstance(leaf, Tensor):
             known = type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and is_small(leaf)

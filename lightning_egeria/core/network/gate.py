@@ -77,7 +77,6 @@ class FrontGate:
         self._called: set[str] = set()  # absent modules, in this step
         self._bypassed: set[str] = set()  # modules that were called without their absent parameters
         self._from_program: dict[Tensor, str] = {}  # leaves behind what the program gave to the network
-        self._unknown = False  # whether there may be others
         self._watching: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = []
 
@@ -99,7 +98,7 @@ class FrontGate:
         """Look at nothing any more. Safe to call twice."""
         for handle in (*self._handles, *self._watching):
             handle.remove()
-        self._handles, self._watching, self._from_program, self._unknown = [], [], {}, False
+        self._handles, self._watching, self._from_program = [], [], {}
 
     @property
     def is_checked(self) -> bool:
@@ -154,8 +153,6 @@ class FrontGate:
         for leaf in _leaves_behind(_with_gradient((args, kwargs))):
             if not isinstance(leaf, nn.Parameter):
                 self._from_program[leaf] = path
-        # One of a class of its own, which a cache may give, does not say whether it will require a gradient.
-        self._unknown |= any(_may_require_one(leaf) for leaf in tensor_leaves((args, kwargs)))
 
     def _reached(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,7 +165,7 @@ class FrontGate:
                     self.found.setdefault(name, index)
             return None
         from_program = [self._from_program[leaf] for leaf in leaves if leaf in self._from_program]
-        if not given or from_program or self._unknown:
+        if not given or from_program:
             self.given = self.given if not from_program else from_program[0]
             return None
         self.cuts = True
@@ -176,13 +173,14 @@ class FrontGate:
         return kept
 
 
+def needs_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor requires a gradient; one of a class of its own, which may load itself, is not asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad
+
+
 def _with_gradient(given: Any) -> list[Tensor]:
-    """The tensors that require a gradient; one of a class of its own, which may load or compute itself, is left out."""
-    return [leaf for leaf in tensor_leaves(given) if type(leaf) in (Tensor, nn.Parameter) and leaf.requires_grad]
-
-
-def _may_require_one(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, nn.Parameter) and tensor.dtype.is_floating_point
+    return [leaf for leaf in tensor_leaves(given) if needs_gradient(leaf)]
 
 
 def _leaves_behind(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -193,4 +191,4 @@ def _leaves_behind(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _cut(tensor: Tensor) -> Tensor:
-    return tensor.detach() if type(tensor) in (Tensor, nn.Parameter) and tensor.requires_grad else tensor
+    return tensor.detach() if needs_gradient(tensor) else tensor
