@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.session import CacheSession
-from lightning_egeria.caching.stats import NOTHING_FROZEN, CacheStats, spending
+from lightning_egeria.caching.stats import NOTHING_FROZEN, CacheStats, add_saved, spending
 from lightning_egeria.caching.store.directory import CacheDirectory, default_cache_dir
 from lightning_egeria.caching.store.limits import Budget, Limits
 from lightning_egeria.caching.store.rows import Precision
@@ -140,7 +140,7 @@ class FrozenPrefixCache(WrappingDataModule):
             elif self.trainer is not None:
                 self._cache, self._host = CacheSession(self.trainer, self._notices), Budget(self.host_bytes)
                 self._stats, self._validation_stats = CacheStats(), CacheStats()
-                self._stats.seconds_saved -= time.perf_counter() - started
+                add_saved(self._stats, started - time.perf_counter())
                 atexit.register(self._close)  # for a callback that raises in `on_exception`
 
     def train_dataloader(self) -> Any:

@@ -32,7 +32,7 @@ import torch
 from rich import filesize
 from torch import Tensor
 
-from lightning_egeria.caching.stats import CacheStats
+from lightning_egeria.caching.stats import CacheStats, spending
 from lightning_egeria.caching.store.background import ReadAhead, WriteBehind
 from lightning_egeria.caching.store.directory import CacheDirectory
 from lightning_egeria.caching.store.limits import Limits
@@ -277,9 +277,8 @@ class Recording:
             host, others = rows.cpu(), tuple(one for one in reversed(values) if one is not value)
 
             def job() -> None:
-                started = time.thread_time()
-                self._write(value, others, entries[new], host, encoded, made[new])
-                self._stats.seconds_saved -= time.thread_time() - started
+                with spending(self._stats, time.thread_time):
+                    self._write(value, others, entries[new], host, encoded, made[new])
 
             self._writer.submit(job, size)
 
@@ -569,10 +568,8 @@ class CachedValues:
         """Have rows read for a batch in another thread."""
 
         def job() -> Found:
-            started = time.thread_time()
-            found = value.read(entries, pin)
-            self._stats.seconds_saved -= time.thread_time() - started
-            return found
+            with spending(self._stats, time.thread_time):
+                return value.read(entries, pin)
 
         return self.reader.submit(number, job)
 

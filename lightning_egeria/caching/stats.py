@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,14 +64,23 @@ class CacheStats:
     off: str | None = NOTHING_FROZEN
 
 
+_SAVED = threading.Lock()
+
+
+def add_saved(stats: CacheStats, seconds: float) -> None:
+    """Add seconds to those that the cache has saved, or take some off; in any thread."""
+    with _SAVED:
+        stats.seconds_saved += seconds
+
+
 @contextlib.contextmanager
-def spending(stats: CacheStats) -> Iterator[None]:
+def spending(stats: CacheStats, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
     """While the cache does what training would not do without it."""
-    started = time.perf_counter()
+    started = clock()
     try:
         yield
     finally:
-        stats.seconds_saved -= time.perf_counter() - started
+        add_saved(stats, started - clock())
 
 
 class Accounts:
@@ -117,7 +127,7 @@ class Accounts:
         """Add a batch that is over."""
         stats, samples = self._stats, batch.samples
         saved = self._saved(batch)
-        stats.seconds_saved += saved
+        add_saved(stats, saved)
         if not batch.demands:
             return
         ran, advanced = int(batch.ran.sum()), int(batch.advanced.sum())
@@ -144,7 +154,7 @@ class Accounts:
             self._misses.append((seconds - batch.recording) / samples)
             self._miss_waits.append(batch.waited)
         if is_served and self._gain is not None:
-            stats.seconds_saved += samples * self._gain - saved
+            add_saved(stats, samples * self._gain - saved)
         elif is_served:
             self._estimate += saved
 
@@ -205,7 +215,7 @@ class Accounts:
             return None
         cached, plain = steps
         self._gain = (plain - cached) / self._samples
-        self._stats.seconds_saved += self._gain * self._served - self._estimate
+        add_saved(self._stats, self._gain * self._served - self._estimate)
         return cached < plain, f"a step takes {cached * 1e3:.1f} ms with it and {plain * 1e3:.1f} ms without"
 
 
