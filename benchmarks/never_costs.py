@@ -2,20 +2,19 @@
 
 Each job trains twice a pair, once plainly and once with the cache, in turns, in this process on one thread. Printed are
 the CPU seconds of the plain fit (workers included, medians), the median ratio, the seconds that the cache saved by
-these fits and by its own account, and what it did. A small frozen part comes first in each network.
+these fits and by its own account, and what it did. A small frozen part comes first in each network. Results are added
+to `benchmarks/proof/results/never_costs.jsonl`.
 
-    python -m benchmarks.never_costs [--jobs NAME ...] [--pairs 5] [--json FILE]
+    python -m benchmarks.never_costs [--jobs NAME ...] [--pairs 5]
+    python -m benchmarks.never_costs --table
 """
 
 import argparse
 import contextlib
 import io
 import json
-import platform
 import resource
 import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from benchmarks.proof.run import quiet
+from benchmarks.proof.run import about, quiet
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing
+
+RESULTS = Path(__file__).parent / "proof" / "results" / "never_costs.jsonl"
+TABLE = RESULTS.with_suffix(".md")
 
 
 class Job(lightning.LightningModule):
@@ -257,55 +259,80 @@ def fitted(name: str, cached: bool) -> tuple[float, Any, list[torch.Tensor]]:
     return seconds, data, [one.detach().clone() for one in module.parameters()]
 
 
+def measured(name: str, count: int) -> dict[str, Any]:
+    """Pairs of fits of a job, and what the cache did.
+
+    Raises:
+        SystemExit: the weights differ.
+    """
+    pairs = []
+    for at in range(count + 1):
+        order = (False, True) if at % 2 else (True, False)
+        found = {cached: fitted(name, cached) for cached in order}
+        (plain, _, before), (ours, data, after) = found[False], found[True]
+        if not all(map(torch.equal, before, after)):
+            raise SystemExit(f"{name}: the weights differ")
+        pairs.append((plain, ours, data.stats.seconds_saved + data.validation_stats.seconds_saved))
+    stats = data.stats
+    served = stats.hits + stats.advanced
+    return {
+        "job": name,
+        "pairs": pairs[1:],  # the first one imports and allocates
+        "done": stats.off or f"{served} of {served + stats.misses} from entries",
+        "command": f"python -m benchmarks.never_costs --pairs {count}",
+        "about": about(),
+    }
+
+
+def row_of(record: dict[str, Any]) -> str:
+    """A line of the table."""
+    pairs = record["pairs"]
+    ratios = [ours / plain for plain, ours, _ in pairs]
+    row = [
+        f"{statistics.median(plain for plain, _, _ in pairs):.2f}",
+        f"{statistics.median(ratios):.3f}",
+        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        f"{round(statistics.median(plain - ours for plain, ours, _ in pairs), 2) or 0.0:.2f}",
+        f"{round(statistics.median(claimed for _, _, claimed in pairs), 2) or 0.0:.2f}",
+    ]
+    return f"| {' | '.join([record['job'], *row])} |"
+
+
+def table() -> str:
+    """The latest measurement of each job, in Markdown."""
+    latest = {one["job"]: one for one in map(json.loads, RESULTS.read_text().splitlines())}
+    commits = {one["commit"] if "commit" in one else one["about"]["commit"][:7] for one in latest.values()}
+    names = "| job | plain, CPU s | with the cache / plain | range | saved, s | claimed, s |"
+    made = f"Made by `python -m benchmarks.never_costs`, commit {', '.join(sorted(commits))}."
+    return (
+        "\n".join(
+            [
+                names,
+                "|---|---:|---:|---|---:|---:|",
+                *(row_of(latest[name]) for name in JOBS if name in latest),
+                "",
+                made,
+            ]
+        )
+        + "\n"
+    )
+
+
 def main() -> None:
-    """Print a line for each job."""
+    """Measure, add lines to the results, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file that gets a line for each job, appended")
+    parser.add_argument("--table", action="store_true", help="write the table from the results, and measure nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| job | plain, CPU s | with the cache / plain | range | saved, s | claimed, s | what the cache did |")
-    print("|---|---|---|---|---|---|---|")
-    for name in options.jobs:
-        pairs = []
-        for at in range(options.pairs + 1):
-            order = (False, True) if at % 2 else (True, False)
-            found = {cached: fitted(name, cached) for cached in order}
-            (plain, _, before), (ours, data, after) = found[False], found[True]
-            if not all(map(torch.equal, before, after)):
-                raise SystemExit(f"{name}: the weights differ")
-            pairs.append((plain, ours, data.stats.seconds_saved + data.validation_stats.seconds_saved))
-        del pairs[0]  # it imports and allocates
-        stats = data.stats
-        served = stats.hits + stats.advanced
-        done = stats.off or f"{served} of {served + stats.misses} from entries"
-        ratios = [ours / plain for plain, ours, _ in pairs]
-        row = [
-            f"{statistics.median(plain for plain, _, _ in pairs):.2f}",
-            f"{statistics.median(ratios):.3f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-            f"{statistics.median(plain - ours for plain, ours, _ in pairs):.2f}",
-            f"{statistics.median(claimed for _, _, claimed in pairs):.2f}",
-        ]
-        print(f"| {' | '.join([name, *row, done])} |", flush=True)
-        if options.json:
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-            )
-            record = {
-                "job": name,
-                "pairs": pairs,
-                "done": done,
-                "commit": commit.stdout.strip(),
-                "torch": torch.__version__,
-                "lightning": lightning.__version__,
-                "machine": platform.machine(),
-                "date": time.strftime("%Y-%m-%d"),
-                "command": f"python -m benchmarks.never_costs --pairs {options.pairs}",
-            }
-            with options.json.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+    for name in [] if options.table else options.jobs:
+        record = measured(name, options.pairs)
+        print(row_of(record), record["done"], flush=True)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    TABLE.write_text(table())
+    print(table())
 
 
 if __name__ == "__main__":

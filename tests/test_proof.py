@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import never_costs
 from benchmarks.alternatives import tables
 from benchmarks.proof import ages, compare, costs, defaults, figures, inside, loss_by_depth, results, workloads
 from benchmarks.proof import run as run_module
@@ -521,6 +522,10 @@ def test_the_published_costs_of_the_defaults_are_what_the_files_give():
 @pytest.mark.parametrize("path", sorted(tables.RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_the_comparison_with_alternatives_is_what_its_lines_give(path):
     assert path.with_suffix(".md").read_text() == tables.table(path.stem, tables.runs_of(path.stem))
+
+
+def test_the_costs_where_the_cache_cannot_help_are_what_their_lines_give():
+    assert never_costs.TABLE.read_text() == never_costs.table()
 
 
 def test_the_readme_shows_what_its_lines_give():
