@@ -69,6 +69,11 @@ def median(runs: Runs, name: str) -> float:
     return statistics.median(one[name] for one in runs.values())
 
 
+def quiet(runs: Runs) -> Runs:
+    """Those whose times count: beside the others, the machine did something else."""
+    return {seed: one for seed, one in runs.items() if one.get("quiet", True)} or runs
+
+
 def table(task: str, runs: Mapping[str, Runs]) -> str:
     """Markdown, with the methods in the order of their time."""
     kept, plain = results(task), runs["plain"]
@@ -76,16 +81,17 @@ def table(task: str, runs: Mapping[str, Runs]) -> str:
         "| method | accuracy, % | vs. plain | CPU seconds | of plain | memory, MiB | lines | depth | rate |",
         "|---|---:|---:|---:|---:|---:|---:|---|---:|",
     ]
-    for method, ones in sorted(runs.items(), key=lambda item: median(item[1], "cpu_seconds")):
+    whole = median(quiet(plain), "cpu_seconds")
+    for method, ones in sorted(runs.items(), key=lambda item: median(quiet(item[1]), "cpu_seconds")):
         values = [100 * one["accuracy"] for one in ones.values()]
         over = [100 * (one["accuracy"] - plain[seed]["accuracy"]) for seed, one in ones.items() if seed in plain]
-        seconds = median(ones, "cpu_seconds")
+        seconds = median(quiet(ones), "cpu_seconds")
         cells = (
             METHODS[method].title,
             spread(values, ".1f"),
             "-" if method == "plain" else spread(over, "+.1f"),
             f"{seconds:.0f}",
-            f"{seconds / median(plain, 'cpu_seconds'):.2f}",
+            f"{seconds / whole:.2f}",
             f"{median(ones, 'peak_memory_mib'):.0f}",
             f"{METHODS[method].lines}",
             "known" if METHODS[method].depth else "-",
@@ -114,7 +120,7 @@ def summary() -> str:
             if method not in runs:
                 cells.append("-")
                 continue
-            time = median(runs[method], "cpu_seconds") / median(runs["plain"], "cpu_seconds")
+            time = median(quiet(runs[method]), "cpu_seconds") / median(quiet(runs["plain"]), "cpu_seconds")
             accuracy = spread([100 * one["accuracy"] for one in runs[method].values()], ".1f")
             cells.append(f"**{time:.2f}**, {accuracy} %")
         rows.append(f"| {METHODS[method].title} | {' | '.join(cells)} |")
@@ -123,9 +129,9 @@ def summary() -> str:
 
 def mean_curve(runs: Runs) -> tuple[list[float], list[float]]:
     """Mean seconds and accuracy at each validation."""
-    points = [one["points"] for one in runs.values()]
+    points, timed = ([one["points"] for one in ones.values()] for ones in (runs, quiet(runs)))
     shared = min(map(len, points))
-    seconds = [statistics.fmean(one[index]["cpu_seconds"] for one in points) for index in range(shared)]
+    seconds = [statistics.fmean(one[index]["cpu_seconds"] for one in timed) for index in range(shared)]
     accuracies = [100 * statistics.fmean(one[index]["accuracy"] for one in points) for index in range(shared)]
     return seconds, accuracies
 

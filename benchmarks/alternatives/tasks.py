@@ -121,7 +121,7 @@ class Task:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        return (3e-5, 1e-4, 3e-4, 1e-3) if self.is_text else (1e-4, 3e-4, 1e-3, 3e-3)
+        return (3e-5, 1e-4, 3e-4) if self.is_text else (1e-4, 3e-4, 1e-3, 3e-3)
 
     @property
     def width(self) -> int:
