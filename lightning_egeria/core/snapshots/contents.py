@@ -52,8 +52,9 @@ def digests_of(
 ) -> dict[str, str]:
     """Return a digest of each value within reach of an object, by its path.
 
-    It follows attributes, containers, functions and what they are bound to, but not the Trainer. It cannot
-    see inside open files, running generators and objects of compiled extensions.
+    It follows attributes, containers, functions and what they are bound to. Of the Trainer it takes the number of the
+    epoch, where it looks at the attributes of all objects. It cannot see inside open files, running generators and
+    objects of compiled extensions.
 
     Args:
         value: the object.
@@ -155,8 +156,9 @@ def _parts_of(value: Any, items: int, follows: Callable[[Any], bool] | None) -> 
         return [("()", code_of(value)), *((f"()[{at}]", item) for at, item in enumerate(inside))]
     if isinstance(value, (type, types.ModuleType)) or (follows is not None and not follows(value)):
         return None
-    if type(value).__module__.startswith(_TRAINER):
-        return []
+    if type(value).__module__.startswith(_TRAINER):  # data may go by the epoch, and all else in it changes anyway
+        epoch = getattr(value, "current_epoch", None) if follows is None else None
+        return [] if epoch is None else [(".current_epoch", epoch)]
     own = {**slots_of(value), **(getattr(value, "__dict__", None) or {})}
     return [(f".{name}", item) for name, item in own.items()] if own or hasattr(value, "__dict__") else None
 
