@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.states import RunningStage
@@ -55,9 +56,15 @@ def combined_loader(trainer: Any) -> Any:
 
 
 def loaders_keep_their_place(trainer: Any) -> bool:
-    """Whether a training loader has a state of its own."""
+    """Whether a training loader has a state of its own. It is not asked for it, which may start its workers."""
     loaders = combined_loader(trainer)
-    return loaders is not None and bool(loaders._state_dicts())
+    return loaders is not None and any(hasattr(one, "load_state_dict") for one in loaders.flattened)
+
+
+def set_sampler_epoch(trainer: Any) -> None:
+    """Tell the samplers of the training loaders the number of the epoch."""
+    for loader in combined_loader(trainer).flattened:
+        _set_sampler_epoch(loader, trainer.current_epoch)
 
 
 def is_accumulating(trainer: Any) -> bool:

@@ -1,11 +1,15 @@
+import random
 import signal
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from stopped import BATCHES, EPOCHS, Net, fit
+from torch.utils.data import DataLoader
 
-from lightning_egeria import AdaptiveBatchSize, ResumableCheckpoints, SelectiveBackprop
+from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache, ResumableCheckpoints, SelectiveBackprop
+from lightning_egeria.core.training.wrapping import WrappingDataModule
 from lightning_egeria.errors import ArgumentError, CheckpointError
 
 
@@ -68,6 +72,103 @@ def test_data_that_know_their_own_place(wrap, tmp_path):
     for step in (1, 3, 6):
         assert fit(tmp_path / str(step), stop=step, **options) == 75
         assert same(fit(tmp_path / str(step), resume=True, **options), expected)
+
+
+class Shuffled:
+    """A sampler that draws from a generator of its own."""
+
+    def __init__(self, data, own):
+        self.size, self.own = len(data), own
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        order = list(range(self.size))
+        if isinstance(self.own, torch.Generator):
+            order = torch.randperm(self.size, generator=self.own).tolist()
+        else:
+            self.own.shuffle(order)
+        return iter(order)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """A dataset that draws from a generator of its own."""
+
+    def __init__(self, data):
+        self.data, self.own = data, np.random.default_rng(5)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        inputs, label = self.data[index]
+        return inputs + self.own.normal(), label
+
+
+def seeded():
+    return torch.Generator().manual_seed(9)
+
+
+DRAWING = {
+    "the loader": lambda data: DataLoader(data, 8, shuffle=True, generator=seeded()),
+    "the loader, with a worker": lambda data: DataLoader(data, 8, shuffle=True, generator=seeded(), num_workers=1),
+    "a sampler by torch": lambda data: DataLoader(data, 8, sampler=Shuffled(data, seeded())),
+    "a sampler by numpy": lambda data: DataLoader(data, 8, sampler=Shuffled(data, np.random.default_rng(3))),
+    "a sampler by an older numpy": lambda data: DataLoader(data, 8, sampler=Shuffled(data, np.random.RandomState(3))),
+    "a sampler by Python": lambda data: DataLoader(data, 8, sampler=Shuffled(data, random.Random(3))),
+    "a dataset": lambda data: DataLoader(Noisy(data), 8, shuffle=True),
+}
+
+
+class Given(WrappingDataModule):
+    def __init__(self, loader, val):
+        super().__init__()
+        self.wrap(loader, val)
+
+
+def in_queue(loader, val):
+    return SelectiveBackprop(loader, val_dataloaders=val)
+
+
+@pytest.mark.parametrize(
+    ("drawing", "wrap", "steps"),
+    [
+        *((drawing, Given, (3, 4, 6, 8, 9)) for drawing in DRAWING),
+        ("the loader", FrozenPrefixCache, (4, 6, 9)),
+        *((drawing, in_queue, (4, 6, 7)) for drawing in ("the loader", "a sampler by numpy", "a dataset")),
+        ("the loader", adapting, (3, 4, 5, 7)),
+    ],
+)
+def test_generators_that_loading_holds_draw_the_same(drawing, wrap, steps, tmp_path):
+    def data(loader, val):
+        own = DRAWING[drawing](loader.dataset)
+        return wrap(own, val_dataloaders=val) if wrap is FrozenPrefixCache else wrap(own, val)
+
+    options = {"every_n_steps": 1 if wrap is adapting else None, "wrap": data}
+    expected = fit(tmp_path / "whole", **options)
+    for step in steps:
+        assert fit(tmp_path / str(step), stop=step, **options) == 75
+        assert same(fit(tmp_path / str(step), resume=True, **options), expected), step
+
+
+def test_other_generators_are_told(tmp_path):
+    def held(loader, val):
+        return Given(DRAWING["the loader"](loader.dataset), val)
+
+    assert fit(tmp_path, stop=6, wrap=held) == 75
+    with pytest.raises(UserWarning, match="resuming: the training loader, its sampler or its dataset hold other"):
+        fit(tmp_path, resume=True)
+
+
+def test_a_file_that_knows_nothing_of_loaders_is_read(tmp_path, whole):
+    assert fit(tmp_path, stop=6) == 75
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    (name,) = (name for name in content["callbacks"] if "ResumableCheckpoints" in name)
+    state = content["callbacks"][name]
+    state["at_epoch_start"] = state["at_epoch_start"][0]
+    torch.save(content, tmp_path / "last.ckpt")
+    assert same(fit(tmp_path, resume=True), whole)
 
 
 def test_it_changes_nothing_in_a_run_that_is_not_stopped(whole, tmp_path, monkeypatch):

@@ -11,10 +11,15 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_egeria.core.programs.processes import CHECKPOINT, PREEMPTED
-from lightning_egeria.core.snapshots.random_state import RandomState
-from lightning_egeria.core.training.checkpoints import checkpoint_read, count_of
+from lightning_egeria.core.snapshots.random_state import LoadingState, RandomState
+from lightning_egeria.core.training.checkpoints import checkpoint_read, count_of, return_to
 from lightning_egeria.errors import ArgumentError, check_integers
-from lightning_egeria.upstream.lightning import combined_loader, data_fetcher
+from lightning_egeria.upstream.lightning import (
+    combined_loader,
+    data_fetcher,
+    loaders_keep_their_place,
+    set_sampler_epoch,
+)
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
@@ -23,8 +28,8 @@ class ResumableCheckpoints(pl.Callback):
     """Writes `last.ckpt` every few steps, and when the process gets SIGUSR1 or SIGTERM, which end it with status 75.
 
     A run that resumes from that file ends bit for bit as one that was not stopped, if it is deterministic otherwise:
-    the generators of random numbers and the place in the epoch return too. Batches before that place are loaded again,
-    and skipped. This needs a loader with a length.
+    the generators of random numbers, those of loaders, samplers and datasets among them, and the place in the epoch
+    return too. Batches before that place are loaded again, and skipped. This needs a loader with a length.
 
     Args:
         every_n_steps: optimizer steps between two files; None writes once an epoch, between two.
@@ -47,7 +52,7 @@ class ResumableCheckpoints(pl.Callback):
         self._at_beginning = False  # of an epoch, where this process continues
         self._steps_before = 0
         self._batches = 0  # of this epoch, so far
-        self._at_epoch_start: RandomState | None = None
+        self._at_epoch_start: LoadingState | None = None
         self._restored: dict[str, Any] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
 
@@ -63,7 +68,7 @@ class ResumableCheckpoints(pl.Callback):
         if self._at_beginning:  # the file was written here, and the order is drawn already
             self._at_beginning = False
             return
-        self._batches, self._at_epoch_start = 0, RandomState.current()
+        self._batches, self._at_epoch_start = 0, LoadingState.current(_loaders(trainer))
         if trainer.current_epoch > 0 and (self.every_n_steps is None or self._due):
             self._save(trainer)
 
@@ -99,7 +104,7 @@ class ResumableCheckpoints(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the epoch and the generators."""
         now = RandomState.current()
-        started = self._at_epoch_start or now
+        started = self._at_epoch_start or LoadingState(now)
         return {"batches": self._batches, "at_epoch_start": started.to_plain(), "now": now.to_plain()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -111,7 +116,7 @@ class ResumableCheckpoints(pl.Callback):
         with checkpoint_read("resuming"):
             self._restored = {
                 "batches": count_of(state_dict["batches"]),
-                "at_epoch_start": RandomState.from_plain(state_dict["at_epoch_start"]),
+                "at_epoch_start": LoadingState.from_plain(state_dict["at_epoch_start"]),
                 "now": RandomState.from_plain(state_dict["now"]),
             }
 
@@ -141,15 +146,13 @@ class ResumableCheckpoints(pl.Callback):
         """Load the batches again that the epoch has had, and return the generators to the checkpoint's state."""
         self._batches, self._at_epoch_start = state["batches"], state["at_epoch_start"]
         self._at_beginning = not self._batches
-        if self._at_beginning:
-            state["now"].restore()
-            iter_of_epoch(trainer)
-            return
-        self._at_epoch_start.restore()
+        return_to(self._at_epoch_start, _loaders(trainer), "resuming")
         batches = iter_of_epoch(trainer)
-        if not _goes_on_by_itself(trainer):
-            for _ in range(self._batches):
-                next(batches)
+        if self._at_beginning:
+            return
+        # They are loaded, and not just left out: that returns what loading itself draws, in workers too.
+        for _ in range(0 if loaders_keep_their_place(trainer) else self._batches):
+            next(batches)
         state["now"].restore()
 
     def _save(self, trainer: pl.Trainer) -> None:
@@ -184,24 +187,17 @@ def iter_of_epoch(trainer: pl.Trainer) -> Any:
     In the first epoch it is the one that Lightning has made; later ones begin with the generators as they
     are now.
     """
-    fetcher, combined = data_fetcher(trainer), combined_loader(trainer)
+    fetcher = data_fetcher(trainer)
     assert fetcher is not None
-    for loader in combined.flattened if combined is not None else ():
-        for sampler in (
-            getattr(loader, "sampler", None),
-            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-        ):
-            if sampler is not None and hasattr(sampler, "set_epoch"):  # draws its order at the first batch
-                sampler.set_epoch(trainer.current_epoch)
+    set_sampler_epoch(trainer)  # Lightning does it later
     if trainer.current_epoch > 0:
         iter(fetcher)
     return fetcher.iterator
 
 
-def _goes_on_by_itself(trainer: pl.Trainer) -> bool:
-    """Whether the loader has state, and so begins behind the batches that the epoch has had."""
+def _loaders(trainer: pl.Trainer) -> list[Any]:
     combined = combined_loader(trainer)
-    return combined is not None and any(hasattr(loader, "load_state_dict") for loader in combined.flattened)
+    return list(combined.flattened) if combined is not None else []
 
 
 def is_to_stop(trainer: pl.Trainer) -> bool:
