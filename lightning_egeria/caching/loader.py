@@ -18,12 +18,12 @@ from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.caching.record.sending import joined_rows
 from lightning_egeria.caching.serve import CachedBatch, joined
 from lightning_egeria.caching.stream import Stream
-from lightning_egeria.core.batches.order import draws_at_once, has_samples_once, is_shuffled
 from lightning_egeria.core.batches.reading import LoaderCopies, why_no_ids
 from lightning_egeria.core.batches.rows import Index, Rows
 from lightning_egeria.core.batches.worker_calls import CallableWorkers
 from lightning_egeria.core.snapshots.contents import changed, digests_of
 from lightning_egeria.core.training.loops import fetches_batches, is_asked_by_loop
+from lightning_egeria.core.training.order import draws_at_once, has_samples_once, is_shuffled
 
 LOOK_AHEAD_BATCHES = 3
 

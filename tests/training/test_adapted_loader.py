@@ -55,11 +55,11 @@ def test_a_limit_on_batches_is_one_on_samples(limit, batches, adapt):
 def test_a_place_is_found_again(samples, adapt):
     first = adapt(numbered(samples, **own_generator()))
     before = drawn(first, 10)
-    state, generator = first.state(3), first.generator_state()
+    state, generators = first.state(3), first.generators()
     assert not state["over"]
     assert adapt(numbered(samples, **own_generator())).state(3) is None  # nothing drawn
     second = adapt(numbered(samples, **own_generator()))
-    second.resume(state, generator)
+    second.resume(state, generators)
     assert len(second.batches) == 10
     assert drawn(second, 7) == before[3:]
     assert second.state(5)["sizes"] == [8] * 5
@@ -71,10 +71,10 @@ def test_a_place_is_found_again(samples, adapt):
 def test_an_epoch_that_is_over_begins_the_next(adapt):
     first = adapt(numbered(**own_generator()))
     drawn(first, 10)
-    state, generator = first.state(10), first.generator_state()
+    state, generators = first.state(10), first.generators()
     assert state["over"]
     second = adapt(numbered(**own_generator()))
-    second.resume(state, generator)
+    second.resume(state, generators)
     assert drawn(second, 10) == drawn(first, 10)
 
 
@@ -83,7 +83,7 @@ def test_another_order_begins_again(adapt):
     drawn(first, 4)
     state = first.state(2)
     second = adapt(numbered(shuffle=True, generator=torch.Generator().manual_seed(7)))
-    second.resume({**state, "digest": "other"}, None)
+    second.resume({**state, "digest": "other"}, first.generators())
     assert "cannot be repeated" in adapt.told[0]
     assert len(second.batches) == 2 + 10
     assert sorted(itertools.chain.from_iterable(drawn(second, 10))) == list(range(80))

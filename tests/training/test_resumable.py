@@ -137,7 +137,7 @@ def in_queue(loader, val):
         *((drawing, Given, (3, 4, 6, 8, 9)) for drawing in DRAWING),
         ("the loader", FrozenPrefixCache, (4, 6, 9)),
         *((drawing, in_queue, (4, 6, 7)) for drawing in ("the loader", "a sampler by numpy", "a dataset")),
-        ("the loader", adapting, (3, 4, 5, 7)),
+        *((drawing, adapting, (3, 4, 5, 7)) for drawing in ("the loader", "a sampler by numpy")),
     ],
 )
 def test_generators_that_loading_holds_draw_the_same(drawing, wrap, steps, tmp_path):

@@ -132,6 +132,10 @@ class LoadingState(NamedTuple):
     def restore(self, loaders: Iterable[Any]) -> bool:
         """Set the generators to this state; return whether the loaders hold generators as those of the state did."""
         self.random.restore()
+        return self.restore_held(loaders)
+
+    def restore_held(self, loaders: Iterable[Any]) -> bool:
+        """Do so with the generators that the loaders hold."""
         generators = list(_held_by(loaders))
         for generator, state in zip(generators, self.held, strict=False):
             try:

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
-from lightning_egeria.core.batches.order import EpochOrder, digest_of, share_of
 from lightning_egeria.core.batches.reading import why_no_ids
-from lightning_egeria.core.snapshots.random_state import preserved_random_state
+from lightning_egeria.core.snapshots.random_state import LoadingState
+from lightning_egeria.core.training.order import EpochOrder, digest_of, share_of
 from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.upstream.lightning import prepared_for_training
 
@@ -77,7 +75,7 @@ class AdaptedLoader:
         self.batches = MutableBatchSampler.like(self.loader.batch_sampler, started=self._begin)
         self._place: _Place | None = None
         self._resumed: _Place | None = None
-        self._generator: Tensor | None = None
+        self._generators: LoadingState | None = None
         limit, whole = trainer.limit_train_batches or 0, len(self.batches)
         most = min(limit if isinstance(limit, int) else int(whole * limit), whole)
         if most < whole:
@@ -87,7 +85,7 @@ class AdaptedLoader:
         vars(self.loader).update(batch_sampler=self.batches, state_dict=dict, load_state_dict=_ignored)
 
     def state(self, batches: int, begun: bool = False) -> dict[str, Any] | None:
-        """Return the place in the epoch, in plain types and tensors; None before its first batch and without a batch.
+        """Return the place in the epoch, in plain types; None before its first batch and without a batch.
 
         Args:
             batches: number of batches in this epoch that training is done with.
@@ -109,31 +107,32 @@ class AdaptedLoader:
             "over": batches >= len(self.batches),
         }
 
-    def generator_state(self) -> Tensor | None:
-        """Return the state of the sampler's own generator; None without one."""
-        generator = getattr(self._sampler, "generator", None)
-        return generator.get_state() if isinstance(generator, torch.Generator) else None
+    def generators(self) -> list[Any]:
+        """Return the state of the generators that the sampler draws from, in plain types."""
+        return LoadingState.current([self._sampler]).to_plain()
 
-    def resume(self, state: Mapping[str, Any] | None, generator: Tensor | None) -> None:
+    def resume(self, state: Mapping[str, Any] | None, generators: Sequence[Any]) -> None:
         """Let the next epoch continue from the place of a `state`, with this number of processes.
 
         If the sampler does not repeat its order, a warning says so, and the epoch begins again.
 
         Args:
             state: the place; None between two epochs.
-            generator: state of the sampler's own generator then.
+            generators: as `generators` returned them then.
         """
+        now = LoadingState.from_plain(generators)
         if state is None or state["over"]:
-            self._set_generator(generator)
+            now.restore_held([self._sampler])
             return
-        self._generator = generator
+        self._generators = now
         sizes = [int(size) for size in state["sizes"]]
         skipped, batches, replicas = (int(state[name]) for name in ("skipped", "batches", "replicas"))
         place = _Place(EpochOrder.from_state(state["order"]), skipped, batches, replicas)
         if digest_of(self._share(place, 0)[: sum(sizes)]) != state["digest"] or (self._joined and replicas > 1):
             self._tell(
                 f"the order of {type(self._sampler).__name__} cannot be repeated, so the epoch of the checkpoint "
-                "begins again. A sampler repeats it if it draws from torch's random numbers, or from its generator"
+                "begins again. A sampler repeats it if it draws from global random numbers, or from a generator in its "
+                "attributes"
             )
             self.begin_again(batches + len(sizes))
             return
@@ -169,12 +168,12 @@ class AdaptedLoader:
     @contextlib.contextmanager
     def preserved_generators(self) -> Iterator[None]:
         """Let generators of loader and sampler, and the random state, be what they are when the body ends."""
-        made = {id(one): one for owner in (self._sampler, self.loader) if (one := getattr(owner, "generator", None))}
-        states = [(one, one.get_state()) for one in made.values() if isinstance(one, torch.Generator)]
-        with preserved_random_state():
+        loaders = [self._sampler, self.loader]
+        state = LoadingState.current(loaders)
+        try:
             yield
-        for generator, state in states:
-            generator.set_state(state)
+        finally:
+            state.restore(loaders)
 
     def order(self) -> list[Any]:
         """Return the ids of this process in the epoch in progress, the ones so far included.
@@ -188,8 +187,8 @@ class AdaptedLoader:
         if order[: len(self.batches.ids)] != self.batches.ids:
             raise TrainingDataError(
                 f"the order of {type(self._sampler).__name__} cannot be repeated, so the size of its batches cannot "
-                "change within an epoch. A sampler repeats it if it draws from torch's random numbers when an epoch "
-                "begins, or from its generator"
+                "change within an epoch. A sampler repeats it if it draws from global random numbers when an epoch "
+                "begins, or from a generator in its attributes"
             )
         place.share = order
         return order
@@ -197,20 +196,16 @@ class AdaptedLoader:
     def _begin(self) -> None:
         """An epoch begins, before the sampler draws."""
         self._place, self._resumed = self._resumed, None
-        self._set_generator(self._generator)  # it may have drawn since, for the workers
-        self._generator = None
+        if self._generators is not None:  # they may have drawn since, for the workers
+            self._generators.restore_held([self._sampler])
+        self._generators = None
         if self._place is None:
             self._place = _Place(EpochOrder.now(self.loader, self._sampler), 0, 0, self._replicas)
 
     def _go_on(self, place: _Place, share: Sequence[Any], sizes: Sequence[int]) -> None:
-        after = place.order.generator_after(self._sampler)
-        self.batches.resume(share, [0] * place.batches + list(sizes), lambda: self._set_generator(after))
+        after = place.order.after(self._sampler)
+        self.batches.resume(share, [0] * place.batches + list(sizes), lambda: after.restore_held([self._sampler]))
         self._resumed = place
-
-    def _set_generator(self, state: Tensor | None) -> None:
-        generator = getattr(self._sampler, "generator", None)
-        if state is not None and isinstance(generator, torch.Generator):
-            generator.set_state(state)
 
     def _share(self, place: _Place, rank: int) -> list[Any]:
         ids = place.order.ids(self._sampler, self._joined)

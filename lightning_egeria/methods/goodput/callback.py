@@ -250,7 +250,7 @@ class BatchSizeSteps(pl.Callback):
             "meter": meter,
             "done": self._done if place else 0,
             "place": place,
-            "generator": self.adapted.generator_state(),
+            "generators": self.adapted.generators(),
         }
 
     def close(self, trainer: Any) -> None:

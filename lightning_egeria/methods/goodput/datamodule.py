@@ -30,7 +30,7 @@ from lightning_egeria.methods.goodput.progress import COUNTS
 from lightning_egeria.methods.goodput.sizes import Sizes, are_limits, first_sizes
 from lightning_egeria.upstream.torch import is_out_of_memory
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class AdaptiveBatchSize(WrappingDataModule):

@@ -200,7 +200,7 @@ class BatchSize:
         return {
             "size": self._adapted.batches.batch_size,
             "place": self._adapted.state(done, begun=True),
-            "generator": self._adapted.generator_state(),
+            "generators": self._adapted.generators(),
         }
 
     def load(self, state: Mapping[str, Any] | None) -> None:
@@ -233,7 +233,7 @@ class BatchSize:
         elif self._state is not None:
             with checkpoint_read("tuning"):
                 batches.change(int(self._state["size"]))
-                self._adapted.resume(self._state["place"], self._state["generator"])
+                self._adapted.resume(self._state["place"], self._state["generators"])
         self._size = batches.batch_size
         return self._adapted.loader
 

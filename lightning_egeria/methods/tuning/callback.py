@@ -28,7 +28,7 @@ from lightning_egeria.methods.tuning.spaces import Setting, Space
 from lightning_egeria.methods.tuning.trials import Trials
 from lightning_egeria.methods.tuning.tunables import CustomTunable, Tunables, freezer_of
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class BranchTuner(pl.Callback):
