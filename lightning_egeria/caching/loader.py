@@ -18,7 +18,7 @@ from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.caching.record.sending import joined_rows
 from lightning_egeria.caching.serve import CachedBatch, joined
 from lightning_egeria.caching.stream import Stream
-from lightning_egeria.core.batches.reading import LoaderCopies, why_no_ids
+from lightning_egeria.core.batches.reading import BatchesThrough, LoaderCopies, copy_of, why_no_ids
 from lightning_egeria.core.batches.rows import Index, Rows
 from lightning_egeria.core.batches.worker_calls import CallableWorkers
 from lightning_egeria.core.snapshots.contents import changed, digests_of
@@ -102,7 +102,7 @@ class Line:
         members = {"__iter__": batches, "__module__": kind.__module__, "__doc__": kind.__doc__}
         # What is pickled or copied is one of the user's kind.
         members["__reduce__"] = lambda one: (object.__new__, (kind,), vars(one).copy())
-        followed = copy.copy(loader)
+        followed = copy_of(loader)
         object.__setattr__(followed, "__class__", type(kind.__name__, (kind,), members))
         return followed
 
@@ -209,13 +209,29 @@ class Line:
     def _planned(self, loader: DataLoader[Any]) -> tuple[DataLoader[Any], CallableWorkers | None]:
         """A DataLoader that is asked for plans instead of indices, and its workers."""
         ahead = LOOK_AHEAD_BATCHES if draws_at_once(loader) and loader.num_workers == 0 else 0
+        batch_sampler = loader.batch_sampler
         return self._copies.with_calls(
             loader,
             dataset=self._dataset,
-            batch_sampler=_Plans(loader.batch_sampler, self.stream, ahead),
+            batch_sampler=BatchesThrough(batch_sampler, lambda batches: self._plans(batches, batch_sampler, ahead)),
             collate_fn=as_it_is,
             worker_init_fn=WorkerInit(loader.worker_init_fn) if loader.num_workers else None,
         )
+
+    def _plans(self, batches: Iterator[Any], batch_sampler: Any, most_ahead: int) -> Iterator[Plan]:
+        waiting: deque[Plan] = deque()
+        asked = 0
+        while True:
+            ahead = most_ahead if self.stream.reads_ahead else 0
+            # The batch that is wanted now, and further ones, but not the end of a sampler, which may draw there.
+            while not waiting or (len(waiting) <= ahead and asked < len(batch_sampler) - 1):
+                ids = next(batches, None)
+                if ids is None:
+                    yield from map(self.stream.last_look, waiting)
+                    return
+                asked += 1
+                waiting.append(self.stream.plan(list(ids)))
+            yield self.stream.last_look(waiting.popleft())
 
 
 class Looked(NamedTuple):
@@ -311,31 +327,3 @@ class CachedLookahead:
         batch, self._joined = self._joined, None
         last = self._line.last
         self._trains(batch if batch is not None else last if isinstance(last, CachedBatch) else None)
-
-
-class _Plans:
-    """A batch sampler that yields plans instead of lists of ids."""
-
-    def __init__(self, batch_sampler: Any, stream: Stream, ahead: int) -> None:
-        self._batch_sampler, self._stream, self._ahead = batch_sampler, stream, ahead
-
-    def __len__(self) -> int:
-        return len(self._batch_sampler)
-
-    def __iter__(self) -> Iterator[Plan]:
-        return self._plans(iter(self._batch_sampler))  # at once, as a DataLoader asks its sampler
-
-    def _plans(self, batches: Iterator[Any]) -> Iterator[Plan]:
-        waiting: deque[Plan] = deque()
-        asked = 0
-        while True:
-            ahead = self._ahead if self._stream.reads_ahead else 0
-            # The batch that is wanted now, and further ones, but not the end of a sampler, which may draw there.
-            while not waiting or (len(waiting) <= ahead and asked < len(self) - 1):
-                ids = next(batches, None)
-                if ids is None:
-                    yield from map(self._stream.last_look, waiting)
-                    return
-                asked += 1
-                waiting.append(self._stream.plan(list(ids)))
-            yield self._stream.last_look(waiting.popleft())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import lightning.pytorch as pl
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
-from lightning_egeria.core.batches.reading import why_no_ids
+from lightning_egeria.core.batches.reading import copy_of, why_no_ids
 from lightning_egeria.core.snapshots.random_state import LoadingState
 from lightning_egeria.core.training.order import EpochOrder, digest_of, share_of
 from lightning_egeria.errors import TrainingDataError
@@ -71,8 +70,11 @@ class AdaptedLoader:
         self._joined = type(own) is not BatchSampler
         self._sampler = own if self._joined else own.sampler  # not the DataLoader's, if it was given a batch sampler
         shared = prepared_for_training(trainer, loader)
-        self.loader: DataLoader[Any] = copy.copy(shared)  # it is a DataLoader as the user's
-        self.batches = MutableBatchSampler.like(self.loader.batch_sampler, started=self._begin)
+        self.batches = MutableBatchSampler.like(shared.batch_sampler, started=self._begin)
+        # Lightning resumes in the middle of an epoch without a warning if the loader has state. Ours is `state`.
+        self.loader: DataLoader[Any] = copy_of(
+            shared, batch_sampler=self.batches, state_dict=dict, load_state_dict=_ignored
+        )
         self._place: _Place | None = None
         self._resumed: _Place | None = None
         self._generators: LoadingState | None = None
@@ -81,8 +83,6 @@ class AdaptedLoader:
         if most < whole:
             self.batches.most_samples = most * self.batches.initial_batch_size
         self.samples = self._count() * self._replicas
-        # Lightning resumes in the middle of an epoch without a warning if the loader has state. Ours is `state`.
-        vars(self.loader).update(batch_sampler=self.batches, state_dict=dict, load_state_dict=_ignored)
 
     def state(self, batches: int, begun: bool = False) -> dict[str, Any] | None:
         """Return the place in the epoch, in plain types; None before its first batch and without a batch.

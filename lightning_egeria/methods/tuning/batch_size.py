@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_egeria.core.batches.reading import copy_of
 from lightning_egeria.core.training.adapted_loader import AdaptedLoader
 from lightning_egeria.core.training.checkpoints import checkpoint_read
 from lightning_egeria.core.training.loops import set_epoch_length
@@ -146,9 +146,7 @@ class BatchSize:
         """
         self._loaded.order()
         ids = [self._rest[first : first + size] for first in range(0, self._count(size) * size, size)]
-        loader = copy.copy(self._loaded.loader)
-        # Another loader, with other workers.
-        vars(loader).update(batch_sampler=ids, persistent_workers=False, _iterator=None)
+        loader = copy_of(self._loaded.loader, batch_sampler=ids, persistent_workers=False)
         with self._loaded.preserved_generators():  # it draws a seed for workers
             loaded = iter(loader)
         return ((batch, number, 0) for number, batch in enumerate(loaded))
