@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from rich import filesize
 from torch.utils.data import DataLoader
 
@@ -30,6 +30,7 @@ from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.core.training.progress import BarEntry
 from lightning_egeria.core.training.wrapping import WrappingDataModule
 from lightning_egeria.errors import ArgumentError, CacheError, check_integers
+from lightning_egeria.upstream.lightning import prepared
 
 
 class FrozenPrefixCache(WrappingDataModule):
@@ -179,10 +180,7 @@ class FrozenPrefixCache(WrappingDataModule):
             tell = self._notices.warn if training else self._notices.inform
             tell(f"the cache of {name} is off: {reason}", once=f"{name} {reason}")
             return loader
-        connector = getattr(self.trainer, "_data_connector", None)
-        if connector is not None:  # with several processes, the loader of this one
-            stage = RunningStage.TRAINING if training else RunningStage.VALIDATING
-            loader = connector._prepare_dataloader(loader, training, stage)
+        loader = prepared(self.trainer, loader, training)  # with several processes, that of this one
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
         device_bytes = self.device_bytes if training else 0
         limits = Limits(max_bytes, self.min_free_bytes, self._host, device_bytes, self.entry_precision)

@@ -8,7 +8,11 @@ from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _check_dataloader_iterable,
+    _DataHookSelector,
+    _DataLoaderSource,
+)
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_egeria.upstream.needs import lacking
@@ -28,9 +32,15 @@ def is_asked_by_loop() -> bool:
     return False
 
 
-def prepared_for_training(trainer: Any, loader: Any) -> Any:
-    """Return a loader as the Trainer would use it: with the sampler of a distributed run."""
-    return trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+def is_asked_whether_iterable() -> bool:
+    """Whether the ``__iter__`` that asks this was called only to see whether there is one."""
+    return sys._getframe(2).f_code is _check_dataloader_iterable.__code__
+
+
+def prepared(trainer: Any, loader: Any, trains: bool = True) -> Any:
+    """Return a loader as the Trainer would use it to train or to validate: with the sampler of a distributed run."""
+    stage = RunningStage.TRAINING if trains else RunningStage.VALIDATING
+    return trainer._data_connector._prepare_dataloader(loader, trains, stage)
 
 
 def let_hooks_belong_to(trainer: Any, datamodule: Any) -> None:
@@ -38,6 +48,23 @@ def let_hooks_belong_to(trainer: Any, datamodule: Any) -> None:
     selector = trainer._data_connector._datahook_selector
     if selector is not None:
         selector.datamodule = datamodule
+
+
+class _AlwaysTheModule(_DataHookSelector):
+    def get_instance(self, hook_name: str) -> Any:
+        return self.datamodule
+
+
+def let_batches_go_to(trainer: Any, datamodule: Any) -> None:
+    """Leave all hooks for batches to a data module, which asks for the `chosen_hook` itself."""
+    connector = trainer._data_connector
+    if connector._datahook_selector is not None:
+        connector._datahook_selector = _AlwaysTheModule(connector._datahook_selector.model, datamodule)
+
+
+def chosen_hook(module: Any, datamodule: Any, name: str) -> Any:
+    """Return the hook for batches that Lightning chooses between a model and a data module, if there is one."""
+    return getattr(_DataHookSelector(module, datamodule).get_instance(name), name)
 
 
 def data_fetcher(trainer: Any) -> Any:

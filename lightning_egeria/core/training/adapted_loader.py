@@ -16,7 +16,7 @@ from lightning_egeria.core.batches.reading import copy_of, why_no_ids
 from lightning_egeria.core.snapshots.random_state import LoadingState
 from lightning_egeria.core.training.order import EpochOrder, digest_of, share_of
 from lightning_egeria.errors import TrainingDataError
-from lightning_egeria.upstream.lightning import prepared_for_training
+from lightning_egeria.upstream.lightning import prepared
 
 _INSTEAD = (
     "A batch size that changes needs one torch DataLoader with batches of a map-style dataset. Let other data "
@@ -69,7 +69,7 @@ class AdaptedLoader:
         own = loader.batch_sampler
         self._joined = type(own) is not BatchSampler
         self._sampler = own if self._joined else own.sampler  # not the DataLoader's, if it was given a batch sampler
-        shared = prepared_for_training(trainer, loader)
+        shared = prepared(trainer, loader)
         self.batches = MutableBatchSampler.like(shared.batch_sampler, started=self._begin)
         # Lightning resumes in the middle of an epoch without a warning if the loader has state. Ours is `state`.
         self.loader: DataLoader[Any] = copy_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from lightning_egeria.methods.selecting.queue import (
 from lightning_egeria.methods.selecting.rule import Settings, draw, draw_fixed
 from lightning_egeria.methods.selecting.stats import SelectionStats
 from lightning_egeria.methods.selecting.trainer_access import TrainerAccess
+from lightning_egeria.upstream.lightning import is_asked_whether_iterable
 
 CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
 SCORED_PARTS = 4  # of a batch: batches of stale samples have this many sizes
@@ -88,8 +88,8 @@ class SelectedBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if sys._getframe(1).f_code.co_name == "_check_dataloader_iterable":
-            return iter(())  # Lightning asks whether this can be iterated, which must draw no random number
+        if is_asked_whether_iterable():
+            return iter(())  # this must draw no random number
         if not is_asked_by_loop():
             return iter(self._loader)
         self._side.reads_nothing_ahead()
