@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich import filesize
 from torch.utils.data import DataLoader
 
-from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
+from lightning_egeria.caching.loader import Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.session import CacheSession
 from lightning_egeria.caching.stats import NOTHING_FROZEN, CacheStats, add_saved, spending
@@ -196,10 +196,9 @@ class FrozenPrefixCache(WrappingDataModule):
         line = cache.lines.get(name)
         if line is None or not line.goes_on_with(loader):
             epochs = self._epochs if training else self._passes()
-            line = Line(loader, make_stream, epochs, arrived, lambda: cache.begins(name))
+            line = Line(loader, make_stream, epochs, arrived, lambda: cache.begins(name), cache.looking)
             cache.add(name, line)
         if training:
-            type(line.loader).lookahead = CachedLookahead(line, cache.looking, cache.arrived_for_training)
             if self._bar_entry is not None:
                 self._bar_entry.remove()
             self._bar_entry = BarEntry(self.trainer, "cached", line.stream.progress_text)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_egeria.core.batches.worker_calls import CallableWorkers
 
 if TYPE_CHECKING:
-    from lightning_egeria.caching.loader import CachedLookahead
+    from lightning_egeria.caching.loader import Line
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class BatchSource:
     def __init__(self, loader: Any, wrap_collate: Callable[[Any], Any] | None = None) -> None:
         self.loader = loader
         self._wrap_collate = wrap_collate
-        self.lookahead: CachedLookahead | None = getattr(type(loader), "lookahead", None)
+        self.lookahead: Line | None = getattr(type(loader), "lookahead", None)
         self._ids: deque[tuple[Any, ...]] = deque()
         self._running: Any = None  # iterates over the copy of the loader
         self._copies = LoaderCopies()
@@ -55,9 +55,8 @@ class BatchSource:
     def __iter__(self) -> Iterator[tuple[Any, tuple[Any, ...] | None]]:
         # At once, as the user's does: it draws a random number and starts the workers.
         if self.lookahead is not None:
-            self.lookahead.follow()
-            if self._wrap_collate is not None:
-                self.lookahead.wrap_collate(self._wrap_collate)
+            self.lookahead.is_followed = True
+            self.lookahead.wrap = self._wrap_collate
             return self._looked_at(iter(self.loader), self.lookahead)
         if not _is_in_order(self.loader):
             return ((batch, None) for batch in iter(self.loader))
@@ -73,7 +72,7 @@ class BatchSource:
         self._copies.close()
 
     @staticmethod
-    def _looked_at(batches: Iterator[Any], lookahead: CachedLookahead) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def _looked_at(batches: Iterator[Any], lookahead: Line) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         for batch in batches:
             ids = lookahead.last_ids()
             yield batch, ids
