@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.core.batches.reading import copy_of, why_no_ids
 from lightning_egeria.core.snapshots.random_state import LoadingState
+from lightning_egeria.core.training.loops import set_epoch_length
 from lightning_egeria.core.training.order import EpochOrder, digest_of, share_of
 from lightning_egeria.errors import TrainingDataError
 from lightning_egeria.upstream.lightning import prepared
@@ -64,7 +65,7 @@ class AdaptedLoader:
         reason = why_no_ids(loader)
         if reason is not None:
             raise TrainingDataError(f"{reason}. {_INSTEAD}")
-        self._tell = tell
+        self._trainer, self._tell = trainer, tell
         self._rank, self._replicas = trainer.global_rank, trainer.world_size
         own = loader.batch_sampler
         self._joined = type(own) is not BatchSampler
@@ -78,19 +79,27 @@ class AdaptedLoader:
         self._place: _Place | None = None
         self._resumed: _Place | None = None
         self._generators: LoadingState | None = None
+        self._over = 0  # batches of an epoch that was over at the checkpoint
         limit, whole = trainer.limit_train_batches or 0, len(self.batches)
         most = min(limit if isinstance(limit, int) else int(whole * limit), whole)
         if most < whole:
             self.batches.most_samples = most * self.batches.initial_batch_size
         self.samples = self._count() * self._replicas
 
-    def state(self, batches: int, begun: bool = False) -> dict[str, Any] | None:
-        """Return the place in the epoch, in plain types; None before its first batch and without a batch.
+    def state(self, batches: int, begun: bool = False) -> dict[str, Any]:
+        """Return the place in the epoch, and the generators that the sampler draws from, in plain types.
 
         Args:
             batches: number of batches in this epoch that training is done with.
             begun: whether batches that were read ahead of training count: an epoch has begun with them.
+
+        Returns:
+            With ``"place"``, which is None before the first batch of an epoch, and without a batch.
         """
+        generators = LoadingState.current([self._sampler]).to_plain()
+        return {"place": self._place_behind(batches, begun), "generators": generators}
+
+    def _place_behind(self, batches: int, begun: bool) -> dict[str, Any] | None:
         place = self._place
         if place is None or (batches <= 0 and not (begun and self.batches.drawn)):
             return None
@@ -107,28 +116,21 @@ class AdaptedLoader:
             "over": batches >= len(self.batches),
         }
 
-    def generators(self) -> list[Any]:
-        """Return the state of the generators that the sampler draws from, in plain types."""
-        return LoadingState.current([self._sampler]).to_plain()
-
-    def resume(self, state: Mapping[str, Any] | None, generators: Sequence[Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Let the next epoch continue from the place of a `state`, with this number of processes.
 
         If the sampler does not repeat its order, a warning says so, and the epoch begins again.
-
-        Args:
-            state: the place; None between two epochs.
-            generators: as `generators` returned them then.
         """
-        now = LoadingState.from_plain(generators)
-        if state is None or state["over"]:
+        now, left = LoadingState.from_plain(state["generators"]), state["place"]
+        if left is None or left["over"]:
             now.restore_held([self._sampler])
+            self._over = left["batches"] + len(left["sizes"]) if left is not None else 0
             return
         self._generators = now
-        sizes = [int(size) for size in state["sizes"]]
-        skipped, batches, replicas = (int(state[name]) for name in ("skipped", "batches", "replicas"))
-        place = _Place(EpochOrder.from_state(state["order"]), skipped, batches, replicas)
-        if digest_of(self._share(place, 0)[: sum(sizes)]) != state["digest"] or (self._joined and replicas > 1):
+        sizes = [int(size) for size in left["sizes"]]
+        skipped, batches, replicas = (int(left[name]) for name in ("skipped", "batches", "replicas"))
+        place = _Place(EpochOrder.from_state(left["order"]), skipped, batches, replicas)
+        if digest_of(self._share(place, 0)[: sum(sizes)]) != left["digest"] or (self._joined and replicas > 1):
             self._tell(
                 f"the order of {type(self._sampler).__name__} cannot be repeated, so the epoch of the checkpoint "
                 "begins again. A sampler repeats it if it draws from global random numbers, or from a generator in its "
@@ -143,6 +145,21 @@ class AdaptedLoader:
         if place.share is None:
             place.share = self._share(place, self._rank)
         self._go_on(place, place.share, sizes)
+
+    def begin_training(self) -> bool:
+        """Training begins, maybe within an epoch; return whether that was over at the checkpoint, and ends now."""
+        over, self._over = self._over, 0
+        set_epoch_length(self._trainer, over or len(self.batches))
+        return over > 0
+
+    def begin_epoch(self) -> None:
+        """An epoch begins; not one that is resumed."""
+        self.batches.forget_resumed()
+        set_epoch_length(self._trainer, self.batches.full_length)
+
+    def tell_length(self) -> None:
+        """Tell the Trainer how many batches the epoch has; at a batch too: Lightning resumes without a beginning."""
+        set_epoch_length(self._trainer, len(self.batches))
 
     def begin_again(self, batches: int) -> None:
         """Let the next epoch be a whole one, although it continues from batch ``batches`` of one that was left."""

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_egeria.core.batches.reading import copy_of
 from lightning_egeria.core.training.adapted_loader import AdaptedLoader
 from lightning_egeria.core.training.checkpoints import checkpoint_read
-from lightning_egeria.core.training.loops import set_epoch_length
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.methods.tuning.setups import batches_before_validation
 from lightning_egeria.methods.tuning.spaces import Choice, Space, Value
@@ -168,26 +167,20 @@ class BatchSize:
         with adapted.preserved_generators():
             restart()
         trainer.fit_loop.max_batches = self._length  # as validation knows it
-        set_epoch_length(trainer, len(adapted.batches))
+        adapted.tell_length()
 
-    def batch_start(self, trainer: pl.Trainer) -> None:
-        """A batch of training begins: Lightning resumes an epoch at its end without its beginning."""
-        set_epoch_length(trainer, len(self._loaded.batches))
+    def batch_start(self) -> None:
+        """A batch of training begins."""
+        self._loaded.tell_length()
 
-    def begin_epoch(self, trainer: pl.Trainer) -> None:
+    def begin_epoch(self) -> None:
         """An epoch begins; not one that is resumed."""
-        batches = self._loaded.batches
-        batches.forget_resumed()
-        set_epoch_length(trainer, batches.full_length)
+        self._loaded.begin_epoch()
 
-    def begin_training(self, trainer: pl.Trainer) -> None:
+    def begin_training(self) -> None:
         """Training begins, maybe within an epoch."""
-        state, self._state = self._state, None
-        place = state["place"] if state is not None else None
-        if place is not None and place["over"]:  # the checkpoint is of the last batch of an epoch
-            set_epoch_length(trainer, place["batches"] + len(place["sizes"]))
-        else:
-            set_epoch_length(trainer, len(self._loaded.batches))
+        self._state = None
+        self._loaded.begin_training()
 
     def state(self) -> Mapping[str, Any] | None:
         """Return size and place in the epoch, in plain types and tensors; None before the data are loaded."""
@@ -195,11 +188,7 @@ class BatchSize:
             return self._state
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         done = progress.current.processed
-        return {
-            "size": self._adapted.batches.batch_size,
-            "place": self._adapted.state(done, begun=True),
-            "generators": self._adapted.generators(),
-        }
+        return {"size": self._adapted.batches.batch_size, **self._adapted.state(done, begun=True)}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Keep the state of a checkpoint until the data are loaded."""
@@ -231,7 +220,7 @@ class BatchSize:
         elif self._state is not None:
             with checkpoint_read("tuning"):
                 batches.change(int(self._state["size"]))
-                self._adapted.resume(self._state["place"], self._state["generators"])
+                self._adapted.resume(self._state)
         self._size = batches.batch_size
         return self._adapted.loader
 
