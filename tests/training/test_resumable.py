@@ -138,6 +138,7 @@ def in_queue(loader, val):
         ("the loader", FrozenPrefixCache, (4, 6, 9)),
         *((drawing, in_queue, (4, 6, 7)) for drawing in ("the loader", "a sampler by numpy", "a dataset")),
         *((drawing, adapting, (3, 4, 5, 7)) for drawing in ("the loader", "a sampler by numpy")),
+        ("the loader, with a worker", adapting, (1, 3, 4, 5, 6, 7)),
     ],
 )
 def test_generators_that_loading_holds_draw_the_same(drawing, wrap, steps, tmp_path):

@@ -146,12 +146,15 @@ class ResumableCheckpoints(pl.Callback):
         """Load the batches again that the epoch has had, and return the generators to the checkpoint's state."""
         self._batches, self._at_epoch_start = state["batches"], state["at_epoch_start"]
         self._at_beginning = not self._batches
+        if self._batches and loaders_keep_their_place(trainer):
+            state["now"].restore()
+            return
         return_to(self._at_epoch_start, _loaders(trainer), "resuming")
         batches = iter_of_epoch(trainer)
         if self._at_beginning:
             return
         # They are loaded, and not just left out: that returns what loading itself draws, in workers too.
-        for _ in range(0 if loaders_keep_their_place(trainer) else self._batches):
+        for _ in range(self._batches):
             next(batches)
         state["now"].restore()
 
