@@ -6,7 +6,6 @@ import sys
 from types import FrameType
 from typing import Any
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import (
     _check_dataloader_iterable,
@@ -77,6 +76,16 @@ def set_data_fetcher(trainer: Any, fetcher: Any) -> None:
     trainer.fit_loop._data_fetcher = fetcher
 
 
+def data_source(trainer: Any) -> Any:
+    """Return what the training loop asks for its loaders."""
+    return trainer.fit_loop._data_source
+
+
+def set_data_source(trainer: Any, source: Any) -> None:
+    """Let the training loop ask another object for its loaders."""
+    trainer.fit_loop._data_source = source
+
+
 def combined_loader(trainer: Any) -> Any:
     """Return the training loaders of a Trainer, joined; None before the first epoch."""
     return trainer.fit_loop._combined_loader
@@ -86,12 +95,6 @@ def loaders_keep_their_place(trainer: Any) -> bool:
     """Whether a training loader has a state of its own. It is not asked for it, which may start its workers."""
     loaders = combined_loader(trainer)
     return loaders is not None and any(hasattr(one, "load_state_dict") for one in loaders.flattened)
-
-
-def set_sampler_epoch(trainer: Any) -> None:
-    """Tell the samplers of the training loaders the number of the epoch."""
-    for loader in combined_loader(trainer).flattened:
-        _set_sampler_epoch(loader, trainer.current_epoch)
 
 
 def is_accumulating(trainer: Any) -> bool:
@@ -130,7 +133,7 @@ def missing(trainer: Any) -> list[str]:
     found = lacking(trainer, ["_data_connector"])
     if not found:
         found = lacking(trainer._data_connector, ["_prepare_dataloader", "_datahook_selector"])
-    found += lacking(trainer.fit_loop, ["_data_fetcher", "_combined_loader", "_skip_backward"])
+    found += lacking(trainer.fit_loop, ["_data_fetcher", "_data_source", "_combined_loader", "_skip_backward"])
     found += lacking(trainer.fit_loop.epoch_loop, ["_should_accumulate", "_batches_that_stepped"])
     module = trainer.lightning_module
     return found if module is None else found + lacking(module, ["_compiler_ctx"])

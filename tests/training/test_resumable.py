@@ -5,6 +5,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from stopped import BATCHES, EPOCHS, Net, fit
 from torch.utils.data import DataLoader
 
@@ -72,6 +73,16 @@ def test_data_that_know_their_own_place(wrap, tmp_path):
     for step in (1, 3, 6):
         assert fit(tmp_path / str(step), stop=step, **options) == 75
         assert same(fit(tmp_path / str(step), resume=True, **options), expected)
+
+
+class Random(Net):
+    """Draws when an epoch begins, and where one ends."""
+
+    def on_train_epoch_start(self):
+        torch.rand(1)
+
+    def on_train_epoch_end(self):
+        torch.rand(1)
 
 
 class Shuffled:
@@ -162,19 +173,54 @@ def test_other_generators_are_told(tmp_path):
         fit(tmp_path, resume=True)
 
 
-def test_a_file_that_knows_nothing_of_loaders_is_read(tmp_path, whole):
-    assert fit(tmp_path, stop=6) == 75
-    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    (name,) = (name for name in content["callbacks"] if "ResumableCheckpoints" in name)
-    state = content["callbacks"][name]
-    state["at_epoch_start"] = state["at_epoch_start"][0]
-    torch.save(content, tmp_path / "last.ckpt")
-    assert same(fit(tmp_path, resume=True), whole)
+@pytest.mark.parametrize(("workers", "steps"), [(0, (2, 4, 6)), (1, (2, 6))])
+def test_hooks_that_draw_where_an_epoch_begins(workers, steps, tmp_path):
+    """But workers that begin to load before such a hook, as they do if the file was written between two epochs."""
+    expected = fit(tmp_path / "whole", workers=workers, model=Random())
+    for step in steps:
+        assert fit(tmp_path / str(step), stop=step, workers=workers, model=Random()) == 75
+        assert same(fit(tmp_path / str(step), resume=True, workers=workers, model=Random()), expected), step
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_first_epoch_is_repeated_in_a_run_with_another_seed(workers, whole, tmp_path):
+    def seeded_by(seed):
+        def data(loader, val):
+            torch.manual_seed(seed)
+            return Given(loader, val)
+
+        return data
+
+    expected = fit(tmp_path / "whole", workers=workers, wrap=seeded_by(1))
+    assert fit(tmp_path, stop=2, workers=workers, wrap=seeded_by(1)) == 75
+    assert same(fit(tmp_path, resume=True, workers=workers, wrap=seeded_by(2)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize(
+    "when",
+    [{"save_on_train_epoch_end": True}, {"save_on_train_epoch_end": False}, {"every_n_train_steps": BATCHES // 2}],
+)
+def test_checkpoints_of_others_are_gone_on_from(when, tmp_path):
+    """Also those behind the last batch of an epoch: the next one has all its batches."""
+    # Lightning leaves out the ends of an epoch whose last step wrote the checkpoint.
+    kind = Net if "every_n_train_steps" in when else Random
+
+    def train(folder, ckpt_path=None):
+        saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, **when)
+        callbacks = [ResumableCheckpoints(folder=folder), saving]
+        return fit(folder, resume=ckpt_path is not None, ckpt_path=ckpt_path, callbacks=callbacks, model=kind())
+
+    expected = train(tmp_path / "whole")
+    paths = sorted((tmp_path / "whole").glob("step=*"))
+    assert len(paths) >= EPOCHS
+    for path in paths:
+        assert same(train(tmp_path / path.stem, path), expected), path.name
 
 
 def test_it_changes_nothing_in_a_run_that_is_not_stopped(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(ResumableCheckpoints, "_save", lambda self, trainer: None)
-    for name in ("on_train_start", "on_train_epoch_start", "on_train_batch_end"):
+    for name in ("setup", "on_train_start", "on_train_epoch_start", "on_train_batch_end"):
         monkeypatch.setattr(ResumableCheckpoints, name, getattr(L.Callback, name))
     assert same(fit(tmp_path), whole)
 
@@ -199,9 +245,11 @@ def test_arguments(tmp_path, monkeypatch):
 def test_a_damaged_state_is_refused(tmp_path):
     saving = ResumableCheckpoints(folder=tmp_path)
     state = saving.state_dict()
-    for damaged in ({}, {**state, "batches": -1}, {**state, "now": {"torch": 1}}):
+    for damaged in ({"version": 1}, {**state, "batches": -1}, {**state, "now": {"torch": 1}}):
         with pytest.raises(CheckpointError, match="the resuming state in the checkpoint is damaged"):
             saving.load_state_dict(damaged)
+    with pytest.raises(CheckpointError, match="resuming state of version None, expected version 1"):
+        saving.load_state_dict({"batches": 1})
 
 
 def test_the_file_is_read_without_unpickling_classes(tmp_path):

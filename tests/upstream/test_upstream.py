@@ -182,6 +182,9 @@ class Looks(L.Callback):
         lightning.set_data_fetcher(trainer, fetcher)
         assert fetcher.fetched >= 1
         assert lightning.combined_loader(trainer).flattened
+        source = lightning.data_source(trainer)
+        lightning.set_data_source(trainer, source)
+        assert source.is_defined()
         assert lightning.loaders_keep_their_place(trainer) is False
         assert lightning.only_recomputes_statistics(trainer) is False
         assert lightning.is_accumulating(trainer) is (batch_idx % 2 == 0 and batch_idx < 4)

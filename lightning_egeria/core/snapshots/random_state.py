@@ -12,7 +12,7 @@ import torch
 
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 # What a loader loads with; a sampler inside the one by which Lightning deals it out; a loader inside another.
-_PARTS = ("sampler", "batch_sampler", "dataset", "_sampler", "_loader")
+_PARTS = ("_loader", "sampler", "batch_sampler", "_sampler", "dataset")
 
 
 class RandomState(NamedTuple):
@@ -120,14 +120,13 @@ class LoadingState(NamedTuple):
 
     @classmethod
     def from_plain(cls, state: Sequence[Any]) -> LoadingState:
-        """Return the state of `to_plain`, or of `RandomState.to_plain`, which knows nothing of loaders.
+        """Return the state of `to_plain`.
 
         Raises:
             ValueError: it is damaged.
         """
-        if len(state) == 2:
-            return cls(RandomState.from_plain(state[0]), tuple(state[1]))
-        return cls(RandomState.from_plain(state))
+        random, held = state
+        return cls(RandomState.from_plain(random), tuple(held))
 
     def restore(self, loaders: Iterable[Any]) -> bool:
         """Set the generators to this state; return whether the loaders hold generators as those of the state did."""
@@ -145,19 +144,20 @@ class LoadingState(NamedTuple):
         return len(generators) == len(self.held)
 
 
-def _held_by(loaders: Iterable[Any]) -> Iterator[Any]:
+def _held_by(owners: Iterable[Any], seen: dict[int, Any] | None = None) -> Iterator[Any]:
     """Yield the generators that loaders and their parts hold, each once."""
-    waiting, seen = list(loaders), dict[int, Any]()
-    for one in waiting:
+    seen = {} if seen is None else seen
+    for one in owners:
         if id(one) in seen:
             continue
         seen[id(one)] = one
         held = getattr(one, "__dict__", {})
-        waiting += [held[name] for name in _PARTS if name in held]
         for value in held.values():
             if isinstance(value, GENERATORS) and id(value) not in seen:
                 seen[id(value)] = value
                 yield value
+        # In depth: a sampler that Lightning has put into another one keeps its place before the dataset.
+        yield from _held_by((held[name] for name in _PARTS if name in held), seen)
 
 
 def _plain(state: Any) -> Any:

@@ -61,10 +61,15 @@ def return_to(state: LoadingState, loaders: Iterable[Any], topic: str) -> None:
         topic: of the warning.
     """
     if not state.restore(loaders):
-        Notices(topic).warn(
-            "the training loader, its sampler or its dataset hold other random generators than at the checkpoint, so "
-            "samples may come in another order. Make them as in the run that wrote it"
-        )
+        warn_of_others(topic)
+
+
+def warn_of_others(topic: str) -> None:
+    """Warn that loaders hold other generators than at a checkpoint."""
+    Notices(topic).warn(
+        "the training loader, its sampler or its dataset hold other random generators than at the checkpoint, so "
+        "samples may come in another order. Make them as in the run that wrote it"
+    )
 
 
 def count_of(value: object, least: int = 0, most: float = math.inf) -> int:

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_egeria.core.batches.reading import copy_of
 from lightning_egeria.core.training.adapted_loader import AdaptedLoader
 from lightning_egeria.core.training.checkpoints import checkpoint_read
+from lightning_egeria.core.training.loops import LoaderSource
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.methods.tuning.setups import batches_before_validation
 from lightning_egeria.methods.tuning.spaces import Choice, Space, Value
@@ -37,7 +38,7 @@ class BatchSize:
         self._trainer: pl.Trainer | None = None
         self._adapted: AdaptedLoader | None = None
         self._refusal: EgeriaError | None = None
-        self._source: _Source | None = None
+        self._source: LoaderSource | None = None
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, or of the end of the last fit
         self._size: int | None = None
         self._rest: list[Any] = []  # ids of the epoch from the beginning of a search on
@@ -53,17 +54,14 @@ class BatchSize:
         """
         self._adapted = self._refusal = self._state = self._size = None
         self._trainer = trainer
-        loop: Any = trainer.fit_loop
-        self._source = loop._data_source = _Source(loop._data_source, lambda loader: self._adapt(loader, trainer, tell))
+        self._source = LoaderSource.install(trainer, lambda loader: self._adapt(loader, trainer, tell))
 
     def detach(self) -> None:
         """Give the Trainer its own source of data back. Safe to call twice."""
         if self._trainer is None or self._source is None:
             return
         self._state = self.state()
-        loop: Any = self._trainer.fit_loop
-        if loop._data_source is self._source:
-            loop._data_source = self._source.own
+        self._source.remove(self._trainer)
         self._trainer = self._source = self._adapted = None
 
     def check(self, trainer: pl.Trainer) -> None:
@@ -223,23 +221,3 @@ class BatchSize:
                 self._adapted.resume(self._state)
         self._size = batches.batch_size
         return self._adapted.loader
-
-
-class _Source:
-    """Stands in front of the Trainer's source of training data.
-
-    Args:
-        own: the Trainer's.
-        adapt: returns the loader to use instead.
-    """
-
-    def __init__(self, own: Any, adapt: Callable[[Any], Any]) -> None:
-        self.own = own
-        self._adapt = adapt
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def dataloader(self) -> Any:
-        """Return the loader to use."""
-        return self._adapt(self.own.dataloader())
