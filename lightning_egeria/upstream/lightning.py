@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import (
     _check_dataloader_iterable,
@@ -74,6 +75,11 @@ def data_fetcher(trainer: Any) -> Any:
 def set_data_fetcher(trainer: Any, fetcher: Any) -> None:
     """Let another object hand batches to the training loop."""
     trainer.fit_loop._data_fetcher = fetcher
+
+
+def set_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers of a loader the number of the epoch."""
+    _set_sampler_epoch(loader, epoch)
 
 
 def data_source(trainer: Any) -> Any:

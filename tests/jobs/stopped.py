@@ -69,6 +69,7 @@ def fit(
     callbacks=None,
     ckpt_path=None,
     model=None,
+    **options,
 ):
     """Train; return the weights at the end, or the exit status if it was stopped."""
     L.seed_everything(1, verbose=False)
@@ -87,6 +88,7 @@ def fit(
         max_epochs=EPOCHS,
         callbacks=callbacks,
         accumulate_grad_batches=accumulate,
+        **options,
     )
     model = Net() if model is None else model
     with warnings.catch_warnings():

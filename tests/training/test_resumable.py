@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from stopped import BATCHES, EPOCHS, Net, fit
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache, ResumableCheckpoints, SelectiveBackprop
@@ -245,9 +248,10 @@ def test_arguments(tmp_path, monkeypatch):
 def test_a_damaged_state_is_refused(tmp_path):
     saving = ResumableCheckpoints(folder=tmp_path)
     state = saving.state_dict()
-    for damaged in ({"version": 1}, {**state, "batches": -1}, {**state, "now": {"torch": 1}}):
+    (own,) = state["ranks"]
+    for damaged in (None, [], [{**own, "batches": -1}], [{**own, "now": {"torch": 1}}]):
         with pytest.raises(CheckpointError, match="the resuming state in the checkpoint is damaged"):
-            saving.load_state_dict(damaged)
+            saving.load_state_dict({"version": 1, "ranks": damaged})
     with pytest.raises(CheckpointError, match="resuming state of version None, expected version 1"):
         saving.load_state_dict({"batches": 1})
 
@@ -256,7 +260,7 @@ def test_the_file_is_read_without_unpickling_classes(tmp_path):
     assert fit(tmp_path, stop=2) == 75
     content = torch.load(tmp_path / "last.ckpt", weights_only=True)
     (state,) = (value for name, value in content["callbacks"].items() if "ResumableCheckpoints" in name)
-    assert state["batches"] == 2
+    assert [own["batches"] for own in state["ranks"]] == [2]
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     assert set(Net().state_dict()) == set(content["state_dict"])
 
@@ -270,3 +274,28 @@ def test_a_checkpoint_is_not_written_through_a_link(tmp_path):
     fit(tmp_path / "folder", every_n_steps=1)
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / "folder" / "last.ckpt").stat().st_size > 100
+
+
+class OfRanks(L.Callback):
+    """Random numbers of its own on each rank."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        torch.manual_seed(10 * trainer.current_epoch + trainer.global_rank)
+
+
+def resume_on_a_rank(folder):
+    def train(name, **options):
+        model, strategy = Net(), DDPStrategy(timeout=EXCHANGE_TIMEOUT)
+        model.net[1] = nn.Identity()  # a checkpoint has the running statistics of rank 0 only
+        callbacks = [ResumableCheckpoints(folder=folder / name), OfRanks()]
+        return fit(folder / name, callbacks=callbacks, model=model, strategy=strategy, devices=2, **options)
+
+    expected = train("whole")
+    for step in (1, 3):
+        assert train(str(step), stop=step) == 75
+        assert same(train(str(step), resume=True), expected), step
+
+
+@pytest.mark.slow
+def test_each_rank_has_its_own_random_numbers_back(tmp_path):
+    all_well(in_ranks(2, resume_on_a_rank, tmp_path))

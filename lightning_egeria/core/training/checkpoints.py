@@ -29,7 +29,7 @@ def checkpoint_read(topic: str = "freezing") -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         text = f"the {topic} state in the checkpoint is damaged: {type(error).__name__}: {error}"
         raise CheckpointError(text) from error
 

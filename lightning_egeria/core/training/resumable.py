@@ -10,30 +10,24 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 
+from lightning_egeria.core.distributed.ranks import Ranks
 from lightning_egeria.core.programs.processes import CHECKPOINT, PREEMPTED
 from lightning_egeria.core.snapshots.random_state import LoadingState, RandomState
 from lightning_egeria.core.training.checkpoints import check_version, checkpoint_read, count_of, warn_of_others
 from lightning_egeria.core.training.loops import LoaderSource, begins_again, resumes_behind_a_validation, telling
 from lightning_egeria.errors import ArgumentError, check_integers
-from lightning_egeria.upstream.lightning import data_fetcher, loaders_keep_their_place
+from lightning_egeria.upstream.lightning import data_fetcher, loaders_keep_their_place, set_sampler_epoch
 
 STATE_VERSION = 1
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class _Place(NamedTuple):
-    """Where a checkpoint was written.
+    """Where a checkpoint was written."""
 
-    Attributes:
-        batches: number of batches that the epoch has had; 0 between two epochs.
-        begun: state of loading before the epoch began.
-        first: random state before its first batch was asked for.
-        now: state of loading then.
-    """
-
-    batches: int
-    begun: LoadingState
-    first: RandomState
+    batches: int  # that the epoch has had; 0 between two epochs
+    begun: LoadingState  # before the epoch
+    first: RandomState  # before its first batch was asked for
     now: LoadingState
 
 
@@ -70,6 +64,8 @@ class ResumableCheckpoints(pl.Callback):
         self._first = self._begun.random  # before its first batch was asked for
         self._are_alike = True  # the loaders of the checkpoint and these, as far as generators show
         self._restored: _Place | None = None
+        self._rank = 0
+        self._ranks: list[dict[str, Any]] = []  # their states, while our own file is written
         self._source: LoaderSource | None = None
         self._handlers: dict[signal.Signals, Any] = {}
 
@@ -78,12 +74,20 @@ class ResumableCheckpoints(pl.Callback):
         if stage == "fit":
             self._let_go(trainer)
             self._batches, self._is_over, self._restored = 0, False, None
-            self._source = LoaderSource.install(trainer, lambda loaders: telling(loaders, self._begin, self._load))
+            self._rank = trainer.global_rank
 
-    def _begin(self, loaders: list[Any]) -> None:
+            def begin(loaders: list[Any]) -> None:
+                self._begin(loaders, trainer.current_epoch)
+
+            self._source = LoaderSource.install(trainer, lambda loaders: telling(loaders, begin, self._load))
+
+    def _begin(self, loaders: list[Any], epoch: int) -> None:
         """Keep what draws the order of the samples; after a checkpoint, let it draw the same again."""
         self._loaders = loaders
-        self._are_alike = self._restored is None or self._restored.begun.restore(loaders)
+        if self._restored is not None:
+            for loader in loaders:
+                set_sampler_epoch(loader, epoch)  # Lightning does so when workers have drawn
+            self._are_alike = self._restored.begun.restore(loaders)
         self._begun = LoadingState.current(loaders)
 
     def _load(self) -> None:
@@ -144,12 +148,14 @@ class ResumableCheckpoints(pl.Callback):
             progress["is_last_batch"] = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the epoch and the generators."""
+        """Return the place in the epoch and the generators, in our own file those of each rank."""
+        return {"version": STATE_VERSION, "ranks": self._ranks or [self._own_state()]}
+
+    def _own_state(self) -> dict[str, Any]:
         now = LoadingState.current(self._loaders)
         within = self._batches > 0 and not self._is_over
         begun = self._begun if within else now
         return {
-            "version": STATE_VERSION,
             "batches": self._batches if within else 0,
             "begun": begun.to_plain(),
             "first": self._first.to_plain(),
@@ -164,9 +170,10 @@ class ResumableCheckpoints(pl.Callback):
         """
         check_version(state_dict, STATE_VERSION, "resuming")
         with checkpoint_read("resuming"):
-            begun, now = (LoadingState.from_plain(state_dict[name]) for name in ("begun", "now"))
-            first = RandomState.from_plain(state_dict["first"])
-            self._restored = _Place(count_of(state_dict["batches"]), begun, first, now)
+            ranks = state_dict["ranks"]
+            own = ranks[self._rank % max(1, len(ranks))]
+            begun, now = (LoadingState.from_plain(own[name]) for name in ("begun", "now"))
+            self._restored = _Place(count_of(own["batches"]), begun, RandomState.from_plain(own["first"]), now)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop listening."""
@@ -200,7 +207,11 @@ class ResumableCheckpoints(pl.Callback):
         beside = self.path.with_name(f".{self.path.name}")
         if trainer.is_global_zero and beside.is_symlink():
             beside.unlink()  # another user may have put it there
-        trainer.save_checkpoint(beside)
+        self._ranks = Ranks(trainer.strategy.root_device).each(self._own_state())
+        try:
+            trainer.save_checkpoint(beside)
+        finally:
+            self._ranks = []
         if trainer.is_global_zero:
             beside.replace(self.path)
         trainer.strategy.barrier("resumable checkpoint")
