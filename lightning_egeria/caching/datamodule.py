@@ -24,13 +24,12 @@ from lightning_egeria.caching.store.limits import Budget, Limits
 from lightning_egeria.caching.store.rows import Precision
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.core.network.sharding import holds_shards
-from lightning_egeria.core.training.loops import is_asked_by_loop
 from lightning_egeria.core.training.methods import check_combination, methods_of
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.core.training.progress import BarEntry
 from lightning_egeria.core.training.wrapping import WrappingDataModule
 from lightning_egeria.errors import ArgumentError, CacheError, check_integers
-from lightning_egeria.upstream.lightning import prepared
+from lightning_egeria.upstream.lightning import is_asked_by_loop, prepared
 
 
 class FrozenPrefixCache(WrappingDataModule):

@@ -22,8 +22,9 @@ from lightning_egeria.core.batches.reading import BatchesThrough, LoaderCopies, 
 from lightning_egeria.core.batches.rows import Index, Rows
 from lightning_egeria.core.batches.worker_calls import CallableWorkers
 from lightning_egeria.core.snapshots.contents import changed, digests_of
-from lightning_egeria.core.training.loops import fetches_batches, is_asked_by_loop
+from lightning_egeria.core.training.loops import fetches_batches
 from lightning_egeria.core.training.order import draws_at_once, has_samples_once, is_shuffled
+from lightning_egeria.upstream.lightning import is_asked_by_loop
 
 LOOK_AHEAD_BATCHES = 3
 

@@ -5,7 +5,7 @@ import pytest
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from models import After, Classifier, fit, loader
 
-from lightning_egeria.core.training.loops import LoaderSource, count_epoch_behind_an_end, is_asked_by_loop
+from lightning_egeria.core.training.loops import LoaderSource, count_epoch_behind_an_end
 from lightning_egeria.upstream import lightning
 
 
@@ -17,9 +17,9 @@ class Fetcher(_DataFetcher):
 
 
 def test_a_loop_is_told_from_all_others():
-    assert Fetcher().ask(is_asked_by_loop)
-    assert Fetcher().ask(lambda: [is_asked_by_loop() for _ in range(1)]) == [True]
-    assert not is_asked_by_loop()
+    assert Fetcher().ask(lightning.is_asked_by_loop)
+    assert Fetcher().ask(lambda: [lightning.is_asked_by_loop() for _ in range(1)]) == [True]
+    assert not lightning.is_asked_by_loop()
 
 
 class Counting(L.Callback):

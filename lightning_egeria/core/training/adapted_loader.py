@@ -47,6 +47,10 @@ class _Place:
 class AdaptedLoader:
     """The user's DataLoader with a `MutableBatchSampler`, and the state that a checkpoint needs of it.
 
+    It goes on from the ids of an epoch. `ResumableCheckpoints` and selection load the batches before their place again,
+    but another number of processes has no such batches. So random numbers that workers draw for samples are others
+    behind a resume.
+
     Args:
         loader: the user's.
         trainer: the Trainer.

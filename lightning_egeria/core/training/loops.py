@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_egeria.upstream.lightning import combined_loader, data_fetcher, data_source, set_data_source
-from lightning_egeria.upstream.lightning import is_asked_by_loop as is_asked_by_loop
 
 
 class LoaderSource:

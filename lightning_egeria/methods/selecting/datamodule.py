@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from lightning_egeria.core.batches.reading import BatchSource
 from lightning_egeria.core.training.checkpoints import checkpoint_read
-from lightning_egeria.core.training.loops import is_asked_by_loop
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.core.training.support import check_setup
@@ -25,7 +24,7 @@ from lightning_egeria.methods.selecting.scoring import PerSampleLoss
 from lightning_egeria.methods.selecting.stats import SelectionStats
 from lightning_egeria.methods.selecting.trainer_access import TrainerAccess, Transferred
 from lightning_egeria.methods.selecting.window import Window
-from lightning_egeria.upstream.lightning import chosen_hook, let_batches_go_to, prepared
+from lightning_egeria.upstream.lightning import chosen_hook, is_asked_by_loop, let_batches_go_to, prepared
 
 MODES = ("queue", "in_batch")
 SCHEDULES = ("seen", "used")

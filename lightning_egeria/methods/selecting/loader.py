@@ -15,7 +15,6 @@ from lightning_egeria.core.batches.reading import numbered
 from lightning_egeria.core.batches.rows import samples_of
 from lightning_egeria.core.snapshots.random_state import LoadingState, RandomState, preserved_random_state
 from lightning_egeria.core.training.checkpoints import return_to
-from lightning_egeria.core.training.loops import is_asked_by_loop
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.methods.selecting.collating import Collated
 from lightning_egeria.methods.selecting.joining import Joining
@@ -30,7 +29,7 @@ from lightning_egeria.methods.selecting.queue import (
 from lightning_egeria.methods.selecting.rule import Settings, draw, draw_fixed
 from lightning_egeria.methods.selecting.stats import SelectionStats
 from lightning_egeria.methods.selecting.trainer_access import TrainerAccess
-from lightning_egeria.upstream.lightning import is_asked_whether_iterable
+from lightning_egeria.upstream.lightning import is_asked_by_loop, is_asked_whether_iterable
 
 CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
 SCORED_PARTS = 4  # of a batch: batches of stale samples have this many sizes
