@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from rich import filesize
 from torch.utils.data import DataLoader
 
-from lightning_egeria.caching.loader import CachedLookahead, Line, why_not
+from lightning_egeria.caching.loader import Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.session import CacheSession
 from lightning_egeria.caching.stats import NOTHING_FROZEN, CacheStats, add_saved, spending
@@ -24,12 +24,12 @@ from lightning_egeria.caching.store.limits import Budget, Limits
 from lightning_egeria.caching.store.rows import Precision
 from lightning_egeria.caching.stream import Stream
 from lightning_egeria.core.network.sharding import holds_shards
-from lightning_egeria.core.training.loops import is_asked_by_loop
 from lightning_egeria.core.training.methods import check_combination, methods_of
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.core.training.progress import BarEntry
 from lightning_egeria.core.training.wrapping import WrappingDataModule
 from lightning_egeria.errors import ArgumentError, CacheError, check_integers
+from lightning_egeria.upstream.lightning import is_asked_by_loop, prepared
 
 
 class FrozenPrefixCache(WrappingDataModule):
@@ -179,10 +179,7 @@ class FrozenPrefixCache(WrappingDataModule):
             tell = self._notices.warn if training else self._notices.inform
             tell(f"the cache of {name} is off: {reason}", once=f"{name} {reason}")
             return loader
-        connector = getattr(self.trainer, "_data_connector", None)
-        if connector is not None:  # with several processes, the loader of this one
-            stage = RunningStage.TRAINING if training else RunningStage.VALIDATING
-            loader = connector._prepare_dataloader(loader, training, stage)
+        loader = prepared(self.trainer, loader, training)  # with several processes, that of this one
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
         device_bytes = self.device_bytes if training else 0
         limits = Limits(max_bytes, self.min_free_bytes, self._host, device_bytes, self.entry_precision)
@@ -198,10 +195,9 @@ class FrozenPrefixCache(WrappingDataModule):
         line = cache.lines.get(name)
         if line is None or not line.goes_on_with(loader):
             epochs = self._epochs if training else self._passes()
-            line = Line(loader, make_stream, epochs, arrived, lambda: cache.begins(name))
+            line = Line(loader, make_stream, epochs, arrived, lambda: cache.begins(name), cache.looking)
             cache.add(name, line)
         if training:
-            type(line.loader).lookahead = CachedLookahead(line, cache.looking, cache.arrived_for_training)
             if self._bar_entry is not None:
                 self._bar_entry.remove()
             self._bar_entry = BarEntry(self.trainer, "cached", line.stream.progress_text)

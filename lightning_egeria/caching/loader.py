@@ -18,12 +18,13 @@ from lightning_egeria.caching.plan import Kept, Loaded, Mode, Plan
 from lightning_egeria.caching.record.sending import joined_rows
 from lightning_egeria.caching.serve import CachedBatch, joined
 from lightning_egeria.caching.stream import Stream
-from lightning_egeria.core.batches.order import draws_at_once, has_samples_once, is_shuffled
-from lightning_egeria.core.batches.reading import LoaderCopies, why_no_ids
+from lightning_egeria.core.batches.reading import BatchesThrough, LoaderCopies, copy_of, why_no_ids
 from lightning_egeria.core.batches.rows import Index, Rows
 from lightning_egeria.core.batches.worker_calls import CallableWorkers
 from lightning_egeria.core.snapshots.contents import changed, digests_of
-from lightning_egeria.core.training.loops import fetches_batches, is_asked_by_loop
+from lightning_egeria.core.training.loops import fetches_batches
+from lightning_egeria.core.training.order import draws_at_once, has_samples_once, is_shuffled
+from lightning_egeria.upstream.lightning import is_asked_by_loop
 
 LOOK_AHEAD_BATCHES = 3
 
@@ -44,7 +45,7 @@ def why_not(loader: Any, step: Callable[..., Any]) -> str | None:
 
 
 class Line:
-    """The way of a loader's batches through a `Stream`.
+    """The way of a loader's batches through a `Stream`. They can be looked at before samples of them are trained.
 
     Args:
         loader: the user's DataLoader; `why_not` returns None for it.
@@ -52,12 +53,13 @@ class Line:
         epochs: returns the number of the epoch, and of all epochs or None.
         arrived: called with each batch that is handed on, or None for one without the cache; and at the end.
         begins: called when a pass over the data begins; returns whether a batch of it may be cached.
+        looking: returns a context for running the model on the last batch, which is not trained as it is.
 
     Attributes:
         stream: plans, serves and records.
-        loader: what to give to Lightning: a copy of the user's loader.
-        last: the last batch that was yielded; its plan if it bypassed the cache.
-        is_followed: whether somebody asks for the ids of batches, or looks at batches ahead.
+        loader: what to give to Lightning: a copy of the user's loader. Its class has the line as ``lookahead``.
+        looking: as above.
+        is_followed: whether the ids of all batches are known from the next pass on, whether anything is cached or not.
         wrap: returns a collate function to use in the place of the user's where nothing is cached; None: the user's.
     """
 
@@ -68,8 +70,11 @@ class Line:
         epochs: Callable[[bool], tuple[int, int | None]],
         arrived: Callable[[CachedBatch | None], None],
         begins: Callable[[], bool],
+        looking: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self.last: CachedBatch | Plan | None = None
+        self.looking = looking
+        self._last: CachedBatch | Plan | None = None  # that was yielded; its plan if it bypassed the cache
+        self._joined: CachedBatch | None = None
         self.is_followed = False
         self.wrap: Callable[[Any], Any] | None = None
         self._dataset = PlannedDataset(loader.dataset, loader.collate_fn)
@@ -89,7 +94,7 @@ class Line:
                 return False
             self.stream.forget_verified()  # samples may be others where that cannot be seen
         self.stop_workers()
-        self.loader = self._followed(loader)
+        self.loader, self._joined = self._followed(loader), None
         return True
 
     def _followed(self, loader: DataLoader[Any]) -> Any:
@@ -99,10 +104,10 @@ class Line:
             """A loop of Lightning gets planned batches; all others get ordinary ones."""
             return self.iterate() if is_asked_by_loop() else kind.__iter__(loader)
 
-        members = {"__iter__": batches, "__module__": kind.__module__, "__doc__": kind.__doc__}
+        members = {"__iter__": batches, "__module__": kind.__module__, "__doc__": kind.__doc__, "lookahead": self}
         # What is pickled or copied is one of the user's kind.
         members["__reduce__"] = lambda one: (object.__new__, (kind,), vars(one).copy())
-        followed = copy.copy(loader)
+        followed = copy_of(loader)
         object.__setattr__(followed, "__class__", type(kind.__name__, (kind,), members))
         return followed
 
@@ -114,18 +119,45 @@ class Line:
         epoch, epochs = self._epochs(has_samples_once(loader))
         if not self._begins() and not self.is_followed:
             self.stop_workers()
-            self.last = None
+            self._last = None
             return self._kind.__iter__(loader)
         self.stream.begin_epoch(epoch, epochs, loader.num_workers > 0, len(loader), is_shuffled(loader))
         # At once, as the user's does: it draws a random number and starts the workers.
         planned, self._workers = self._planned(loader)
         return self._batches(iter(planned))
 
-    def joined(self, parts: Sequence[tuple[Looked, Index]], anew: bool) -> tuple[Any, CachedBatch] | None:
+    def last_ids(self) -> tuple[Any, ...]:
+        """Return the ids of the samples of the last batch, in the order of its rows."""
+        last = self._last
+        if not isinstance(last, CachedBatch):
+            return last.ids if last is not None else ()
+        ids, order = last.plan.ids, last.tape.order
+        return ids if order is None or _has_twice(order) else tuple(ids[position] for position in order)
+
+    def looked(self, batch: Rows) -> Looked | None:
+        """Return what is known of the last batch; None of one without the cache."""
+        last = self._last
+        if not isinstance(last, CachedBatch) or _has_twice(last.tape.order):
+            return None
+        return Looked(last, batch, self.last_ids())
+
+    def trains(self) -> None:
+        """Have the batch joined last, or else the last of the loader, go through the frozen modules next."""
+        batch, self._joined = self._joined, None
+        last = self._last
+        self._arrived(batch if batch is not None else last if isinstance(last, CachedBatch) else None)
+
+    def joined(self, parts: Sequence[tuple[Looked | None, Index]], anew: bool = True) -> Any:
         """Return some rows of batches as one batch; None if the cache does not know all of them.
 
         If samples were kept, they are collated ``anew``.
         """
+        known = [(one, rows) for one, rows in parts if one is not None]
+        if len(known) < len(parts):
+            return None
+        return self._join(known, anew)
+
+    def _join(self, parts: Sequence[tuple[Looked, Index]], anew: bool) -> Any:
         started = time.perf_counter()
         places = [(one, row) for one, rows in parts for row in rows.tolist()]
         samples = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts) if anew else None
@@ -148,10 +180,13 @@ class Line:
         if cached is None:
             return None
         cached.ready = ready or {}
-        return given, cached
+        self._joined = cached
+        return given
 
-    def samples(self, looked: Looked, rows: Index) -> list[Any] | None:
+    def samples(self, looked: Looked | None, rows: Index) -> list[Any] | None:
         """Return some samples of a batch, as the user's dataset returns them; None if they were not kept."""
+        if looked is None:
+            return None
         cached, positions = looked.cached, looked.positions(rows)
         kept = Kept.joined([(cached.loaded.kept, positions)])
         if kept is None:
@@ -161,10 +196,6 @@ class Line:
             return self.stream.load(cached, [(positions[at], number) for at, number in places])
 
         return whole(cached.plan, kept, load)
-
-    def keep_samples(self) -> None:
-        """Keep the samples of each batch, so that some of them can be collated anew."""
-        self.stream.keep_samples()
 
     def stop_workers(self) -> None:
         """Stop the workers, which may have stores of all lines open. Safe to call twice."""
@@ -198,7 +229,7 @@ class Line:
                 waited = time.perf_counter() - started
                 self.stream.accounts.race.arrived(loaded.plan.number, waited)
                 *given, cached = self.stream.receive(loaded, waited)
-                self.last = cached if cached is not None else loaded.plan
+                self._last = cached if cached is not None else loaded.plan
                 del loaded
                 self._arrived(cached)
                 del cached
@@ -209,13 +240,29 @@ class Line:
     def _planned(self, loader: DataLoader[Any]) -> tuple[DataLoader[Any], CallableWorkers | None]:
         """A DataLoader that is asked for plans instead of indices, and its workers."""
         ahead = LOOK_AHEAD_BATCHES if draws_at_once(loader) and loader.num_workers == 0 else 0
+        batch_sampler = loader.batch_sampler
         return self._copies.with_calls(
             loader,
             dataset=self._dataset,
-            batch_sampler=_Plans(loader.batch_sampler, self.stream, ahead),
+            batch_sampler=BatchesThrough(batch_sampler, lambda batches: self._plans(batches, batch_sampler, ahead)),
             collate_fn=as_it_is,
             worker_init_fn=WorkerInit(loader.worker_init_fn) if loader.num_workers else None,
         )
+
+    def _plans(self, batches: Iterator[Any], batch_sampler: Any, most_ahead: int) -> Iterator[Plan]:
+        waiting: deque[Plan] = deque()
+        asked = 0
+        while True:
+            ahead = most_ahead if self.stream.reads_ahead else 0
+            # The batch that is wanted now, and further ones, but not the end of a sampler, which may draw there.
+            while not waiting or (len(waiting) <= ahead and asked < len(batch_sampler) - 1):
+                ids = next(batches, None)
+                if ids is None:
+                    yield from map(self.stream.last_look, waiting)
+                    return
+                asked += 1
+                waiting.append(self.stream.plan(list(ids)))
+            yield self.stream.last_look(waiting.popleft())
 
 
 class Looked(NamedTuple):
@@ -245,97 +292,3 @@ def _are_alike(one: Any, other: Any) -> bool:
 def _has_twice(order: Sequence[int] | None) -> bool:
     """Whether a collate function has taken a sample twice, so that rows are not samples."""
     return order is not None and len(set(order)) < len(order)
-
-
-class CachedLookahead:
-    """Lets batches of the training loader be looked at before samples of them are trained.
-
-    Args:
-        line: the way of the loader's batches.
-        looking: returns a context for running the model on the last batch, which is not trained as it is.
-        trains: called with the batch that is trained next; None for one without the cache.
-    """
-
-    def __init__(
-        self,
-        line: Line,
-        looking: Callable[[], contextlib.AbstractContextManager[None]],
-        trains: Callable[[CachedBatch | None], None],
-    ) -> None:
-        self.looking = looking
-        self._line, self._trains = line, trains
-        self._joined: CachedBatch | None = None
-
-    def last_ids(self) -> tuple[Any, ...]:
-        """Return the ids of the samples of the last batch, in the order of its rows."""
-        last = self._line.last
-        if not isinstance(last, CachedBatch):
-            return last.ids if last is not None else ()
-        ids, order = last.plan.ids, last.tape.order
-        return ids if order is None or _has_twice(order) else tuple(ids[position] for position in order)
-
-    def wrap_collate(self, wrap: Callable[[Any], Any]) -> None:
-        """Have the collate function wrapped where nothing is cached."""
-        self._line.wrap = wrap
-
-    def follow(self) -> None:
-        """Have the ids of all batches known from the next pass on, whether anything is cached or not."""
-        self._line.is_followed = True
-
-    def last(self, batch: Rows) -> Looked | None:
-        """Return what is known of the last batch; None of one without the cache."""
-        last = self._line.last
-        if not isinstance(last, CachedBatch) or _has_twice(last.tape.order):
-            return None
-        return Looked(last, batch, self.last_ids())
-
-    def joined(self, parts: Sequence[tuple[Looked | None, Index]], anew: bool = True) -> Any:
-        """Return some rows of batches as one; None if the cache does not know all of them."""
-        known = [(one, rows) for one, rows in parts if one is not None]
-        found = self._line.joined(known, anew) if len(known) == len(parts) else None
-        if found is None:
-            return None
-        batch, self._joined = found
-        return batch
-
-    def samples(self, looked: Looked | None, rows: Index) -> list[Any] | None:
-        """Return some samples of a batch; None if they were not kept."""
-        return self._line.samples(looked, rows) if looked is not None else None
-
-    def keep_samples(self) -> None:
-        """Keep the samples of each batch, so that some of them can be collated anew."""
-        self._line.keep_samples()
-
-    def trains(self) -> None:
-        """Have the batch joined last, or else the last of the loader, go through the front next."""
-        batch, self._joined = self._joined, None
-        last = self._line.last
-        self._trains(batch if batch is not None else last if isinstance(last, CachedBatch) else None)
-
-
-class _Plans:
-    """A batch sampler that yields plans instead of lists of ids."""
-
-    def __init__(self, batch_sampler: Any, stream: Stream, ahead: int) -> None:
-        self._batch_sampler, self._stream, self._ahead = batch_sampler, stream, ahead
-
-    def __len__(self) -> int:
-        return len(self._batch_sampler)
-
-    def __iter__(self) -> Iterator[Plan]:
-        return self._plans(iter(self._batch_sampler))  # at once, as a DataLoader asks its sampler
-
-    def _plans(self, batches: Iterator[Any]) -> Iterator[Plan]:
-        waiting: deque[Plan] = deque()
-        asked = 0
-        while True:
-            ahead = self._ahead if self._stream.reads_ahead else 0
-            # The batch that is wanted now, and further ones, but not the end of a sampler, which may draw there.
-            while not waiting or (len(waiting) <= ahead and asked < len(self) - 1):
-                ids = next(batches, None)
-                if ids is None:
-                    yield from map(self._stream.last_look, waiting)
-                    return
-                asked += 1
-                waiting.append(self._stream.plan(list(ids)))
-            yield self._stream.last_look(waiting.popleft())

@@ -1,5 +1,7 @@
 """Whose batches are planned, and who gets them."""
 
+import contextlib
+
 import pytest
 import torch
 from lightning import LightningModule
@@ -141,6 +143,7 @@ def line():
                 lambda once: (5, 7 if once else None),
                 arrived.append,
                 begins=lambda: True,
+                looking=contextlib.nullcontext,
             )
         )
         made[-1].arrived = arrived

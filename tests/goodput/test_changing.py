@@ -1,13 +1,12 @@
 """When a change holds; `test_datamodule.py` and `test_exchange.py` have it in whole runs."""
 
-from types import SimpleNamespace
-
 import pytest
 from adaptive import Seeing, adaptive, trained
 from models import trainer_of
+from torch.utils.data import DataLoader
 
-from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
 from lightning_egeria.core.distributed.ranks import Ranks
+from lightning_egeria.core.training.adapted_loader import AdaptedLoader
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.methods.goodput.changing import BatchSizeChanges, planned_of
 from lightning_egeria.methods.goodput.control import BatchSizeControl
@@ -16,7 +15,9 @@ from lightning_egeria.methods.goodput.decision import Division, ScriptedBatchSiz
 
 @pytest.fixture
 def trainer():
-    return trainer_of(accumulate_grad_batches=2)
+    made = trainer_of(accumulate_grad_batches=2)
+    made.strategy._lightning_module = Seeing()
+    return made
 
 
 def changes_of(trainer, schedule, local=(1, 4)):
@@ -26,7 +27,7 @@ def changes_of(trainer, schedule, local=(1, 4)):
 
 def test_a_change_waits_until_steps_begin_together(trainer):
     changes = changes_of(trainer, {1: 12})
-    adapted = SimpleNamespace(batches=MutableBatchSampler(range(80), 4))
+    adapted = AdaptedLoader(DataLoader(range(80), 4), trainer, print)
     drawn = iter(adapted.batches)
     for _ in range(2):
         next(drawn)
@@ -46,7 +47,7 @@ def test_a_change_waits_until_steps_begin_together(trainer):
 
 def test_an_epoch_that_ends_before_makes_the_change(trainer):
     changes = changes_of(trainer, {1: 12})
-    adapted = SimpleNamespace(batches=MutableBatchSampler(range(20), 4))
+    adapted = AdaptedLoader(DataLoader(range(20), 4), trainer, print)
     drawn = iter(adapted.batches)
     for _ in range(3):
         next(drawn)
@@ -58,7 +59,7 @@ def test_an_epoch_that_ends_before_makes_the_change(trainer):
 
 def test_what_cannot_be_tried_is_told_of(trainer):
     changes = changes_of(trainer, {1: 32}, local=(1, None))
-    adapted = SimpleNamespace(batches=MutableBatchSampler(range(80), 4))
+    adapted = AdaptedLoader(DataLoader(range(80), 4), trainer, print)
     with pytest.warns(UserWarning, match="larger batches are not tried in memory"):
         changes.decide(1, adapted, {"text": "no tensor"}, 4, 1)
     assert changes.planned.division == Division(32, 1, 1)

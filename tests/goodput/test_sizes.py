@@ -6,13 +6,14 @@ import pytest
 from adaptive import adaptive, numbered, trained
 
 from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
+from lightning_egeria.core.snapshots.random_state import LoadingState
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import ArgumentError, CheckpointError, TrainingDataError
 from lightning_egeria.methods.goodput.decision import Division
 from lightning_egeria.methods.goodput.sizes import Sizes, first_sizes
 
 NOW = {"local": 32, "batches": 1, "replicas": 1}
-PLACE = {"place": None, "generator": None, "done": 0}
+PLACE = {"place": None, "generators": LoadingState.current([]).to_plain(), "done": 0}
 
 
 def found(state=None, largest=64, local=None, replicas=1, samples=1000, done=0):

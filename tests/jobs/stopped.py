@@ -9,6 +9,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -56,31 +57,44 @@ class Slow(L.Callback):
         time.sleep(self.seconds)
 
 
-def fit(folder, stop=None, resume=False, every_n_steps=None, workers=0, accumulate=1, seconds=0.0, wrap=None):
-    """Train; return the weights at the end, None if it was stopped."""
+def fit(
+    folder,
+    stop=None,
+    resume=False,
+    every_n_steps=None,
+    workers=0,
+    accumulate=1,
+    seconds=0.0,
+    wrap=None,
+    callbacks=None,
+    ckpt_path=None,
+    model=None,
+    **options,
+):
+    """Train; return the weights at the end, or the exit status if it was stopped."""
     L.seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(8 * BATCHES, 4, generator=generator)
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
     loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
-    saving = ResumableCheckpoints(every_n_steps, folder)
-    callbacks = [saving] if stop is None else [saving, Stop(stop)]
-    callbacks.append(Slow(seconds))
+    callbacks = [ResumableCheckpoints(every_n_steps, folder)] if callbacks is None else callbacks
+    callbacks = [*callbacks, *([] if stop is None else [Stop(stop)]), Slow(seconds)]
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         max_epochs=EPOCHS,
         callbacks=callbacks,
         accumulate_grad_batches=accumulate,
+        **options,
     )
-    model = Net()
+    model = Net() if model is None else model
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         try:
-            ckpt_path = saving.path if resume else None
+            ckpt_path = ckpt_path or (callbacks[0].path if resume else None)
             if wrap is None:
                 trainer.fit(model, loader, DataLoader(data, batch_size=8), ckpt_path=ckpt_path)
             else:

@@ -55,15 +55,15 @@ def test_a_limit_on_batches_is_one_on_samples(limit, batches, adapt):
 def test_a_place_is_found_again(samples, adapt):
     first = adapt(numbered(samples, **own_generator()))
     before = drawn(first, 10)
-    state, generator = first.state(3), first.generator_state()
-    assert not state["over"]
-    assert adapt(numbered(samples, **own_generator())).state(3) is None  # nothing drawn
+    state = first.state(3)
+    assert not state["place"]["over"]
+    assert adapt(numbered(samples, **own_generator())).state(3)["place"] is None  # nothing drawn
     second = adapt(numbered(samples, **own_generator()))
-    second.resume(state, generator)
+    second.resume(state)
     assert len(second.batches) == 10
     assert drawn(second, 7) == before[3:]
-    assert second.state(5)["sizes"] == [8] * 5
-    assert second.state(5)["digest"] != state["digest"]
+    assert second.state(5)["place"]["sizes"] == [8] * 5
+    assert second.state(5)["place"]["digest"] != state["place"]["digest"]
     assert drawn(second, 3) == drawn(first, 3)  # the next epoch
     assert adapt.told == []
 
@@ -71,10 +71,10 @@ def test_a_place_is_found_again(samples, adapt):
 def test_an_epoch_that_is_over_begins_the_next(adapt):
     first = adapt(numbered(**own_generator()))
     drawn(first, 10)
-    state, generator = first.state(10), first.generator_state()
-    assert state["over"]
+    state = first.state(10)
+    assert state["place"]["over"]
     second = adapt(numbered(**own_generator()))
-    second.resume(state, generator)
+    second.resume(state)
     assert drawn(second, 10) == drawn(first, 10)
 
 
@@ -83,8 +83,9 @@ def test_another_order_begins_again(adapt):
     drawn(first, 4)
     state = first.state(2)
     second = adapt(numbered(shuffle=True, generator=torch.Generator().manual_seed(7)))
-    second.resume({**state, "digest": "other"}, None)
+    state["place"]["digest"] = "other"
+    second.resume(state)
     assert "cannot be repeated" in adapt.told[0]
     assert len(second.batches) == 2 + 10
     assert sorted(itertools.chain.from_iterable(drawn(second, 10))) == list(range(80))
-    assert second.state(4)["batches"] == 2
+    assert second.state(4)["place"]["batches"] == 2

@@ -5,7 +5,8 @@ import pytest
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from models import After, Classifier, fit, loader
 
-from lightning_egeria.core.training.loops import count_epoch_behind_an_end, is_asked_by_loop
+from lightning_egeria.core.training.loops import LoaderSource, count_epoch_behind_an_end
+from lightning_egeria.upstream import lightning
 
 
 class Fetcher(_DataFetcher):
@@ -16,9 +17,9 @@ class Fetcher(_DataFetcher):
 
 
 def test_a_loop_is_told_from_all_others():
-    assert Fetcher().ask(is_asked_by_loop)
-    assert Fetcher().ask(lambda: [is_asked_by_loop() for _ in range(1)]) == [True]
-    assert not is_asked_by_loop()
+    assert Fetcher().ask(lightning.is_asked_by_loop)
+    assert Fetcher().ask(lambda: [lightning.is_asked_by_loop() for _ in range(1)]) == [True]
+    assert not lightning.is_asked_by_loop()
 
 
 class Counting(L.Callback):
@@ -51,3 +52,14 @@ def test_a_run_that_resumed_at_the_end_of_an_epoch_resumes_again(tmp_path):
     run(length)
     assert run(2 * length + 1, ckpt_path=tmp_path / str(length)) == whole[length:]
     assert run(ckpt_path=tmp_path / str(2 * length + 1))[0] == (2, 1)
+
+
+def test_sources_of_loaders_are_removed_in_any_order():
+    trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    own = lightning.data_source(trainer)
+    for first in (0, 1):
+        both = [LoaderSource.install(trainer, lambda loaders: loaders) for _ in range(2)]
+        assert lightning.data_source(trainer).name == own.name
+        for at in (first, 1 - first, first):
+            both[at].remove(trainer)
+        assert lightning.data_source(trainer) is own

@@ -182,10 +182,13 @@ class Looks(L.Callback):
         lightning.set_data_fetcher(trainer, fetcher)
         assert fetcher.fetched >= 1
         assert lightning.combined_loader(trainer).flattened
+        source = lightning.data_source(trainer)
+        lightning.set_data_source(trainer, source)
+        assert source.is_defined()
         assert lightning.loaders_keep_their_place(trainer) is False
         assert lightning.only_recomputes_statistics(trainer) is False
         assert lightning.is_accumulating(trainer) is (batch_idx % 2 == 0 and batch_idx < 4)
-        loader = lightning.prepared_for_training(trainer, vectors())
+        loader = lightning.prepared(trainer, vectors())
         assert loader.batch_size == 8
         assert lightning.missing(trainer) == []
 
@@ -204,6 +207,11 @@ class Looks(L.Callback):
         lightning.let_hooks_belong_to(trainer, datamodule)
         assert selector.datamodule is datamodule
         lightning.let_hooks_belong_to(trainer, before)
+        lightning.let_batches_go_to(trainer, datamodule)
+        assert trainer._data_connector._datahook_selector.get_instance("transfer_batch_to_device") is datamodule
+        trainer._data_connector._datahook_selector = selector
+        name = "on_before_batch_transfer"
+        assert lightning.chosen_hook(module, datamodule, name) == getattr(module, name)
 
 
 class Asked(torch.utils.data.DataLoader):

@@ -63,7 +63,7 @@ class MutableBatchSampler:
         self._yields_batches = yields_batches
         self._started = started
         self._planned: tuple[int, int] | None = None  # number of a batch in the epoch, and the size from it on
-        self._resumed: tuple[Sequence[Any], list[int], Callable[[], None] | None] | None = None  # as in `resume`
+        self._resumed: tuple[Sequence[Any], list[int], Callable[[], object] | None] | None = None  # as in `resume`
         self._sizes: list[int] = []  # of the batches drawn in this epoch
         self._rest: int | None = None  # samples that remain in this epoch; None before it begins
 
@@ -130,7 +130,7 @@ class MutableBatchSampler:
         self._planned = (at, batch_size)
         self._take_plan()
 
-    def resume(self, order: Sequence[Any], sizes: Sequence[int], ended: Callable[[], None] | None = None) -> None:
+    def resume(self, order: Sequence[Any], sizes: Sequence[int], ended: Callable[[], object] | None = None) -> None:
         """Let the next epoch be one that was left in its middle.
 
         Args:
@@ -261,7 +261,7 @@ class MutableBatchSampler:
         return whole + (rest >= min(size, self._initial) if self.drop_last else rest > 0)
 
 
-def _followed(ids: Sequence[Any], ended: Callable[[], None] | None) -> Iterator[Any]:
+def _followed(ids: Sequence[Any], ended: Callable[[], object] | None) -> Iterator[Any]:
     yield from ids
     if ended is not None:
         ended()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_egeria.core.batches.worker_calls import CallableWorkers
 
 if TYPE_CHECKING:
-    from lightning_egeria.caching.loader import CachedLookahead
+    from lightning_egeria.caching.loader import Line
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class BatchSource:
     def __init__(self, loader: Any, wrap_collate: Callable[[Any], Any] | None = None) -> None:
         self.loader = loader
         self._wrap_collate = wrap_collate
-        self.lookahead: CachedLookahead | None = getattr(type(loader), "lookahead", None)
+        self.lookahead: Line | None = getattr(type(loader), "lookahead", None)
         self._ids: deque[tuple[Any, ...]] = deque()
         self._running: Any = None  # iterates over the copy of the loader
         self._copies = LoaderCopies()
@@ -54,9 +55,8 @@ class BatchSource:
     def __iter__(self) -> Iterator[tuple[Any, tuple[Any, ...] | None]]:
         # At once, as the user's does: it draws a random number and starts the workers.
         if self.lookahead is not None:
-            self.lookahead.follow()
-            if self._wrap_collate is not None:
-                self.lookahead.wrap_collate(self._wrap_collate)
+            self.lookahead.is_followed = True
+            self.lookahead.wrap = self._wrap_collate
             return self._looked_at(iter(self.loader), self.lookahead)
         if not _is_in_order(self.loader):
             return ((batch, None) for batch in iter(self.loader))
@@ -72,7 +72,7 @@ class BatchSource:
         self._copies.close()
 
     @staticmethod
-    def _looked_at(batches: Iterator[Any], lookahead: CachedLookahead) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def _looked_at(batches: Iterator[Any], lookahead: Line) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         for batch in batches:
             ids = lookahead.last_ids()
             yield batch, ids
@@ -81,17 +81,35 @@ class BatchSource:
         """A DataLoader like the user's, whose batch sampler is followed."""
         loader = self.loader
         collate = loader.collate_fn if self._wrap_collate is None else self._wrap_collate(loader.collate_fn)
-        followed = _Followed(loader.batch_sampler, self._ids)
+        followed = BatchesThrough(loader.batch_sampler, self._noted)
         return self._copies.of(loader, dataset=loader.dataset, batch_sampler=followed, collate_fn=collate)
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for ids in map(list, batches):
+            self._ids.append(tuple(ids))
+            yield ids
+
+
+def copy_of(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """Return a DataLoader like the user's, with other parts and with workers of its own.
+
+    Args:
+        loader: the user's loader.
+        parts: attributes that are not the user's, by name.
+
+    >>> loader = DataLoader(range(4), batch_size=2)
+    >>> [batch.tolist() for batch in copy_of(loader, batch_sampler=[[3], [1, 0]])], len(loader)
+    ([[3], [1, 0]], 2)
+    """
+    copied = copy.copy(loader)
+    if "multiprocessing_context" in parts:
+        copied.multiprocessing_context = parts.pop("multiprocessing_context")
+    vars(copied).update(parts, _iterator=None)  # a DataLoader lets nobody set these
+    return copied
 
 
 class LoaderCopies:
     """Copies of the user's DataLoader with other parts; the last one is used again if its workers are."""
-
-    _SETTINGS = (
-        *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-        *("prefetch_factor", "persistent_workers", "in_order"),
-    )
 
     def __init__(self) -> None:
         self._kept: tuple[Any, DataLoader[Any]] | None = None
@@ -101,17 +119,15 @@ class LoaderCopies:
 
         Args:
             loader: the user's loader.
-            parts: arguments of the DataLoader that are not the user's.
+            parts: as in `copy_of`.
         """
         settings = (loader.batch_sampler, loader.num_workers, loader.worker_init_fn, loader.generator)
         if loader.persistent_workers and self._kept is not None and self._kept[0] == settings:
             return self._kept[1]
-        arguments = {name: getattr(loader, name) for name in self._SETTINGS if hasattr(loader, name)}
-        copy: DataLoader[Any] = DataLoader(**{**arguments, **parts})
         if loader.persistent_workers:
             self.close()
-        self._kept = (settings, copy)
-        return copy
+        self._kept = (settings, copy_of(loader, **parts))
+        return self._kept[1]
 
     def with_calls(self, loader: DataLoader[Any], **parts: Any) -> tuple[DataLoader[Any], CallableWorkers | None]:
         """Return a copy whose workers can be called until the next copy is made, and its workers.
@@ -123,9 +139,9 @@ class LoaderCopies:
         if not loader.num_workers:
             return self.of(loader, **parts), None
         context = CallableWorkers(loader.multiprocessing_context)
-        copy = self.of(loader, multiprocessing_context=context, persistent_workers=True, **parts)
-        found: Any = copy.multiprocessing_context  # of the epoch before, if its workers were kept
-        return copy, found
+        copied = self.of(loader, multiprocessing_context=context, persistent_workers=True, **parts)
+        found: Any = copied.multiprocessing_context  # of the epoch before, if its workers were kept
+        return copied, found
 
     def close(self) -> None:
         """Stop workers that the last copy has kept. Safe to call twice."""
@@ -157,23 +173,22 @@ def numbered(batches: Iterator[T], total: int | None) -> Iterator[tuple[int, T, 
         number += 1
 
 
-class _Followed:
-    """A batch sampler that notes the ids of each batch."""
+class BatchesThrough:
+    """The batches of a batch sampler, each through a function.
 
-    def __init__(self, batch_sampler: Any, ids: deque[tuple[Any, ...]]) -> None:
-        self._batch_sampler, self._ids = batch_sampler, ids
+    Args:
+        batch_sampler: yields lists of ids.
+        through: takes them, and yields what the loader gets.
+    """
+
+    def __init__(self, batch_sampler: Any, through: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+        self._batch_sampler, self._through = batch_sampler, through
 
     def __len__(self) -> int:
         return len(self._batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._noted(iter(self._batch_sampler))  # at once, as a DataLoader asks its sampler
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for ids in batches:
-            ids = list(ids)
-            self._ids.append(tuple(ids))
-            yield ids
+        return self._through(iter(self._batch_sampler))  # at once, as a DataLoader asks its sampler
 
 
 def why_no_ids(loader: Any) -> str | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+# What a loader loads with; a sampler inside the one by which Lightning deals it out; a loader inside another.
+_PARTS = ("_loader", "sampler", "batch_sampler", "_sampler", "dataset")
 
 
 class RandomState(NamedTuple):
@@ -85,6 +87,95 @@ class RandomState(NamedTuple):
         name, keys, position, has_gauss, gauss = self.numpy
         np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002  # the same one
         random.setstate(self.python)
+
+
+class LoadingState(NamedTuple):
+    """State of all that loading draws from, at one moment. An epoch that begins there has the same batches again.
+
+    Attributes:
+        random: of the generators of this process.
+        held: of the generators that loaders, their samplers and their datasets have as attributes.
+    """
+
+    random: RandomState
+    held: tuple[Any, ...] = ()
+
+    @classmethod
+    def current(cls, loaders: Iterable[Any]) -> LoadingState:
+        """Return the current state.
+
+        >>> loader = torch.utils.data.DataLoader(range(9), shuffle=True, generator=torch.Generator())
+        >>> begun = LoadingState.current([loader])
+        >>> order = [batch.item() for batch in loader]
+        >>> LoadingState.from_plain(begun.to_plain()).restore([loader])
+        True
+        >>> order == [batch.item() for batch in loader]
+        True
+        """
+        return cls(RandomState.current(), tuple(_plain(state_of(one)) for one in _held_by(loaders)))
+
+    def to_plain(self) -> list[Any]:
+        """Return the state in texts, numbers, and lists and dicts of them, for a checkpoint."""
+        return [self.random.to_plain(), list(self.held)]
+
+    @classmethod
+    def from_plain(cls, state: Sequence[Any]) -> LoadingState:
+        """Return the state of `to_plain`.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        random, held = state
+        return cls(RandomState.from_plain(random), tuple(held))
+
+    def restore(self, loaders: Iterable[Any]) -> bool:
+        """Set the generators to this state; return whether the loaders hold generators as those of the state did."""
+        self.random.restore()
+        return self.restore_held(loaders)
+
+    def restore_held(self, loaders: Iterable[Any]) -> bool:
+        """Do so with the generators that the loaders hold."""
+        generators = list(_held_by(loaders))
+        for generator, state in zip(generators, self.held, strict=False):
+            try:
+                set_state(generator, _state_in(state))
+            except (TypeError, ValueError, RuntimeError):  # of another class
+                return False
+        return len(generators) == len(self.held)
+
+
+def _held_by(owners: Iterable[Any], seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """Yield the generators that loaders and their parts hold, each once."""
+    seen = {} if seen is None else seen
+    for one in owners:
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        held = getattr(one, "__dict__", {})
+        for value in held.values():
+            if isinstance(value, GENERATORS) and id(value) not in seen:
+                seen[id(value)] = value
+                yield value
+        # In depth: a sampler that Lightning has put into another one keeps its place before the dataset.
+        yield from _held_by((held[name] for name in _PARTS if name in held), seen)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return {"torch": state.numpy().tobytes().hex()}
+    if isinstance(state, np.ndarray):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return [_plain(value) for value in state] if isinstance(state, (list, tuple)) else state
+
+
+def _state_in(plain: Any) -> Any:
+    """Return what `set_state` takes."""
+    if isinstance(plain, list):  # of Python
+        version, numbers, gauss = plain
+        return version, tuple(numbers), gauss
+    return _tensor(bytes.fromhex(plain["torch"])) if "torch" in plain else plain
 
 
 @contextlib.contextmanager

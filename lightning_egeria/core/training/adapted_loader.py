@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_egeria.core.batches.batch_sampler import MutableBatchSampler
-from lightning_egeria.core.batches.order import EpochOrder, digest_of, share_of
-from lightning_egeria.core.batches.reading import why_no_ids
-from lightning_egeria.core.snapshots.random_state import preserved_random_state
+from lightning_egeria.core.batches.reading import copy_of, why_no_ids
+from lightning_egeria.core.snapshots.random_state import LoadingState
+from lightning_egeria.core.training.loops import set_epoch_length
+from lightning_egeria.core.training.order import EpochOrder, digest_of, share_of
 from lightning_egeria.errors import TrainingDataError
-from lightning_egeria.upstream.lightning import prepared_for_training
+from lightning_egeria.upstream.lightning import prepared
 
 _INSTEAD = (
     "A batch size that changes needs one torch DataLoader with batches of a map-style dataset. Let other data "
@@ -49,6 +47,10 @@ class _Place:
 class AdaptedLoader:
     """The user's DataLoader with a `MutableBatchSampler`, and the state that a checkpoint needs of it.
 
+    It goes on from the ids of an epoch. `ResumableCheckpoints` and selection load the batches before their place again,
+    but another number of processes has no such batches. So random numbers that workers draw for samples are others
+    behind a resume.
+
     Args:
         loader: the user's.
         trainer: the Trainer.
@@ -67,32 +69,41 @@ class AdaptedLoader:
         reason = why_no_ids(loader)
         if reason is not None:
             raise TrainingDataError(f"{reason}. {_INSTEAD}")
-        self._tell = tell
+        self._trainer, self._tell = trainer, tell
         self._rank, self._replicas = trainer.global_rank, trainer.world_size
         own = loader.batch_sampler
         self._joined = type(own) is not BatchSampler
         self._sampler = own if self._joined else own.sampler  # not the DataLoader's, if it was given a batch sampler
-        shared = prepared_for_training(trainer, loader)
-        self.loader: DataLoader[Any] = copy.copy(shared)  # it is a DataLoader as the user's
-        self.batches = MutableBatchSampler.like(self.loader.batch_sampler, started=self._begin)
+        shared = prepared(trainer, loader)
+        self.batches = MutableBatchSampler.like(shared.batch_sampler, started=self._begin)
+        # Lightning resumes in the middle of an epoch without a warning if the loader has state. Ours is `state`.
+        self.loader: DataLoader[Any] = copy_of(
+            shared, batch_sampler=self.batches, state_dict=dict, load_state_dict=_ignored
+        )
         self._place: _Place | None = None
         self._resumed: _Place | None = None
-        self._generator: Tensor | None = None
+        self._generators: LoadingState | None = None
+        self._over = 0  # batches of an epoch that was over at the checkpoint
         limit, whole = trainer.limit_train_batches or 0, len(self.batches)
         most = min(limit if isinstance(limit, int) else int(whole * limit), whole)
         if most < whole:
             self.batches.most_samples = most * self.batches.initial_batch_size
         self.samples = self._count() * self._replicas
-        # Lightning resumes in the middle of an epoch without a warning if the loader has state. Ours is `state`.
-        vars(self.loader).update(batch_sampler=self.batches, state_dict=dict, load_state_dict=_ignored)
 
-    def state(self, batches: int, begun: bool = False) -> dict[str, Any] | None:
-        """Return the place in the epoch, in plain types and tensors; None before its first batch and without a batch.
+    def state(self, batches: int, begun: bool = False) -> dict[str, Any]:
+        """Return the place in the epoch, and the generators that the sampler draws from, in plain types.
 
         Args:
             batches: number of batches in this epoch that training is done with.
             begun: whether batches that were read ahead of training count: an epoch has begun with them.
+
+        Returns:
+            With ``"place"``, which is None before the first batch of an epoch, and without a batch.
         """
+        generators = LoadingState.current([self._sampler]).to_plain()
+        return {"place": self._place_behind(batches, begun), "generators": generators}
+
+    def _place_behind(self, batches: int, begun: bool) -> dict[str, Any] | None:
         place = self._place
         if place is None or (batches <= 0 and not (begun and self.batches.drawn)):
             return None
@@ -109,31 +120,25 @@ class AdaptedLoader:
             "over": batches >= len(self.batches),
         }
 
-    def generator_state(self) -> Tensor | None:
-        """Return the state of the sampler's own generator; None without one."""
-        generator = getattr(self._sampler, "generator", None)
-        return generator.get_state() if isinstance(generator, torch.Generator) else None
-
-    def resume(self, state: Mapping[str, Any] | None, generator: Tensor | None) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Let the next epoch continue from the place of a `state`, with this number of processes.
 
         If the sampler does not repeat its order, a warning says so, and the epoch begins again.
-
-        Args:
-            state: the place; None between two epochs.
-            generator: state of the sampler's own generator then.
         """
-        if state is None or state["over"]:
-            self._set_generator(generator)
+        now, left = LoadingState.from_plain(state["generators"]), state["place"]
+        if left is None or left["over"]:
+            now.restore_held([self._sampler])
+            self._over = left["batches"] + len(left["sizes"]) if left is not None else 0
             return
-        self._generator = generator
-        sizes = [int(size) for size in state["sizes"]]
-        skipped, batches, replicas = (int(state[name]) for name in ("skipped", "batches", "replicas"))
-        place = _Place(EpochOrder.from_state(state["order"]), skipped, batches, replicas)
-        if digest_of(self._share(place, 0)[: sum(sizes)]) != state["digest"] or (self._joined and replicas > 1):
+        self._generators = now
+        sizes = [int(size) for size in left["sizes"]]
+        skipped, batches, replicas = (int(left[name]) for name in ("skipped", "batches", "replicas"))
+        place = _Place(EpochOrder.from_state(left["order"]), skipped, batches, replicas)
+        if digest_of(self._share(place, 0)[: sum(sizes)]) != left["digest"] or (self._joined and replicas > 1):
             self._tell(
                 f"the order of {type(self._sampler).__name__} cannot be repeated, so the epoch of the checkpoint "
-                "begins again. A sampler repeats it if it draws from torch's random numbers, or from its generator"
+                "begins again. A sampler repeats it if it draws from global random numbers, or from a generator in its "
+                "attributes"
             )
             self.begin_again(batches + len(sizes))
             return
@@ -144,6 +149,21 @@ class AdaptedLoader:
         if place.share is None:
             place.share = self._share(place, self._rank)
         self._go_on(place, place.share, sizes)
+
+    def begin_training(self) -> bool:
+        """Training begins, maybe within an epoch; return whether that was over at the checkpoint, and ends now."""
+        over, self._over = self._over, 0
+        set_epoch_length(self._trainer, over or len(self.batches))
+        return over > 0
+
+    def begin_epoch(self) -> None:
+        """An epoch begins; not one that is resumed."""
+        self.batches.forget_resumed()
+        set_epoch_length(self._trainer, self.batches.full_length)
+
+    def tell_length(self) -> None:
+        """Tell the Trainer how many batches the epoch has; at a batch too: Lightning resumes without a beginning."""
+        set_epoch_length(self._trainer, len(self.batches))
 
     def begin_again(self, batches: int) -> None:
         """Let the next epoch be a whole one, although it continues from batch ``batches`` of one that was left."""
@@ -169,12 +189,12 @@ class AdaptedLoader:
     @contextlib.contextmanager
     def preserved_generators(self) -> Iterator[None]:
         """Let generators of loader and sampler, and the random state, be what they are when the body ends."""
-        made = {id(one): one for owner in (self._sampler, self.loader) if (one := getattr(owner, "generator", None))}
-        states = [(one, one.get_state()) for one in made.values() if isinstance(one, torch.Generator)]
-        with preserved_random_state():
+        loaders = [self._sampler, self.loader]
+        state = LoadingState.current(loaders)
+        try:
             yield
-        for generator, state in states:
-            generator.set_state(state)
+        finally:
+            state.restore(loaders)
 
     def order(self) -> list[Any]:
         """Return the ids of this process in the epoch in progress, the ones so far included.
@@ -188,8 +208,8 @@ class AdaptedLoader:
         if order[: len(self.batches.ids)] != self.batches.ids:
             raise TrainingDataError(
                 f"the order of {type(self._sampler).__name__} cannot be repeated, so the size of its batches cannot "
-                "change within an epoch. A sampler repeats it if it draws from torch's random numbers when an epoch "
-                "begins, or from its generator"
+                "change within an epoch. A sampler repeats it if it draws from global random numbers when an epoch "
+                "begins, or from a generator in its attributes"
             )
         place.share = order
         return order
@@ -197,20 +217,16 @@ class AdaptedLoader:
     def _begin(self) -> None:
         """An epoch begins, before the sampler draws."""
         self._place, self._resumed = self._resumed, None
-        self._set_generator(self._generator)  # it may have drawn since, for the workers
-        self._generator = None
+        if self._generators is not None:  # they may have drawn since, for the workers
+            self._generators.restore_held([self._sampler])
+        self._generators = None
         if self._place is None:
             self._place = _Place(EpochOrder.now(self.loader, self._sampler), 0, 0, self._replicas)
 
     def _go_on(self, place: _Place, share: Sequence[Any], sizes: Sequence[int]) -> None:
-        after = place.order.generator_after(self._sampler)
-        self.batches.resume(share, [0] * place.batches + list(sizes), lambda: self._set_generator(after))
+        after = place.order.after(self._sampler)
+        self.batches.resume(share, [0] * place.batches + list(sizes), lambda: after.restore_held([self._sampler]))
         self._resumed = place
-
-    def _set_generator(self, state: Tensor | None) -> None:
-        generator = getattr(self._sampler, "generator", None)
-        if state is not None and isinstance(generator, torch.Generator):
-            generator.set_state(state)
 
     def _share(self, place: _Place, rank: int) -> list[Any]:
         ids = place.order.ids(self._sampler, self._joined)

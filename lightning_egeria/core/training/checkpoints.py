@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from lightning_egeria.core.snapshots.random_state import LoadingState
+from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CheckpointError
 
 
@@ -27,7 +29,7 @@ def checkpoint_read(topic: str = "freezing") -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         text = f"the {topic} state in the checkpoint is damaged: {type(error).__name__}: {error}"
         raise CheckpointError(text) from error
 
@@ -48,6 +50,26 @@ def check_version(state: Mapping[str, Any], expected: int, topic: str) -> None:
             f"the checkpoint holds {topic} state of version {state.get('version')!r}, expected version {expected}. "
             "Leave out ckpt_path, or use the lightning_egeria that wrote it"
         )
+
+
+def return_to(state: LoadingState, loaders: Iterable[Any], topic: str) -> None:
+    """Let loaders draw again what they drew from a state on; warn if they hold other generators than they did.
+
+    Args:
+        state: of a checkpoint.
+        loaders: of this run.
+        topic: of the warning.
+    """
+    if not state.restore(loaders):
+        warn_of_others(topic)
+
+
+def warn_of_others(topic: str) -> None:
+    """Warn that loaders hold other generators than at a checkpoint."""
+    Notices(topic).warn(
+        "the training loader, its sampler or its dataset hold other random generators than at the checkpoint, so "
+        "samples may come in another order. Make them as in the run that wrote it"
+    )
 
 
 def count_of(value: object, least: int = 0, most: float = math.inf) -> int:

@@ -38,6 +38,9 @@ class _Kept(NamedTuple):
 class ReadAhead:
     """Batches that several branches train on.
 
+    It keeps what is loaded, with its random numbers. The cache's `Line` looks at ids ahead and loads nothing, and
+    `numbered` holds one batch to know whether it is the last, so neither can stand in for it.
+
     Args:
         batches: loads them.
     """

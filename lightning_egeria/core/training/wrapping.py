@@ -173,6 +173,14 @@ class WrappingDataModule(pl.LightningDataModule):
         return next((one for one in nested(datamodule) if isinstance(one, cls)), None)
 
 
+def remove_callback(trainer: Any, callback: pl.Callback) -> None:
+    """Remove a callback that was added for a fit. Safe to call twice."""
+    callbacks = getattr(trainer, "callbacks", [])
+    if callback in callbacks:
+        # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
+        trainer.callbacks = [one for one in callbacks if one is not callback]
+
+
 def nested(datamodule: Any) -> Iterator[Any]:
     """Yield a data module, and those that it wraps, from the outside to the user's own."""
     while datamodule is not None:

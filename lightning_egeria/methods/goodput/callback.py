@@ -20,7 +20,7 @@ from lightning_egeria.core.profiling.phases import PhaseTimer, exposed_communica
 from lightning_egeria.core.training.adapted_loader import AdaptedLoader
 from lightning_egeria.core.training.callback import freezing_of
 from lightning_egeria.core.training.checkpoints import checkpoint_read
-from lightning_egeria.core.training.loops import count_epoch_behind_an_end, set_epoch_length
+from lightning_egeria.core.training.loops import count_epoch_behind_an_end
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.core.training.progress import BarEntry
 from lightning_egeria.errors import UnsupportedError
@@ -144,31 +144,25 @@ class BatchSizeSteps(pl.Callback):
             self.changes.plan(start.planned, start.adapted)
             if not self._done:
                 self._report(self.changes.epoch_ended(trainer.global_step))
-        place = start.state["place"] if start.state is not None else None
-        if place is not None and place["over"]:
-            # The checkpoint is of the last batch of an epoch, which ends now.
+        if start.adapted.begin_training():
             count_epoch_behind_an_end(trainer)
-            set_epoch_length(trainer, self._done)
             self._done = 0
             self.control.progress.begin_epoch()
             self._report(self.changes.epoch_ended(trainer.global_step))
-        else:
-            set_epoch_length(trainer, len(start.adapted.batches))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A new epoch begins; not one that is resumed."""
         self._done = 0
         self._window.clear()
         self.control.progress.begin_epoch()
-        self.adapted.batches.forget_resumed()
-        set_epoch_length(trainer, self.adapted.batches.full_length)
+        self.adapted.begin_epoch()
         self._timer.ready()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """A batch begins, and maybe a step."""
-        set_epoch_length(trainer, len(self.adapted.batches))
+        self.adapted.tell_length()
         self._steps_before, self._backwards = trainer.global_step, 0
         freezing = freezing_of(trainer)
         depth = freezing.frozen_depth if freezing is not None else 0
@@ -243,14 +237,13 @@ class BatchSizeSteps(pl.Callback):
     def state(self) -> dict[str, Any]:
         """Return all that a checkpoint needs, in plain types and tensors."""
         meter = self._meter.state()  # first: it adds to the noise
-        place = self.adapted.state(self._done)
+        loading = self.adapted.state(self._done)
         return {
             **self.control.state(),
             **self.changes.state(),
             "meter": meter,
-            "done": self._done if place else 0,
-            "place": place,
-            "generator": self.adapted.generator_state(),
+            "done": self._done if loading["place"] else 0,
+            **loading,
         }
 
     def close(self, trainer: Any) -> None:

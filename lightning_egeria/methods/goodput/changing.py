@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 
 from lightning_egeria.core.distributed.ranks import Ranks
 from lightning_egeria.core.training.adapted_loader import AdaptedLoader
-from lightning_egeria.core.training.loops import set_epoch_length
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import RowsError
 from lightning_egeria.methods.goodput.control import BatchSizeChange, BatchSizeControl
@@ -92,7 +91,7 @@ class BatchSizeChanges:
         """Let a change come."""
         self.planned = change
         adapted.batches.change(change.division.local, change.at)
-        set_epoch_length(self._trainer, len(adapted.batches))
+        adapted.tell_length()
 
     def reach(self, batch: int, step: int) -> BatchSizeChange | None:
         """Batch ``batch`` of the epoch comes next: make the change if it is planned for it."""

@@ -19,7 +19,7 @@ from lightning_egeria.core.training.methods import check_combination, methods_of
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.core.training.support import check_setup
-from lightning_egeria.core.training.wrapping import WrappingDataModule
+from lightning_egeria.core.training.wrapping import WrappingDataModule, remove_callback
 from lightning_egeria.errors import ArgumentError, EgeriaError, UnsupportedError, check_integers
 from lightning_egeria.methods.goodput.callback import BatchSizeSteps, Settings, Start
 from lightning_egeria.methods.goodput.control import BatchSizeChange, BatchSizeControl
@@ -30,7 +30,7 @@ from lightning_egeria.methods.goodput.progress import COUNTS
 from lightning_egeria.methods.goodput.sizes import Sizes, are_limits, first_sizes
 from lightning_egeria.upstream.torch import is_out_of_memory
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class AdaptiveBatchSize(WrappingDataModule):
@@ -240,10 +240,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         if steps.started:
             self._state = {"version": STATE_VERSION, **steps.state()}
             steps.close(self.trainer)
-        callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
-        if steps in callbacks:
-            # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
-            self.trainer.callbacks = [one for one in callbacks if one is not steps]  # type: ignore[union-attr]  # not None
+        remove_callback(self.trainer, steps)
 
 
 def _check(trainer: Any) -> None:

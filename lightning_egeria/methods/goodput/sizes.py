@@ -101,7 +101,7 @@ def first_sizes(
     batches.announced = -(-adapted.samples // initial) * trainer.accumulate_grad_batches
     batches.change(now.local)
     with checkpoint_read("goodput"):
-        adapted.resume(state["place"], state["generator"])
+        adapted.resume(state)
         planned, done = planned_of(state["planned"]), int(state["done"])
         within = state["place"] is not None and not state["place"]["over"]
     if planned is not None and (planned.division.replicas != replicas or not _within(planned.division, limits)):

@@ -74,6 +74,8 @@ class Collated:
 class WithSamples:
     """A collate function that returns ids and layout with its batch, and the samples if some are collated again.
 
+    The cache's `PlannedDataset` has samples too, but without the inputs that it does not load, so it keeps its own.
+
     Args:
         collate: the user's collate function.
         keeps: a tensor in shared memory: whether samples are handed on. It tells workers that run already, and becomes

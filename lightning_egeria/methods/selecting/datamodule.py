@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
-from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader
 
 from lightning_egeria.core.batches.reading import BatchSource
 from lightning_egeria.core.training.checkpoints import checkpoint_read
-from lightning_egeria.core.training.loops import is_asked_by_loop
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.core.training.support import check_setup
-from lightning_egeria.core.training.wrapping import WrappingDataModule
+from lightning_egeria.core.training.wrapping import WrappingDataModule, remove_callback
 from lightning_egeria.errors import ArgumentError, UnsupportedError, check_integers
 from lightning_egeria.methods.selecting.callback import SelectionCallback
 from lightning_egeria.methods.selecting.figures import figures_of
@@ -27,6 +24,7 @@ from lightning_egeria.methods.selecting.scoring import PerSampleLoss
 from lightning_egeria.methods.selecting.stats import SelectionStats
 from lightning_egeria.methods.selecting.trainer_access import TrainerAccess, Transferred
 from lightning_egeria.methods.selecting.window import Window
+from lightning_egeria.upstream.lightning import chosen_hook, is_asked_by_loop, let_batches_go_to, prepared
 
 MODES = ("queue", "in_batch")
 SCHEDULES = ("seen", "used")
@@ -157,7 +155,7 @@ class SelectiveBackprop(WrappingDataModule):
         batch_size = getattr(loader, "batch_size", None)
         if isinstance(batch_size, int) and batch_size > self.history:
             raise ArgumentError(f"history must be at least the batch size, got {self.history} and {batch_size}")
-        loader = trainer._data_connector._prepare_dataloader(loader, True, RunningStage.TRAINING)
+        loader = prepared(trainer, loader)
         source = BatchSource(loader)
         if self.staleness and not source.has_ids:
             raise UnsupportedError(
@@ -194,10 +192,7 @@ class SelectiveBackprop(WrappingDataModule):
 
     def attach_hooks(self, trainer: pl.Trainer) -> None:
         """Have all batches come here; those that went through the hooks already do not again."""
-        connector = trainer._data_connector
-        chosen = connector._datahook_selector
-        if chosen is not None:
-            connector._datahook_selector = _AlwaysOurs(chosen.model, self)
+        let_batches_go_to(trainer, self)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """As the user's, of the data module or the model."""
@@ -220,7 +215,7 @@ class SelectiveBackprop(WrappingDataModule):
         if trainer is None or trainer.lightning_module is None:
             return getattr(self.datamodule, name)(batch, *arguments)
         users = None if self.wraps_loader else self.datamodule
-        return getattr(_DataHookSelector(trainer.lightning_module, users).get_instance(name), name)(batch, *arguments)
+        return chosen_hook(trainer.lightning_module, users, name)(batch, *arguments)
 
     def teardown(self, stage: str) -> None:
         """As the user's."""
@@ -279,17 +274,7 @@ class SelectiveBackprop(WrappingDataModule):
     def _close(self) -> None:
         if self._callback is not None:
             self._callback.close()
-            callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
-            if self._callback in callbacks:
-                # Another list: a thread of the progress bar, or a loop over callbacks, may be reading this one.
-                self.trainer.callbacks = [one for one in callbacks if one is not self._callback]  # type: ignore[union-attr]  # not None
+            remove_callback(self.trainer, self._callback)
         if self._batches is not None:
             self._batches.close()
         self._callback = self._batches = None
-
-
-class _AlwaysOurs(_DataHookSelector):
-    """Leaves all hooks for batches to the data module, which asks Lightning's choice itself."""
-
-    def get_instance(self, hook_name: str) -> Any:
-        return self.datamodule

@@ -20,7 +20,7 @@ from lightning_egeria.methods.selecting.queue import SelectedSamples, joined
 from lightning_egeria.methods.selecting.trainer_access import TrainerAccess, Transferred
 
 if TYPE_CHECKING:
-    from lightning_egeria.caching.loader import CachedLookahead
+    from lightning_egeria.caching.loader import Line
 
 
 class Joining:
@@ -69,7 +69,7 @@ class Joining:
         if self._in_queue and (keeps_samples or len(self.forms) > 1):
             self._keeps.fill_(True)
             if self.source.lookahead is not None:
-                self.source.lookahead.keep_samples()
+                self.source.lookahead.stream.keep_samples()
 
     def check(self, batch: Any, samples: int, collated: Collated | None) -> None:
         """Learn what the columns are, and find out at the start whether samples of several batches can be joined.
@@ -84,7 +84,7 @@ class Joining:
         rows, lookahead = self.rows(batch, samples), self.source.lookahead
         self.know({*self.forms, rows.form}, self.keeps_samples, self.layout or rows.layout)
         # The first epoch is whole, so samples are kept when some wait. A cache knows their order.
-        in_order = collated.in_order if collated is not None else lookahead is not None and lookahead.last(rows)
+        in_order = collated.in_order if collated is not None else lookahead is not None and lookahead.looked(rows)
         if self._in_queue and not in_order:
             check_forms(self.forms)
 
@@ -107,20 +107,20 @@ class Joining:
 
     def is_cached(self, batch: Any, samples: int) -> bool:
         """Whether a cache knows the last batch, as a whole."""
-        return self._lookahead is not None and self._lookahead.last(self.rows(batch, samples)) is not None
+        return self._lookahead is not None and self._lookahead.looked(self.rows(batch, samples)) is not None
 
     def cached_part(self, batch: Any, samples: int, rows: NDArray[np.int64]) -> Any:
         """Return some rows of the last batch as a batch to look at; None if a cache does not know them."""
         if (lookahead := self._lookahead) is None:
             return None
         # As rows: a collate function that draws is not run once more.
-        part = lookahead.joined([(lookahead.last(self.rows(batch, samples)), rows)], anew=False)
+        part = lookahead.joined([(lookahead.looked(self.rows(batch, samples)), rows)], anew=False)
         if part is not None:
             lookahead.trains()
         return part
 
     @property
-    def _lookahead(self) -> CachedLookahead | None:
+    def _lookahead(self) -> Line | None:
         """What joins samples so that a cache knows them. Behind hooks for batches, they are no longer what it knows."""
         return None if self._side.has_batch_hooks else self.source.lookahead
 
@@ -151,10 +151,10 @@ class Joining:
         given = collated.samples if collated is not None else None
         raw = [given[row] for row in rows] if given is not None else None
         if raw is None and self.source.lookahead is not None and self._side.has_batch_hooks:
-            raw = self.source.lookahead.samples(self.source.lookahead.last(self.rows(batch, samples)), rows)
+            raw = self.source.lookahead.samples(self.source.lookahead.looked(self.rows(batch, samples)), rows)
         if (lookahead := self._lookahead) is not None:
             whole = self.rows(batch, samples)
-            return SelectedSamples(number, rows, chosen, whole.take(rows), random, lookahead.last(whole), raw)
+            return SelectedSamples(number, rows, chosen, whole.take(rows), random, lookahead.looked(whole), raw)
         if moved is not None:
             some, hooks = self.moved_rows(moved[0], samples).take(rows), moved[1]
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,8 +13,8 @@ from numpy.typing import NDArray
 
 from lightning_egeria.core.batches.reading import numbered
 from lightning_egeria.core.batches.rows import samples_of
-from lightning_egeria.core.snapshots.random_state import RandomState, preserved_random_state
-from lightning_egeria.core.training.loops import is_asked_by_loop
+from lightning_egeria.core.snapshots.random_state import LoadingState, RandomState, preserved_random_state
+from lightning_egeria.core.training.checkpoints import return_to
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.methods.selecting.collating import Collated
 from lightning_egeria.methods.selecting.joining import Joining
@@ -30,6 +29,7 @@ from lightning_egeria.methods.selecting.queue import (
 from lightning_egeria.methods.selecting.rule import Settings, draw, draw_fixed
 from lightning_egeria.methods.selecting.stats import SelectionStats
 from lightning_egeria.methods.selecting.trainer_access import TrainerAccess
+from lightning_egeria.upstream.lightning import is_asked_by_loop, is_asked_whether_iterable
 
 CHECKED_BATCHES = 2  # at the start, on which the losses of the samples are compared with that of the step
 SCORED_PARTS = 4  # of a batch: batches of stale samples have this many sizes
@@ -62,13 +62,13 @@ class SelectedBatches:
         self._settings, self._table, self._side, self._stats = settings, table, side, stats
         self._joining = Joining(loader, side, in_queue=settings.share is None, in_order=bool(table.staleness))
         self._queue = SelectionQueue()
-        self._begun = RandomState.current()
+        self._begun = LoadingState.current([loader])
         self._position = self._size = self._checked = 0
         self._waiting: dict[int, QueuedRows] = {}  # of a checkpoint, until their batches are loaded again
-        self._ahead: dict[int, RandomState] = {}  # in which the batches behind its position had been loaded
+        self._again: dict[int, RandomState] = {}  # in which batches of a checkpoint are loaded again
         self._loaded: deque[tuple[int, RandomState]] = deque(maxlen=2)
-        self._random = self._begun  # in which the last batch was loaded
-        self._now: RandomState | None = None  # of a checkpoint, until the epoch begins or resumes
+        self._random = self._begun.random  # in which the last batch was loaded
+        self._now: LoadingState | None = None  # of a checkpoint, until the epoch begins or resumes
         self._seen = self._resumed_seen = 0
         self._collated: Collated | None = None  # what the loader handed on, if that is not the batch itself
 
@@ -87,8 +87,8 @@ class SelectedBatches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if sys._getframe(1).f_code.co_name == "_check_dataloader_iterable":
-            return iter(())  # Lightning asks whether this can be iterated, which must draw no random number
+        if is_asked_whether_iterable():
+            return iter(())  # this must draw no random number
         if not is_asked_by_loop():
             return iter(self._loader)
         self._side.reads_nothing_ahead()
@@ -98,9 +98,9 @@ class SelectedBatches:
         if self._position and self._now is not None:
             return self._batches(None)  # the order of the epoch that was left is drawn again, once its number is known
         if self._now is not None:
-            self._now.restore()
+            return_to(self._now, [self._loader], "selective backprop")
         self._now = None
-        self._position, self._begun = 0, RandomState.current()
+        self._position, self._begun = 0, LoadingState.current([self._loader])
         return self._batches(iter(self._joining.source))
 
     def go_on_from(self, before: SelectedBatches) -> None:
@@ -134,7 +134,7 @@ class SelectedBatches:
             "layout": self._joining.layout,
             "keeps": self._joining.keeps_samples,
             "begun": self._begun.to_plain() if self._position else None,
-            "now": RandomState.current().to_plain(),
+            "now": LoadingState.current([self._loader]).to_plain(),
             # Batches that were loaded and wait: while the queue empties, or to know which is the last.
             "ahead": [[at, random.to_plain()] for at, random in self._loaded if 0 < self._position <= at],
             "queue": self._queue.state_dict(),
@@ -154,18 +154,19 @@ class SelectedBatches:
         self._joining.know(own["forms"], bool(own["keeps"]), dict(own["layout"]))
         if len(ranks) != self._side.world_size:
             return
-        self._now = RandomState.from_plain(own["now"])
+        self._now = LoadingState.from_plain(own["now"])
         if own["position"]:
             self._position, self._resumed_seen = int(own["position"]), int(own["seen"])
-            self._begun = RandomState.from_plain(own["begun"])
+            self._begun = LoadingState.from_plain(own["begun"])
             self._waiting = queued_rows(own["queue"])
-            self._ahead = {int(number): RandomState.from_plain(random) for number, random in own["ahead"]}
+            self._again = {number: rows.random for number, rows in self._waiting.items()}
+            self._again |= {int(number): RandomState.from_plain(random) for number, random in own["ahead"]}
 
     def _batches(self, arriving: Iterator[tuple[Any, _Ids]] | None) -> Iterator[Any]:
         skipped = 0
         if arriving is None and self._now is not None:
-            skipped, now, self._now = self._position, self._now, None
-            self._begun.restore()
+            skipped, now, self._now = self._position, self._now.random, None
+            return_to(self._begun, [self._loader], "selective backprop")
             arriving = iter(self._joining.source)
         assert arriving is not None
         for number, (batch, ids, random), is_end in numbered(self._noted(arriving), self._side.batches):
@@ -193,26 +194,21 @@ class SelectedBatches:
     def _noted(self, arriving: Iterator[tuple[Any, _Ids]]) -> Iterator[tuple[Any, _Ids, RandomState]]:
         """Yield each batch with the random state that it draws from: samples loaded here, or else its hooks.
 
-        Batches with samples that wait in the queue of a checkpoint draw from it again.
+        Batches of a checkpoint that wait there, whole or in the queue, draw from it again.
         """
         is_loaded_here = getattr(self._loader, "num_workers", 0) == 0
         for number in itertools.count():
-            before = self._ahead.pop(number, None)
-            with contextlib.nullcontext() if before is None else preserved_random_state():
-                if before is not None:
-                    before.restore()
-                random = self._random_of(number) if is_loaded_here else None
+            again = self._again.pop(number, None)
+            with contextlib.nullcontext() if again is None else preserved_random_state():
+                if again is not None:
+                    again.restore()
+                random = RandomState.current()
                 loaded = next(arriving, None)
             if loaded is None:
                 return
-            random = before or random or self._random_of(number)
+            random = random if again is not None or is_loaded_here else RandomState.current()
             self._loaded.append((number, random))
             yield *loaded, random
-
-    def _random_of(self, number: int) -> RandomState:
-        if number in self._waiting:
-            self._waiting[number].random.restore()
-        return RandomState.current()
 
     def _trained(self, number: int, batch: Any, ids: _Ids, is_end: bool) -> Iterator[_Out]:
         """Yield the training batches that a forward batch leads to."""

@@ -14,6 +14,7 @@ from lightning_egeria.core.distributed.ranks import Ranks
 from lightning_egeria.core.training.callback import freezing_of
 from lightning_egeria.core.training.wrapping import BATCH_HOOKS, nested
 from lightning_egeria.methods.selecting.scoring import PerSampleLoss, Scorer
+from lightning_egeria.upstream.lightning import data_fetcher
 
 
 class Transferred:
@@ -104,5 +105,4 @@ class TrainerAccess:
 
     def reads_nothing_ahead(self) -> None:
         """Have Lightning read no batch of a loader without a length ahead: batches know which is the last."""
-        loop: Any = self._trainer.fit_loop
-        loop._data_fetcher.prefetch_batches = 0
+        data_fetcher(self._trainer).prefetch_batches = 0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_egeria.core.batches.reading import copy_of
 from lightning_egeria.core.training.adapted_loader import AdaptedLoader
 from lightning_egeria.core.training.checkpoints import checkpoint_read
-from lightning_egeria.core.training.loops import set_epoch_length
+from lightning_egeria.core.training.loops import LoaderSource
 from lightning_egeria.errors import EgeriaError, UnsupportedError
 from lightning_egeria.methods.tuning.setups import batches_before_validation
 from lightning_egeria.methods.tuning.spaces import Choice, Space, Value
@@ -38,7 +38,7 @@ class BatchSize:
         self._trainer: pl.Trainer | None = None
         self._adapted: AdaptedLoader | None = None
         self._refusal: EgeriaError | None = None
-        self._source: _Source | None = None
+        self._source: LoaderSource | None = None
         self._state: Mapping[str, Any] | None = None  # of a checkpoint, or of the end of the last fit
         self._size: int | None = None
         self._rest: list[Any] = []  # ids of the epoch from the beginning of a search on
@@ -54,17 +54,14 @@ class BatchSize:
         """
         self._adapted = self._refusal = self._state = self._size = None
         self._trainer = trainer
-        loop: Any = trainer.fit_loop
-        self._source = loop._data_source = _Source(loop._data_source, lambda loader: self._adapt(loader, trainer, tell))
+        self._source = LoaderSource.install(trainer, lambda loader: self._adapt(loader, trainer, tell))
 
     def detach(self) -> None:
         """Give the Trainer its own source of data back. Safe to call twice."""
         if self._trainer is None or self._source is None:
             return
         self._state = self.state()
-        loop: Any = self._trainer.fit_loop
-        if loop._data_source is self._source:
-            loop._data_source = self._source.own
+        self._source.remove(self._trainer)
         self._trainer = self._source = self._adapted = None
 
     def check(self, trainer: pl.Trainer) -> None:
@@ -146,9 +143,7 @@ class BatchSize:
         """
         self._loaded.order()
         ids = [self._rest[first : first + size] for first in range(0, self._count(size) * size, size)]
-        loader = copy.copy(self._loaded.loader)
-        # Another loader, with other workers.
-        vars(loader).update(batch_sampler=ids, persistent_workers=False, _iterator=None)
+        loader = copy_of(self._loaded.loader, batch_sampler=ids, persistent_workers=False)
         with self._loaded.preserved_generators():  # it draws a seed for workers
             loaded = iter(loader)
         return ((batch, number, 0) for number, batch in enumerate(loaded))
@@ -170,26 +165,20 @@ class BatchSize:
         with adapted.preserved_generators():
             restart()
         trainer.fit_loop.max_batches = self._length  # as validation knows it
-        set_epoch_length(trainer, len(adapted.batches))
+        adapted.tell_length()
 
-    def batch_start(self, trainer: pl.Trainer) -> None:
-        """A batch of training begins: Lightning resumes an epoch at its end without its beginning."""
-        set_epoch_length(trainer, len(self._loaded.batches))
+    def batch_start(self) -> None:
+        """A batch of training begins."""
+        self._loaded.tell_length()
 
-    def begin_epoch(self, trainer: pl.Trainer) -> None:
+    def begin_epoch(self) -> None:
         """An epoch begins; not one that is resumed."""
-        batches = self._loaded.batches
-        batches.forget_resumed()
-        set_epoch_length(trainer, batches.full_length)
+        self._loaded.begin_epoch()
 
-    def begin_training(self, trainer: pl.Trainer) -> None:
+    def begin_training(self) -> None:
         """Training begins, maybe within an epoch."""
-        state, self._state = self._state, None
-        place = state["place"] if state is not None else None
-        if place is not None and place["over"]:  # the checkpoint is of the last batch of an epoch
-            set_epoch_length(trainer, place["batches"] + len(place["sizes"]))
-        else:
-            set_epoch_length(trainer, len(self._loaded.batches))
+        self._state = None
+        self._loaded.begin_training()
 
     def state(self) -> Mapping[str, Any] | None:
         """Return size and place in the epoch, in plain types and tensors; None before the data are loaded."""
@@ -197,11 +186,7 @@ class BatchSize:
             return self._state
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         done = progress.current.processed
-        return {
-            "size": self._adapted.batches.batch_size,
-            "place": self._adapted.state(done, begun=True),
-            "generator": self._adapted.generator_state(),
-        }
+        return {"size": self._adapted.batches.batch_size, **self._adapted.state(done, begun=True)}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Keep the state of a checkpoint until the data are loaded."""
@@ -233,26 +218,6 @@ class BatchSize:
         elif self._state is not None:
             with checkpoint_read("tuning"):
                 batches.change(int(self._state["size"]))
-                self._adapted.resume(self._state["place"], self._state["generator"])
+                self._adapted.resume(self._state)
         self._size = batches.batch_size
         return self._adapted.loader
-
-
-class _Source:
-    """Stands in front of the Trainer's source of training data.
-
-    Args:
-        own: the Trainer's.
-        adapt: returns the loader to use instead.
-    """
-
-    def __init__(self, own: Any, adapt: Callable[[Any], Any]) -> None:
-        self.own = own
-        self._adapt = adapt
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def dataloader(self) -> Any:
-        """Return the loader to use."""
-        return self._adapt(self.own.dataloader())

@@ -28,7 +28,7 @@ from lightning_egeria.methods.tuning.spaces import Setting, Space
 from lightning_egeria.methods.tuning.trials import Trials
 from lightning_egeria.methods.tuning.tunables import CustomTunable, Tunables, freezer_of
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class BranchTuner(pl.Callback):
@@ -158,7 +158,7 @@ class BranchTuner(pl.Callback):
         if self.setting is not None:
             self.tunables.set_outside_checkpoints(trainer, self.setting)
         if (batch_size := self.tunables.batch_size) is not None:
-            batch_size.begin_training(trainer)
+            batch_size.begin_training()
         self._bar_entry = BarEntry(trainer, "tuning", lambda: self._trying)
         if resumes_at_an_end(trainer):  # Lightning begins the next epoch without `on_train_epoch_start`
             self._search_in(trainer.current_epoch)
@@ -167,7 +167,7 @@ class BranchTuner(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make a search due, if this epoch begins with one."""
         if (batch_size := self.tunables.batch_size) is not None:
-            batch_size.begin_epoch(trainer)
+            batch_size.begin_epoch()
         self._search_in(trainer.current_epoch)
         self._read_ahead(trainer)
 
@@ -180,7 +180,7 @@ class BranchTuner(pl.Callback):
     ) -> None:
         """Keep count of the batches in the epoch."""
         if self.tunables.batch_size is not None:
-            self.tunables.batch_size.batch_start(trainer)
+            self.tunables.batch_size.batch_start()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make a search due, or end training, if validation has stopped getting better."""

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,13 +19,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_egeria.core.snapshots.random_state import LoadingState
+
 
 @dataclasses.dataclass(frozen=True)
 class EpochOrder:
     """How the samples of one epoch came into their order.
 
-    Samplers draw from torch's random numbers when an epoch begins, or from a generator that they hold, or shuffle by
-    the epoch that ``set_epoch`` names. A `DistributedSampler` shuffles by seed and epoch, and deals the order out to
+    Samplers draw from global random numbers when an epoch begins, or from a generator that they hold, or shuffle by the
+    epoch that ``set_epoch`` names. A `DistributedSampler` shuffles by seed and epoch, and deals the order out to
     the processes in turn.
 
     Attributes:
@@ -34,8 +35,7 @@ class EpochOrder:
         seed: of the shuffle of a `DistributedSampler`; None where there is none.
         replicas: number of processes.
         sampled: whether the user's own sampler orders the samples, and not their number.
-        torch_random: state of torch's random numbers before the sampler drew.
-        generator: state of the sampler's own generator before that; None without one.
+        begun: state of all that the sampler draws from, before it drew.
         epoch: the ``epoch`` that a sampler with ``set_epoch`` shuffled by; None without one.
     """
 
@@ -43,8 +43,7 @@ class EpochOrder:
     seed: int | None
     replicas: int
     sampled: bool
-    torch_random: Tensor
-    generator: Tensor | None
+    begun: LoadingState
     epoch: int | None = None
 
     @classmethod
@@ -56,7 +55,6 @@ class EpochOrder:
             sampler: the user's own sampler or batch sampler.
         """
         dealing = loader.sampler if isinstance(loader.sampler, DistributedSampler) else None
-        generator = getattr(sampler, "generator", None)
         data: Any = loader.dataset
         sampled = dealing is None or dealing.dataset is not data
         return cls(
@@ -64,8 +62,7 @@ class EpochOrder:
             dealing.seed + dealing.epoch if dealing is not None and dealing.shuffle else None,
             dealing.num_replicas if dealing is not None else 1,
             sampled,
-            torch.get_rng_state(),
-            generator.get_state() if isinstance(generator, torch.Generator) else None,
+            LoadingState.current([sampler]),
             epoch if type(epoch := getattr(_by_epoch(sampler), "epoch", None)) is int else None,
         )
 
@@ -85,33 +82,27 @@ class EpochOrder:
         return order
 
     def state(self) -> dict[str, Any]:
-        """Return the fields, in plain types and tensors."""
-        return dict(vars(self))
+        """Return the fields, in plain types."""
+        return {**vars(self), "begun": self.begun.to_plain()}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> EpochOrder:
         """Return the order from its `state`."""
-        return cls(**state)
+        return cls(**{**state, "begun": LoadingState.from_plain(state["begun"])})
 
-    def generator_after(self, sampler: Any) -> Tensor | None:
-        """Return the state of the sampler's own generator behind the last id of the epoch; None without one."""
-        return self._sampled(sampler)[1] if self.sampled and self.generator is not None else None
+    def after(self, sampler: Any) -> LoadingState:
+        """Return the state behind the last id of the epoch."""
+        return self._sampled(sampler)[1] if self.sampled else self.begun
 
-    def _sampled(self, sampler: Any) -> tuple[list[Any], Tensor | None]:
-        own = getattr(sampler, "generator", None)
-        held = own if isinstance(own, torch.Generator) else None
-        before = torch.get_rng_state(), held.get_state() if held is not None else None
+    def _sampled(self, sampler: Any) -> tuple[list[Any], LoadingState]:
+        before = LoadingState.current([sampler])
         try:
-            torch.set_rng_state(self.torch_random)
-            if held is not None and self.generator is not None:
-                held.set_state(self.generator)
+            self.begun.restore([sampler])
             if self.epoch is not None:
                 _by_epoch(sampler).set_epoch(self.epoch)
-            return list(iter(sampler)), held.get_state() if held is not None else None
+            return list(iter(sampler)), LoadingState.current([sampler])
         finally:
-            torch.set_rng_state(before[0])
-            if held is not None and before[1] is not None:
-                held.set_state(before[1])
+            before.restore([sampler])
 
 
 def _by_epoch(sampler: Any) -> Any:
