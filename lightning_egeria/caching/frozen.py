@@ -39,7 +39,6 @@ from lightning_egeria.caching.record.units import Context, UnitCall, are_fixed, 
 from lightning_egeria.core.batches.onlookers import unwatched
 from lightning_egeria.core.network.compilation import eager
 from lightning_egeria.core.network.forwards import ReplacedForward, restore_forward, users_forward
-from lightning_egeria.core.network.gate import needs_gradient
 from lightning_egeria.core.network.prefix import FrozenPrefix
 from lightning_egeria.core.profiling.clock import mark, wait_for
 from lightning_egeria.core.snapshots.digests import overlap
@@ -47,6 +46,7 @@ from lightning_egeria.core.snapshots.frozen_state import FrozenState
 from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.core.training.isolation import is_outside_batch
 from lightning_egeria.errors import CacheError
+from lightning_egeria.upstream.torch import needs_gradient
 
 if TYPE_CHECKING:
     from lightning_egeria.caching.serve import CachedBatch

@@ -27,6 +27,12 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def needs_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor requires a gradient; one of a class of its own, which may load itself, is not asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad
+
+
 def own_parameter(module: nn.Module, name: str) -> Tensor | None:
     """Return a parameter as the module stores it; None where a parametrisation keeps it elsewhere."""
     return module._parameters.get(name)
@@ -138,7 +144,9 @@ def missing() -> list[str]:
     The int8 kernels are left out: a reference model without them says so, and runs in another precision.
     """
     found = lacking(nn.Module(), _MODULE) + lacking(torch.ones(1), ["_base"])
-    found += lacking(torch.utils.checkpoint, ["CheckpointFunction"])
+    found += lacking(torch.utils.checkpoint, ["CheckpointFunction"]) + lacking(
+        torch._C, ["DisableTorchFunctionSubclass"]
+    )
     if has_dynamo():
         found += lacking(torch._dynamo, ["OptimizedModule"])
     cast = torch.ones(1, requires_grad=True).to(torch.float64).grad_fn

@@ -53,6 +53,15 @@ class TestTorch:
         assert [of_torch.is_compiled_itself(one) for one in (layer, whole, itself, method)] == [False, True, True, True]
         assert not of_torch.is_compiled_module(Classifier())
 
+    def test_a_tensor_of_another_class_is_not_asked(self):
+        class Loud(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                raise AssertionError
+
+        assert not of_torch.needs_gradient(torch.ones(2).as_subclass(Loud))
+        assert of_torch.needs_gradient(torch.ones(2, requires_grad=True))
+
     def test_a_lightning_module_notes_that_it_is_compiled(self):
         trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         module = Classifier()

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_egeria.core.batches.tree import change_leaves, tensor_leaves
 from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.network.tracing import leaf_of, walk
+from lightning_egeria.upstream.torch import needs_gradient
 
 
 class FrontGate:
@@ -171,12 +172,6 @@ class FrontGate:
         self.cuts = True
         kept: tuple[tuple[Any, ...], dict[str, Any]] = change_leaves((args, kwargs), Tensor, _cut)
         return kept
-
-
-def needs_gradient(tensor: Tensor) -> bool:
-    """Whether a tensor requires a gradient; one of a class of its own, which may load itself, is not asked."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.requires_grad
 
 
 def _with_gradient(given: Any) -> list[Tensor]:
