@@ -58,7 +58,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     handing.add_argument("descriptions", type=Path, nargs="+", metavar="job.yaml")
     handing.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the description")
     handing.add_argument("-b", "--backend", choices=NAMES, default="local", help="default: local")
-    handing.add_argument("--address", default="", help="of a Ray cluster; default: RAY_ADDRESS, or this machine")
+    handing.add_argument(
+        "--address",
+        default="auto",
+        help="of a Ray cluster; default: auto, the one of RAY_ADDRESS or of this machine; if none runs, it is started",
+    )
     handing.add_argument(
         "--policy",
         metavar="NAME",

@@ -63,6 +63,9 @@ class ThisMachine:
     def stop(self, handle: str) -> None:
         """Nothing: the process that watches a job sees itself that it is cancelled."""
 
+    def close(self) -> None:
+        """Nothing: what runs goes on."""
+
 
 def start_execution(folder: JobFolder, token: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process that watches a job. What it prints itself goes to the log of the job."""
@@ -97,7 +100,22 @@ def _devices_found() -> tuple[int, bool]:
         gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
         if gpus:
             return gpus, True
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, False
+    return processors_here(), False
+
+
+def resources_here() -> str:
+    """Return the devices of this machine, as text.
+
+    Raises:
+        QueueError: as `devices_here`.
+    """
+    devices, gpus = devices_here()
+    return f"{devices} GPUs and {processors_here()} CPUs" if gpus else f"{devices} CPUs"
+
+
+def processors_here() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def inherited() -> dict[str, str]:

@@ -1,32 +1,67 @@
-"""A Ray cluster, through Ray Jobs. Its nodes must see the home, and have the Python that submits at the same path."""
+"""Ray, through Ray Jobs: a cluster whose nodes see the home and have this Python, or one that is started here."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
-from ray.util.state import list_nodes
+from ray.util.state import StateApiClient
+from ray.util.state.common import ListApiOptions, StateResource
 from ray.util.state.exception import RayStateApiException
 
+from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.arguments import quantity
+from lightning_egeria.core.programs.processes import kill_marked
 from lightning_egeria.errors import QueueError
-from lightning_egeria.jobs.jobfolders import JobFolder
-from lightning_egeria.jobs.machine import execution_command
+from lightning_egeria.jobs.jobfolders import JobFolder, State
+from lightning_egeria.jobs.machine import devices_here, execution_command, inherited, processors_here, resources_here
 from lightning_egeria.jobs.rundirs import read_run_directory
 
 _ENDED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.SUCCEEDED)
 _MOST_NODES = 10_000
 _NODE_LABEL = "ray.io/node-id"
+_PORT = 8265  # where a Ray that somebody has started answers
+_ANSWERS_WITHIN_S = 5.0
+_LARGEST_ANSWER = 2**16
+_STARTS_WITHIN_S = 120.0
+_AGAIN_AFTER_S = 60.0  # after a start that failed
+# Names of sockets have room for 107 characters, and Ray's own part takes 66: a home or TMPDIR may be too long.
+_FOLDER = "/tmp"
+_STORE = 100 * 2**20  # bytes for objects, which jobs do not use; Ray wants 75 MiB at least
+_LARGEST_LOG = 2**26
+_POLL_S = 0.1
 
 
-def default_address() -> str:
-    """Return the address that the environment names, or the one of this machine."""
-    return os.environ.get("RAY_ADDRESS") or "http://127.0.0.1:8265"
+def address_here() -> str:
+    """Return the address of the cluster that RAY_ADDRESS names, or that runs on this machine; empty without one."""
+    named = os.environ.get("RAY_ADDRESS") or "auto"
+    if named != "auto":
+        return named
+    here = f"http://127.0.0.1:{_PORT}"
+    try:
+        # Ray's own client waits for ever for a program that listens there and never answers.
+        with build_opener(ProxyHandler({})).open(f"{here}/api/version", timeout=_ANSWERS_WITHIN_S) as answer:
+            return here if b"ray_version" in answer.read(_LARGEST_ANSWER) else ""
+    except HTTPError as error:
+        return here if error.code in (401, 403) else ""  # it wants a token
+    except (OSError, HTTPException):
+        return ""
 
 
 class RayCluster:
@@ -34,10 +69,11 @@ class RayCluster:
 
     Args:
         address: of its dashboard.
+        token: that it wants; if left out, the one of the environment.
     """
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, token: str = "") -> None:
+        self.address, self._headers = address, {"Authorization": f"Bearer {token}"} if token else None
         self._known: JobSubmissionClient | None = None
         self._gpus = False
 
@@ -50,7 +86,9 @@ class RayCluster:
         self._client()  # says best why none answers
         try:
             # Filtered here: Ray takes those that its own filter leaves out for missing ones, and refuses to answer.
-            alive = [node for node in list_nodes(self.address, limit=_MOST_NODES) if node.state == "ALIVE"]
+            asked = StateApiClient(self.address, headers=self._headers)
+            listed = asked.list(StateResource.NODES, ListApiOptions(limit=_MOST_NODES), raise_on_missing_output=True)
+            alive = [node for node in listed if node.state == "ALIVE"]
         except (RayStateApiException, OSError, RayError) as error:
             self._known = None
             raise self._silent() from error
@@ -111,10 +149,13 @@ class RayCluster:
         except (RuntimeError, OSError) as error:
             raise self._silent() from error
 
+    def close(self) -> None:
+        """Nothing: the cluster is somebody else's, and what runs there goes on."""
+
     def _client(self) -> JobSubmissionClient:
         if self._known is None:
             try:
-                self._known = JobSubmissionClient(self.address)
+                self._known = JobSubmissionClient(self.address, headers=self._headers)
             except (OSError, RuntimeError) as error:
                 raise self._silent() from error
             except RayError as error:
@@ -127,3 +168,120 @@ class RayCluster:
         return QueueError(
             f"no Ray cluster answers at {self.address}. Start one, or name another with --address or RAY_ADDRESS"
         )
+
+
+class StartedRay(RayCluster):
+    """A Ray on this machine for the jobs of one queue: started when a job needs it, and stopped with the queue.
+
+    Only who knows its token can use it: this process, and the jobs.
+
+    Args:
+        log: file for what it says.
+    """
+
+    def __init__(self, log: Path) -> None:
+        super().__init__("")
+        self._log, self._folder = log, Path()
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._until = 0.0  # when a start has failed, or may be tried again
+        self._answers = False
+        self._jobs: dict[str, tuple[JobFolder, str]] = {}  # by their handles, with their tokens
+
+    def nodes(self) -> dict[str, int]:
+        """Return the devices of this machine by the id that Ray gave it; none while Ray starts.
+
+        Raises:
+            QueueError: it does not start.
+        """
+        if self._keeper is None and time.monotonic() >= self._until:
+            self._start()
+        if self._keeper is None:
+            raise self._failed()
+        ended = self._keeper.poll() is not None
+        try:
+            nodes = {} if ended else super().nodes()
+        except QueueError:
+            nodes = {}
+        if nodes and not self._answers:
+            print(f"schedule: Ray was started on this machine with {resources_here()}", file=sys.stderr, flush=True)
+        self._answers = bool(nodes)
+        if ended or (not nodes and time.monotonic() >= self._until):
+            self.close()
+            self._until = time.monotonic() + _AGAIN_AFTER_S
+            raise self._failed()
+        return nodes
+
+    def start(self, folder: JobFolder, node: str, devices: int, handle: str, token: str) -> None:
+        """See `RayCluster`."""
+        super().start(folder, node, devices, handle, token)
+        self._jobs[handle] = folder, token
+
+    def runs(self, folder: JobFolder, handle: str) -> bool:
+        """See `RayCluster`. What an earlier queue had started ended with it."""
+        return handle in self._jobs and super().runs(folder, handle)
+
+    def stop(self, handle: str) -> None:
+        """See `RayCluster`."""
+        if handle in self._jobs:
+            super().stop(handle)
+
+    def close(self) -> None:
+        """Stop it. Jobs that still run save first."""
+        if self._keeper is None:
+            return
+        asked = []
+        for folder, token in self._jobs.values():
+            with contextlib.suppress(OSError):  # the disk is full
+                if self._answers and folder.is_watched and folder.token() == token:
+                    folder.ask(State.PREEMPTED)
+                    asked.append(folder)
+        while any(folder.is_watched for folder in asked):  # each is killed after its grace
+            time.sleep(_POLL_S)
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.wait()
+        kill_marked(self._folder)  # the keeper was killed
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._keeper, self._answers, self._known = None, False, None
+        self._jobs.clear()
+
+    def _start(self) -> None:
+        port, unused = _free_ports()
+        token = secrets.token_hex(16)
+        self.address, self._headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {token}"}
+        devices, gpus = devices_here()
+        options = [
+            *("--node-ip-address=127.0.0.1", "--port=0", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}"),
+            # Another Ray of this machine may have the ports that are usual.
+            *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
+            *(f"--ray-client-server-port={unused}", f"--object-store-memory={_STORE}", "--log-color=false"),
+            *(f"--num-cpus={processors_here() if gpus else devices}", f"--num-gpus={devices if gpus else 0}"),
+        ]
+        variables = inherited() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
+        variables.pop("RAY_ADDRESS", None)
+        files.write_whole(self._log, "", files.PRIVATE)
+        self._folder = Path(tempfile.mkdtemp(prefix="egeria-ray-", dir=_FOLDER))
+        command = [sys.executable, "-P", "-m", "lightning_egeria.jobs.ray_keeper", str(self._folder), str(self._log)]
+        with files.adding(self._log) as log:
+            self._keeper = subprocess.Popen(
+                [*command, *options],
+                env=variables,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._until = time.monotonic() + _STARTS_WITHIN_S
+
+    def _failed(self) -> QueueError:
+        text = files.read_text(self._log, _LARGEST_LOG, links=False, errors="replace")
+        last = text.strip().rpartition("\n")[2] or "it does not answer"
+        return QueueError(f"Ray does not run on this machine: {last}. {self._log} has all that it said")
+
+
+def _free_ports() -> tuple[int, int]:
+    """Return two ports that nobody listens on now."""
+    with contextlib.closing(socket.socket()) as first, contextlib.closing(socket.socket()) as second:
+        first.bind(("", 0))
+        second.bind(("", 0))
+        return first.getsockname()[1], second.getsockname()[1]

@@ -37,7 +37,7 @@ def add(home, history, command, after=(), **keys):
 
 
 def here(home, history, devices, gpus=False):
-    return Queue(home, history, lambda backend, address: ThisMachine(devices, gpus))
+    return Queue(home, history, lambda backend, address, home: ThisMachine(devices, gpus))
 
 
 def states(history, *ids):
@@ -284,16 +284,17 @@ class Silent(ThisMachine):
 def test_jobs_wait_for_a_cluster_that_does_not_answer(home, history, monkeypatch, capsys):
     monkeypatch.setattr(queue, "_NODES_S", 0.0)
     id, machines = add(home, history, "true"), Silent(1)
-    running = Queue(home, history, lambda backend, address: machines)
+    running = Queue(home, history, lambda backend, address, home: machines)
     for _ in range(3):
         running.step()
     assert states(history, id) == ["queued"]
-    assert capsys.readouterr().err == "schedule: no cluster answers at x. Its jobs wait\n"
+    assert capsys.readouterr().err == "schedule: waits: no cluster answers at x\n"
+    assert history.get(id).status.message == "schedule: waits: no cluster answers at x"
     machines.silent = False
     start = machines.start
     monkeypatch.setattr(machines, "start", lambda *of: Silent.start(Silent(1), *of))  # it goes as the job starts
     running.step()
-    assert (states(history, id), history.get(id).node) == (["queued"], "")
+    assert (states(history, id), history.get(id).node, history.get(id).status.message) == (["queued"], "", "")
     monkeypatch.setattr(machines, "start", start)
     running.run()
     assert states(history, id) == ["done"]
@@ -303,7 +304,7 @@ def test_a_back_end_that_the_queue_cannot_use_holds_up_no_other(home, history, c
     far, near = add(home, history, "true"), add(home, history, "true")
     history.update(far, backend="ray", address="http://x")
 
-    def machines_of(backend, address):
+    def machines_of(backend, address, home):
         if backend == "ray":
             raise QueueError("ray needs ray")
         return ThisMachine(1)
@@ -316,7 +317,7 @@ def test_a_back_end_that_the_queue_cannot_use_holds_up_no_other(home, history, c
 
     until(near_has_ended)
     assert states(history, far, near) == ["queued", "done"]
-    assert capsys.readouterr().err == "schedule: ray needs ray. Its jobs wait\n"
+    assert capsys.readouterr().err == "schedule: waits: ray needs ray\n"
 
 
 @pytest.mark.slow
