@@ -39,7 +39,7 @@ _NODE_LABEL = "ray.io/node-id"
 _PORT = 8265  # where a Ray that somebody has started answers
 _ANSWERS_WITHIN_S = 5.0
 _LARGEST_ANSWER = 2**16
-_STARTS_WITHIN_S = 120.0
+_STARTS_WITHIN_S = _ANSWERS_AGAIN_WITHIN_S = 120.0
 _AGAIN_AFTER_S = 60.0  # after a start that failed
 # Names of sockets have room for 107 characters, and Ray's own part takes 66: a home or TMPDIR may be too long.
 _FOLDER = "/tmp"
@@ -183,7 +183,7 @@ class StartedRay(RayCluster):
         super().__init__("")
         self._log, self._folder = log, Path()
         self._keeper: subprocess.Popen[bytes] | None = None
-        self._until = 0.0  # when a start has failed, or may be tried again
+        self._until = 0.0  # when it has to answer, or may be started again
         self._answers = False
         self._jobs: dict[str, tuple[JobFolder, str]] = {}  # by their handles, with their tokens
 
@@ -194,7 +194,11 @@ class StartedRay(RayCluster):
             QueueError: it does not start.
         """
         if self._keeper is None and time.monotonic() >= self._until:
-            self._start()
+            self._until = time.monotonic() + _AGAIN_AFTER_S
+            try:
+                self._start()
+            except OSError as error:
+                raise QueueError(f"Ray cannot be started on this machine: {error}") from error
         if self._keeper is None:
             raise self._failed()
         ended = self._keeper.poll() is not None
@@ -202,12 +206,13 @@ class StartedRay(RayCluster):
             nodes = {} if ended else super().nodes()
         except QueueError:
             nodes = {}
-        if nodes and not self._answers:
-            print(f"schedule: Ray was started on this machine with {resources_here()}", file=sys.stderr, flush=True)
-        self._answers = bool(nodes)
+        if nodes:
+            if not self._answers:
+                print(f"schedule: Ray was started on this machine with {resources_here()}", file=sys.stderr, flush=True)
+            self._answers, self._until = True, time.monotonic() + _ANSWERS_AGAIN_WITHIN_S
         if ended or (not nodes and time.monotonic() >= self._until):
+            self._until = time.monotonic() + (0.0 if self._answers else _AGAIN_AFTER_S)
             self.close()
-            self._until = time.monotonic() + _AGAIN_AFTER_S
             raise self._failed()
         return nodes
 
@@ -260,7 +265,7 @@ class StartedRay(RayCluster):
         variables = inherited() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
         variables.pop("RAY_ADDRESS", None)
         files.write_whole(self._log, "", files.PRIVATE)
-        self._folder = Path(tempfile.mkdtemp(prefix="egeria-ray-", dir=_FOLDER))
+        self._folder = Path(tempfile.mkdtemp(prefix="egeria-ray-", dir=_FOLDER))  # the keeper removes it
         command = [sys.executable, "-P", "-m", "lightning_egeria.jobs.ray_keeper", str(self._folder), str(self._log)]
         with files.adding(self._log) as log:
             self._keeper = subprocess.Popen(

@@ -96,6 +96,9 @@ def test_one_that_does_not_start_is_named_and_tried_again_later(tmp_path, monkey
                 until(started.nodes)
         assert started._keeper is None
     assert not [*(tmp_path / ("x" * 100)).iterdir()]
+    (tmp_path / ("x" * 100)).rmdir()
+    with pytest.raises(QueueError, match=r"Ray cannot be started on this machine: .* No such file or directory"):
+        StartedRay(tmp_path / "ray.log").nodes()
 
 
 class Quiet(Queued):
