@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ _HEADS = ("ID", "NAME", "STATE", "WHERE", "ATTEMPT", "FOR", "NOTE")
 _SILENT_S = 30.0  # since the last heart-beat
 
 
-def table(rows: Sequence[Row], home: Home) -> str:
+def table(rows: Sequence[Row], home: Home) -> list[str]:
     """Return the jobs, one a line, below their heads."""
     now = time.time()
     lines = [_HEADS, *(_cells(row, home, now) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(_HEADS) - 1)]
     padded = [[*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]] for line in lines]
-    return "".join("  ".join(line).rstrip() + "\n" for line in padded)
+    return ["  ".join(line).rstrip() for line in padded]
 
 
 def details(row: Row, home: Home) -> dict[str, Any]:
@@ -42,6 +42,14 @@ def details(row: Row, home: Home) -> dict[str, Any]:
         entry = read_run_directory(Path(row.run))["entry"]
         found["entry"] = entry["command"] or f"{entry['experiment']}: {' '.join(entry['overrides'])}"
     return found
+
+
+def as_text(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of what is known of a job."""
+    width = max(map(len, found))
+    for name, value in found.items():
+        for place, line in enumerate(value if isinstance(value, list) else [value]):
+            yield f"{name if not place else '':{width}}  {printable(line)}"
 
 
 def period(seconds: float) -> str:

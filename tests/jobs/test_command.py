@@ -1,8 +1,10 @@
 import contextlib
 import json
+import os
 import re
 import sqlite3
 import sys
+from pathlib import Path
 
 import pytest
 from described import all_reaped, until
@@ -47,6 +49,28 @@ def test_from_a_description_to_its_log(jobs, tmp_path):
     assert [(row["id"], row["state"]) for row in rows] == [(2, "done"), (1, "done")]
     assert jobs("resume", 1)[0] == 2
     assert len(list((tmp_path / "home" / "runs").iterdir())) == 1
+
+
+def test_answers_for_programs(jobs, tmp_path):
+    (tmp_path / "sweep.yaml").write_text("name: swept\nentry: {command: 'exit $X'}\nsweep: {X: ['0', '1']}\n")
+
+    def found(*arguments):
+        status, printed, _ = jobs(*arguments, "--json")
+        return status, [json.loads(line) for line in printed.splitlines()]
+
+    status, dry = found("submit", "--dry-run", "sweep.yaml")
+    assert (status, [one["name"] for one in dry]) == (0, ["swept.0", "swept.1"])
+    assert dry[0]["methods"][0]["method"] == "freezing"
+    assert dry[0]["methods"][0].keys() == {"method", "on", "reason", "options"}
+    status, handed = found("submit", "sweep.yaml")
+    assert (status, handed) == (0, [{"id": id, **one} for id, one in enumerate(dry, start=1)])
+    assert found("wait", 1, 2) == (1, [{"id": 1, "state": "done"}, {"id": 2, "state": "failed"}])
+    assert found("evict") == (0, [])
+    for run in (tmp_path / "home" / "runs").iterdir():
+        os.utime(run, (0, 0))
+    jobs("rm", 1, 2)
+    names = sorted(Path(one["run"]).name for one in dry)
+    assert found("evict") == (0, [{"kind": "run directories", "removed": name} for name in names])
 
 
 def test_auto_can_be_tried_on_handwritten_digits(jobs, tmp_path):

@@ -15,7 +15,7 @@ def test_a_line_for_each_job(tmp_path):
         home.folder(first).write_status(Status(State.RUNNING, 2, started=time.time() - 125))
         home.folder(first).beat()
         os.utime(home.folder(first).path / "heartbeat", (1, time.time() - 90))
-        lines = table(history.unfinished(), home).splitlines()
+        lines = table(history.unfinished(), home)
     assert lines[0].split() == ["ID", "NAME", "STATE", "WHERE", "ATTEMPT", "FOR", "NOTE"]
     assert lines[1].startswith("1   hello  running  local  2        2m 5s")
     assert "no heart-beat for 1m 30s" in lines[1]

@@ -1,6 +1,26 @@
-"""Text from elsewhere, on a terminal."""
+"""What commands print: text from elsewhere on a terminal, and JSON for programs."""
 
 from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def takes_json(parser: argparse.ArgumentParser, of: str = "a line") -> None:
+    """Add the flag ``--json``, which `tell` obeys."""
+    parser.add_argument("--json", action="store_true", help=f"print one JSON object {of}")
+
+
+def tell(options: argparse.Namespace, found: Iterable[Mapping[str, Any]], text: Iterable[str]) -> None:
+    """Print what a command has found, done or decided: an object a line with ``--json``, else lines of text.
+
+    >>> tell(argparse.Namespace(json=True), [{"id": 1, "state": "done"}], ["1  done"])
+    {"id": 1, "state": "done"}
+    """
+    for line in map(json.dumps, found) if options.json else text:
+        print(line)
 
 
 def printable(text: object, keep: str = "") -> str:
