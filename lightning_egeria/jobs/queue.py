@@ -286,6 +286,7 @@ class Queue:
             service=service,
             starts=status.attempt,
             hints=self.home.folder(row.id).hints,
+            run=Path(row.run),
         )
 
     def _is_running(self, row: Row) -> bool:

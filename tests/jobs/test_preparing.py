@@ -22,7 +22,7 @@ def test_commands(tmp_path):
     job["entry"] |= {"experiment": "default", "overrides": ["a=1"], "command": None}
     command = command_for(job, folder, "/x/python", 1)
     assert command[1:4] == ["-m", "lightning_egeria.cli.train", "a=1"]
-    assert command[-1] == f"run_dir='{folder.results}'"
+    assert command[-2:] == [f"+callbacks.telling.hints='{folder.hints}'", f"run_dir='{folder.results}'"]
     (folder.checkpoints / "last.ckpt").touch()
     assert command_for(job, folder, "/x/python", 1)[-1] == f"ckpt_path='{folder.checkpoints}/last.ckpt'"
 

@@ -113,6 +113,30 @@ def test_a_killed_watcher_is_noticed_and_the_job_goes_on(home, history, watchers
     assert "the process that watched the job was killed" in home.folder(id).log.read_text()
 
 
+def test_the_shorter_job_first_under_srtf(home, history):
+    home.follow("srtf")
+    long = add(
+        home,
+        history,
+        "trap 'exit 75' TERM; test $EGERIA_ATTEMPT = 2 && exit; touch \"$EGERIA_CHECKPOINTS/x\"\n"
+        'echo \'{"version": 1, "seconds_left": 500}\' > "$EGERIA_HINTS"; while :; do sleep 0.05; done',
+    )
+    running = here(home, history, 1)
+
+    def long_has_told():
+        running.step()
+        return home.folder(long).hints.exists()
+
+    until(long_has_told)
+    unknown = add(home, history, "true")
+    short = add(home, history, "true", **{"resources.time": "1m"})
+    running.run()
+    assert states(history, long, short, unknown) == ["done"] * 3
+    ends = {id: history.get(id).status.ended for id in (short, long, unknown)}
+    assert sorted(ends, key=ends.get) == [short, long, unknown]
+    assert history.get(long).status.attempt == 2
+
+
 def test_a_job_in_a_gap_makes_room(home, history, monkeypatch):
     saves = (
         "trap 'exit 75' TERM; test $EGERIA_ATTEMPT = 2 && exit; touch \"$EGERIA_CHECKPOINTS/x\"\n"
