@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import json
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.arguments import period, whole_number
-from lightning_egeria.core.programs.terminal import printable, takes_json, tell
+from lightning_egeria.core.programs.terminal import printable, takes_json, tell, width_of_terminal, wrapped
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.backends import NAMES, backend
 from lightning_egeria.jobs.compiler import Compiled, explanation
@@ -86,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     waiting.add_argument("--timeout", type=period, metavar="PERIOD", help="give up after this time, with status 1")
     takes_json(waiting)
     command("cancel", _cancel, "end jobs", "4", ids="+")
-    command("resume", _resume, "let failed or cancelled jobs go on from their last checkpoint", "4", ids="+")
+    command("resume", _resume, "resume failed or cancelled jobs from their last checkpoint", "4", ids="+")
     command("rm", _remove, "remove jobs that have ended, with their logs, checkpoints and results", "4", ids="+")
     evicting = command(
         "evict", _evict, "remove environments and run directories that no job has used for some time", "--older-than 7d"
@@ -134,7 +133,7 @@ def _facts(one: Compiled) -> dict[str, Any]:
 def _explained(one: Compiled) -> Iterator[str]:
     yield f"{one.name}: {printable(one.path)}"
     for line in explanation(one.choices).splitlines():
-        yield textwrap.fill(printable(line), get_terminal_size().columns, initial_indent="  ", subsequent_indent="    ")
+        yield wrapped(printable(line), get_terminal_size().columns, first="  ", then="    ")
 
 
 def _ps(options: argparse.Namespace, home: Home, history: History) -> int:
@@ -142,7 +141,7 @@ def _ps(options: argparse.Namespace, home: Home, history: History) -> int:
     rows = history.unfinished() + history.finished(options.n)
     waits = any(row.backend in SERVED and row.closed is None for row in rows) and not queue_runs(home)
     footer = ["no queue runs: `egeria jobs queue` continues these jobs"] if waits else []
-    tell(options, (row.content() for row in rows), [*table(rows, home), *footer])
+    tell(options, (row.content() for row in rows), [*table(rows, home, width_of_terminal()), *footer])
     return 0
 
 
@@ -157,22 +156,23 @@ def _refresh(home: Home, history: History) -> None:
 def _show(options: argparse.Namespace, home: Home, history: History) -> int:
     _refresh(home, history)
     found = details(history.get(options.id), home)
-    tell(options, [found], as_text(found))
+    tell(options, [found], as_text(found, width_of_terminal()))
     return 0
 
 
 def _logs(options: argparse.Namespace, home: Home, history: History) -> int:
     history.get(options.id)
-    looked = time.monotonic()
-    with files.reading(home.folder(options.id).log, links=False) as log:
+    looked, folder = time.monotonic(), home.folder(options.id)
+    with files.reading(folder.log, links=False) as log:
         if options.tail is not None:
             sys.stdout.write(b"".join(collections.deque(log, options.tail)).decode(errors="replace"))
         while True:
             state = history.get(options.id).state
+            ended = state.final and not folder.is_watched  # the last lines come after the state
             while data := log.read(2**16):
                 sys.stdout.write(data.decode(errors="replace"))
             sys.stdout.flush()
-            if state.final or not options.follow:
+            if ended or not options.follow:
                 return int(options.follow and state is not State.DONE)
             if time.monotonic() - looked > _BACKENDS_S:
                 _refresh(home, history)

@@ -119,7 +119,7 @@ class History:
             self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:  # a signal too; it goes on
+        except BaseException:  # a signal too; it is raised again
             with self._errors():
                 self._database.execute("ROLLBACK")
             raise

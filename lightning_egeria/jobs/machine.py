@@ -17,7 +17,7 @@ HERE = "here"
 
 
 class ThisMachine:
-    """Runs jobs as processes. What runs goes on when this process ends.
+    """Runs jobs as processes. What runs continues when this process ends.
 
     Args:
         devices: of this machine.
@@ -64,7 +64,7 @@ class ThisMachine:
         """Nothing: the process that watches a job sees itself that it is cancelled."""
 
     def close(self) -> None:
-        """Nothing: what runs goes on."""
+        """Nothing: what runs continues."""
 
 
 def start_execution(folder: JobFolder, token: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -124,7 +124,7 @@ def inherited() -> dict[str, str]:
 
 
 def detached(command: list[str], variables: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a process that goes on when this one ends."""
+    """Start a process that continues when this one ends."""
     return subprocess.Popen(
         command,
         env=variables,

@@ -88,7 +88,7 @@ def variables_for(job: Mapping[str, Any], folder: JobFolder, status: Status, dat
 
 
 def command_for(job: Mapping[str, Any], folder: JobFolder, python: str, devices: int) -> list[str]:
-    """Return the command of the job; an experiment goes on from its last checkpoint, if it has one.
+    """Return the command of the job; an experiment resumes from its last checkpoint, if it has one.
 
     Args:
         job: content of its `job.json`.

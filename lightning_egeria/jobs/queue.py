@@ -126,7 +126,7 @@ def machines_of(backend: str, address: str, home: Home) -> Machines:
 
 
 class Queue:
-    """Starts and watches jobs. What runs goes on when this process ends, and the next one finds it.
+    """Starts and watches jobs. What runs continues when this process ends, and the next one finds it.
 
     Args:
         home: of the jobs.
@@ -173,7 +173,7 @@ class Queue:
                 time.sleep(max(_POLL_S, time.monotonic() - began))  # at most half of a core
 
     def _wait_for_room(self, error: Exception) -> None:
-        """Say what cannot be written, and wait: the disk is full, say, and what runs goes on."""
+        """Say what cannot be written, and wait: the disk is full, say, and what runs continues."""
         if str(error) != self._said:
             self._said = str(error)
             print(f"schedule: {error}. The queue waits", file=sys.stderr, flush=True)

@@ -150,7 +150,7 @@ class RayCluster:
             raise self._silent() from error
 
     def close(self) -> None:
-        """Nothing: the cluster is somebody else's, and what runs there goes on."""
+        """Nothing: the cluster is somebody else's, and what runs there continues."""
 
     def _client(self) -> JobSubmissionClient:
         if self._known is None:

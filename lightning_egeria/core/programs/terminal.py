@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping
+from shutil import get_terminal_size
 from typing import Any
 
 
@@ -21,6 +24,36 @@ def tell(options: argparse.Namespace, found: Iterable[Mapping[str, Any]], text: 
     """
     for line in map(json.dumps, found) if options.json else text:
         print(line)
+
+
+def width_of_terminal() -> int | None:
+    """Return the columns of the terminal that the output goes to; None if it goes elsewhere, where all is wanted."""
+    return get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a text in a number of columns, without its middle if it is longer: names of a sweep differ at the end.
+
+    >>> shortened("a-long-name.17", 10)
+    'a-long….17'
+    """
+    if len(text) <= width:
+        return text
+    end = max(width // 3, 0)
+    return text[: max(width - end - 1, 0)] + "…" + text[len(text) - end :]
+
+
+def wrapped(text: str, width: int, first: str = "", then: str = "  ") -> str:
+    """Return a text in lines of at most a number of columns. Words and paths stay whole.
+
+    >>> print(wrapped("a message of several words", 20))
+    a message of several
+      words
+    """
+    wrapping = textwrap.TextWrapper(
+        max(width, 20), initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join("\n".join(wrapping.wrap(line)) for line in text.split("\n"))
 
 
 def printable(text: object, keep: str = "") -> str:
