@@ -46,7 +46,10 @@ ALLOWED = {
         "(self.root / name).read_text": "data sets that the user names",
     },
     "methods/pipelining/command.py": {"drawn(timelines).savefig": "into memory"},
-    "core/programs/processes.py": {"(place / 'environ').read_bytes": "of the kernel, about a process"},
+    "core/programs/processes.py": {
+        "(place / 'environ').read_bytes": "of the kernel, about a process",
+        "(place / 'cmdline').read_bytes": "of the kernel, about a process",
+    },
     "report/command.py": {"figure.savefig": "into memory"},
     "report/drawing.py": {"self.savefig": "into memory"},
     "report/page.py": {"figure.savefig": "into memory"},

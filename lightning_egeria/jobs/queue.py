@@ -317,6 +317,7 @@ class Queue:
             if status.state in (State.RUNNING, State.LOST, State.QUEUED):  # who watched it was killed
                 status.state, status.message = State.LOST, "execute: the process that watched the job was killed"
                 folder.tell("schedule", status.message)
+                kill_marked(folder.path)  # what it had started beside the job
                 folder.settle(status, retries=0)
         if folder.status().state.final:
             note_end(self.history, row.id)

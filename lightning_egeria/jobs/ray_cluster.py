@@ -29,7 +29,7 @@ from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.arguments import quantity
 from lightning_egeria.core.programs.processes import kill_marked
 from lightning_egeria.errors import QueueError
-from lightning_egeria.jobs.jobfolders import JobFolder, State
+from lightning_egeria.jobs.jobfolders import JobFolder
 from lightning_egeria.jobs.machine import devices_here, execution_command, inherited, processors_here, resources_here
 from lightning_egeria.jobs.rundirs import read_run_directory
 
@@ -45,7 +45,6 @@ _AGAIN_AFTER_S = 60.0  # after a start that failed
 _FOLDER = "/tmp"
 _STORE = 100 * 2**20  # bytes for objects, which jobs do not use; Ray wants 75 MiB at least
 _LARGEST_LOG = 2**26
-_POLL_S = 0.1
 
 
 def address_here() -> str:
@@ -185,7 +184,7 @@ class StartedRay(RayCluster):
         self._keeper: subprocess.Popen[bytes] | None = None
         self._until = 0.0  # when it has to answer, or may be started again
         self._answers = False
-        self._jobs: dict[str, tuple[JobFolder, str]] = {}  # by their handles, with their tokens
+        self._jobs: set[str] = set()  # handles
 
     def nodes(self) -> dict[str, int]:
         """Return the devices of this machine by the id that Ray gave it; none while Ray starts.
@@ -219,7 +218,7 @@ class StartedRay(RayCluster):
     def start(self, folder: JobFolder, node: str, devices: int, handle: str, token: str) -> None:
         """See `RayCluster`."""
         super().start(folder, node, devices, handle, token)
-        self._jobs[handle] = folder, token
+        self._jobs.add(handle)
 
     def runs(self, folder: JobFolder, handle: str) -> bool:
         """See `RayCluster`. What an earlier queue had started ended with it."""
@@ -234,14 +233,6 @@ class StartedRay(RayCluster):
         """Stop it. Jobs that still run save first."""
         if self._keeper is None:
             return
-        asked = []
-        for folder, token in self._jobs.values():
-            with contextlib.suppress(OSError):  # the disk is full
-                if self._answers and folder.is_watched and folder.token() == token:
-                    folder.ask(State.PREEMPTED)
-                    asked.append(folder)
-        while any(folder.is_watched for folder in asked):  # each is killed after its grace
-            time.sleep(_POLL_S)
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         self._keeper.wait()
