@@ -120,8 +120,9 @@ class History:
         try:
             yield
         except BaseException:  # a signal too; it is raised again
-            with self._errors():
-                self._database.execute("ROLLBACK")
+            if self._database.in_transaction:  # SQLite has left it itself when the disk is full
+                with self._errors():
+                    self._database.execute("ROLLBACK")
             raise
         with self._errors():
             self._database.execute("COMMIT")

@@ -110,7 +110,8 @@ def resources_here() -> str:
         QueueError: as `devices_here`.
     """
     devices, gpus = devices_here()
-    return f"{devices} GPUs and {processors_here()} CPUs" if gpus else f"{devices} CPUs"
+    counts = {"GPU": devices, "CPU": processors_here()} if gpus else {"CPU": devices}
+    return " and ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
 
 
 def processors_here() -> int:

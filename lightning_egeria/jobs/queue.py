@@ -15,6 +15,7 @@ from typing import Protocol
 
 from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.processes import kill_marked
+from lightning_egeria.core.programs.terminal import say
 from lightning_egeria.errors import ExecutionError, JobError, QueueError
 from lightning_egeria.jobs.endings import note_end
 from lightning_egeria.jobs.history import History, Row
@@ -99,7 +100,7 @@ class _Pool:
             except QueueError as error:
                 if f"{_WAITS}{error}" != self.trouble:
                     self.trouble = f"{_WAITS}{error}"
-                    print(self.trouble, file=sys.stderr, flush=True)
+                    say(self.trouble)
                 self._nodes = {}
             self._looked = time.monotonic()
         return self._nodes
@@ -176,7 +177,7 @@ class Queue:
         """Say what cannot be written, and wait: the disk is full, say, and what runs continues."""
         if str(error) != self._said:
             self._said = str(error)
-            print(f"schedule: {error}. The queue waits", file=sys.stderr, flush=True)
+            say(f"schedule: {error}. The queue waits")
         time.sleep(_WAITS_FOR_ROOM_S)
 
     def close(self) -> None:
@@ -359,7 +360,7 @@ class Queue:
         try:
             pool.machines.start(folder, node, devices, handle, token)
         except QueueError as error:  # the cluster has gone, or is about to
-            print(f"schedule: job {row.id}: {error}", file=sys.stderr, flush=True)
+            say(f"schedule: job {row.id}: {error}")
             status.state = before
             folder.write_status(status)
             self.history.update(row.id, node="", given=0, handle="")

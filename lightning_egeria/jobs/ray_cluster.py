@@ -28,6 +28,7 @@ from ray.util.state.exception import RayStateApiException
 from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.arguments import quantity
 from lightning_egeria.core.programs.processes import kill_marked
+from lightning_egeria.core.programs.terminal import say
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.jobfolders import JobFolder
 from lightning_egeria.jobs.machine import devices_here, execution_command, inherited, processors_here, resources_here
@@ -183,7 +184,7 @@ class StartedRay(RayCluster):
         self._log, self._folder = log, Path()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._until = 0.0  # when it has to answer, or may be started again
-        self._answers = False
+        self._answers, self._failed = False, ""
         self._jobs: set[str] = set()  # handles
 
     def nodes(self) -> dict[str, int]:
@@ -197,22 +198,23 @@ class StartedRay(RayCluster):
             try:
                 self._start()
             except OSError as error:
-                raise QueueError(f"Ray cannot be started on this machine: {error}") from error
+                self._failed = f"Ray cannot be started on this machine: {error}"
         if self._keeper is None:
-            raise self._failed()
-        ended = self._keeper.poll() is not None
+            raise QueueError(self._failed)
+        ended = self._keeper.poll()
         try:
-            nodes = {} if ended else super().nodes()
+            nodes = super().nodes() if ended is None else {}
         except QueueError:
             nodes = {}
         if nodes:
             if not self._answers:
-                print(f"schedule: Ray was started on this machine with {resources_here()}", file=sys.stderr, flush=True)
+                say(f"schedule: Ray was started on this machine with {resources_here()}")
             self._answers, self._until = True, time.monotonic() + _ANSWERS_AGAIN_WITHIN_S
-        if ended or (not nodes and time.monotonic() >= self._until):
+        if ended is not None or (not nodes and time.monotonic() >= self._until):
             self._until = time.monotonic() + (0.0 if self._answers else _AGAIN_AFTER_S)
+            self._failed = self._reason("it does not answer" if ended is None else f"it ended with status {ended}")
             self.close()
-            raise self._failed()
+            raise QueueError(self._failed)
         return nodes
 
     def start(self, folder: JobFolder, node: str, devices: int, handle: str, token: str) -> None:
@@ -269,10 +271,10 @@ class StartedRay(RayCluster):
             )
         self._until = time.monotonic() + _STARTS_WITHIN_S
 
-    def _failed(self) -> QueueError:
-        text = files.read_text(self._log, _LARGEST_LOG, links=False, errors="replace")
-        last = text.strip().rpartition("\n")[2] or "it does not answer"
-        return QueueError(f"Ray does not run on this machine: {last}. {self._log} has all that it said")
+    def _reason(self, why: str) -> str:
+        text = files.read_text(self._log, _LARGEST_LOG, links=False, errors="replace").strip()
+        last = f": {line}" if (line := text.rpartition("\n")[2]) else ""
+        return f"Ray does not run on this machine: {why}{last}. {self._log} has all that it said"
 
 
 def _free_ports() -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import textwrap
@@ -24,6 +25,12 @@ def tell(options: argparse.Namespace, found: Iterable[Mapping[str, Any]], text: 
     """
     for line in map(json.dumps, found) if options.json else text:
         print(line)
+
+
+def say(text: str) -> None:
+    """Print a line to standard error. It is lost if the disk is full, say; the program continues."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def width_of_terminal() -> int | None:
