@@ -74,6 +74,7 @@ class RayCluster:
 
     def __init__(self, address: str, token: str = "") -> None:
         self.address, self._headers = address, {"Authorization": f"Bearer {token}"} if token else None
+        self._before: list[str] = []  # of the command of a job
         self._known: JobSubmissionClient | None = None
         self._gpus = False
 
@@ -112,7 +113,7 @@ class RayCluster:
         client = self._client()
         try:
             client.submit_job(
-                entrypoint=shlex.join(execution_command(folder, token)),
+                entrypoint=shlex.join([*self._before, *execution_command(folder, token)]),
                 submission_id=handle,
                 entrypoint_num_cpus=devices * each if self._gpus else devices,
                 entrypoint_num_gpus=devices if self._gpus else None,
@@ -182,6 +183,7 @@ class StartedRay(RayCluster):
     def __init__(self, log: Path) -> None:
         super().__init__("")
         self._log, self._folder = log, Path()
+        self._before = ["env", f"TMPDIR={os.environ.get('TMPDIR', '')}"]  # Ray's own files go to its folder
         self._keeper: subprocess.Popen[bytes] | None = None
         self._until = 0.0  # when it has to answer, or may be started again
         self._answers, self._failed = False, ""
@@ -255,10 +257,10 @@ class StartedRay(RayCluster):
             *(f"--ray-client-server-port={unused}", f"--object-store-memory={_STORE}", "--log-color=false"),
             *(f"--num-cpus={processors_here() if gpus else devices}", f"--num-gpus={devices if gpus else 0}"),
         ]
-        variables = inherited() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
-        variables.pop("RAY_ADDRESS", None)
         files.write_whole(self._log, "", files.PRIVATE)
         self._folder = Path(tempfile.mkdtemp(prefix="egeria-ray-", dir=_FOLDER))  # the keeper removes it
+        variables = inherited() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "TMPDIR": str(self._folder)}
+        variables |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": ""}
         command = [sys.executable, "-P", "-m", "lightning_egeria.jobs.ray_keeper", str(self._folder), str(self._log)]
         with files.adding(self._log) as log:
             self._keeper = subprocess.Popen(

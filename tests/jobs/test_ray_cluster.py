@@ -314,7 +314,7 @@ class TestStartedHere:
         other = Home(tmp_path / "other")
         with other.history() as others:
             mine = [
-                add(home, history, "echo hello on $EGERIA_JOB_DEVICES", devices=2, address=""),
+                add(home, history, "echo hello on $EGERIA_JOB_DEVICES in $TMPDIR", devices=2, address=""),
                 add(home, history, "exit 3", address=""),
                 add(home, history, "kill -9 $PPID; sleep 60", address=""),  # the process that watches it
             ]
@@ -325,7 +325,7 @@ class TestStartedHere:
             assert states(history, *mine) == ["done", "failed", "failed"]
             assert states(others, theirs) == ["done"]
         assert said.count("schedule: Ray was started on this machine with 2 CPUs\n") == 1
-        assert "\nhello on 2\n" in home.folder(mine[0]).log.read_text()
+        assert f"\nhello on 2 in {os.environ['TMPDIR']}\n" in home.folder(mine[0]).log.read_text()
         assert "without a new checkpoint" in history.get(mine[2]).status.message
 
     @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL"])
