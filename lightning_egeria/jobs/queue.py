@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.processes import kill_marked
@@ -59,7 +59,7 @@ class Machines(Protocol):
 
 
 class _Absent:
-    """Machines that this process cannot use."""
+    """Machines that this process cannot use. They have no nodes, so nothing is started."""
 
     def __init__(self, error: QueueError) -> None:
         self._error = error
@@ -67,16 +67,7 @@ class _Absent:
     def nodes(self) -> dict[str, int]:
         raise self._error
 
-    def claim(self, folder: JobFolder, devices: int, taken: Sequence[str]) -> str:
-        raise self._error
-
-    def start(self, folder: JobFolder, node: str, devices: int, handle: str, token: str) -> None:
-        raise self._error
-
     def runs(self, folder: JobFolder, handle: str) -> bool:
-        raise self._error
-
-    def stop(self, handle: str) -> None:
         raise self._error
 
     def close(self) -> None:
@@ -227,7 +218,7 @@ class Queue:
             try:
                 machines = self._machines(backend, address, self.home)
             except QueueError as error:  # the jobs of other back ends run
-                machines = _Absent(error)
+                machines = cast("Machines", _Absent(error))
             self._pools[backend, address] = _Pool(machines, scheduler)
         return self._pools[backend, address]
 

@@ -187,7 +187,6 @@ class StartedRay(RayCluster):
         self._keeper: subprocess.Popen[bytes] | None = None
         self._until = 0.0  # when it has to answer, or may be started again
         self._answers, self._failed = False, ""
-        self._jobs: set[str] = set()  # handles
 
     def nodes(self) -> dict[str, int]:
         """Return the devices of this machine by the id that Ray gave it; none while Ray starts.
@@ -219,19 +218,13 @@ class StartedRay(RayCluster):
             raise QueueError(self._failed)
         return nodes
 
-    def start(self, folder: JobFolder, node: str, devices: int, handle: str, token: str) -> None:
-        """See `RayCluster`."""
-        super().start(folder, node, devices, handle, token)
-        self._jobs.add(handle)
-
     def runs(self, folder: JobFolder, handle: str) -> bool:
-        """See `RayCluster`. What an earlier queue had started ended with it."""
-        return handle in self._jobs and super().runs(folder, handle)
+        """Whether Ray has started a job, or is about to. What an earlier one had started ended with it.
 
-    def stop(self, handle: str) -> None:
-        """See `RayCluster`."""
-        if handle in self._jobs:
-            super().stop(handle)
+        Raises:
+            QueueError: it does not answer any more.
+        """
+        return self._answers and super().runs(folder, handle)
 
     def close(self) -> None:
         """Stop it. Jobs that still run save first."""
@@ -243,7 +236,6 @@ class StartedRay(RayCluster):
         kill_marked(self._folder)  # the keeper was killed
         shutil.rmtree(self._folder, ignore_errors=True)
         self._keeper, self._answers, self._known = None, False, None
-        self._jobs.clear()
 
     def _start(self) -> None:
         port, unused = _free_ports()
