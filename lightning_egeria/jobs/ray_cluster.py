@@ -29,7 +29,7 @@ from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.arguments import quantity
 from lightning_egeria.core.programs.processes import kill_marked
 from lightning_egeria.core.programs.terminal import say
-from lightning_egeria.errors import QueueError
+from lightning_egeria.errors import ExecutionError, QueueError
 from lightning_egeria.jobs.jobfolders import JobFolder
 from lightning_egeria.jobs.machine import devices_here, execution_command, inherited, processors_here, resources_here
 from lightning_egeria.jobs.rundirs import read_run_directory
@@ -69,13 +69,14 @@ class RayCluster:
 
     Args:
         address: of its dashboard.
-        token: that it wants; if left out, the one of the environment.
     """
 
-    def __init__(self, address: str, token: str = "") -> None:
-        self.address, self._headers = address, {"Authorization": f"Bearer {token}"} if token else None
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._headers: dict[str, str] | None = None  # with a token; None for that of the environment
         self._before: list[str] = []  # of the command of a job
         self._known: JobSubmissionClient | None = None
+        self._resources: dict[str, dict[str, Any]] = {}  # of each node, by its id
         self._gpus = False
 
     def nodes(self) -> dict[str, int]:
@@ -93,10 +94,10 @@ class RayCluster:
         except (RayStateApiException, OSError, RayError) as error:
             self._known = None
             raise self._silent() from error
-        resources: dict[str, dict[str, Any]] = {node.node_id: node.resources_total for node in alive}
-        self._gpus = any(has.get("GPU") for has in resources.values())
+        self._resources = {node.node_id: node.resources_total for node in alive}
+        self._gpus = any(has.get("GPU") for has in self._resources.values())
         device = "GPU" if self._gpus else "CPU"
-        return {id: int(has[device]) for id, has in sorted(resources.items()) if has.get(device, 0) >= 1}
+        return {id: int(has[device]) for id, has in sorted(self._resources.items()) if has.get(device, 0) >= 1}
 
     def claim(self, folder: JobFolder, devices: int, taken: Sequence[str]) -> str:
         """Return a handle for an attempt of a job: the id that Ray is to give it."""
@@ -107,17 +108,24 @@ class RayCluster:
 
         Raises:
             QueueError: no cluster answers, or it refuses the job.
+            ExecutionError: no node has the memory and processor cores that the job asks for.
         """
         resources = read_run_directory(Path(folder.submission().run))["resources"]
-        each = resources["cpus_per_device"] or 1
+        cpus = devices * (resources["cpus_per_device"] or 1) if self._gpus else devices
+        memory = quantity(resources["memory"]) if resources["memory"] else 0
+        if not any(has.get("memory", 0) >= memory and has.get("CPU", 0) >= cpus for has in self._resources.values()):
+            raise ExecutionError(
+                f"no node has {cpus} CPUs and {resources['memory'] or 'any'} memory. Lower resources.memory or "
+                "resources.cpus_per_device"
+            )
         client = self._client()
         try:
             client.submit_job(
                 entrypoint=shlex.join([*self._before, *execution_command(folder, token)]),
                 submission_id=handle,
-                entrypoint_num_cpus=devices * each if self._gpus else devices,
+                entrypoint_num_cpus=cpus,
                 entrypoint_num_gpus=devices if self._gpus else None,
-                entrypoint_memory=quantity(resources["memory"]) if resources["memory"] else None,
+                entrypoint_memory=memory or None,
                 entrypoint_label_selector={_NODE_LABEL: node},
                 metadata={"name": folder.submission().name},
             )

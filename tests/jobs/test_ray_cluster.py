@@ -317,16 +317,18 @@ class TestStartedHere:
                 add(home, history, "echo hello on $EGERIA_JOB_DEVICES in $TMPDIR", devices=2, address=""),
                 add(home, history, "exit 3", address=""),
                 add(home, history, "kill -9 $PPID; sleep 60", address=""),  # the process that watches it
+                add(home, history, "true", address="", **{"resources.memory": "900TB"}),
             ]
             theirs = add(other, others, "echo hello", address="")
             with queue_of(home) as first, queue_of(other) as second:
                 _, said = first.communicate(timeout=200)
                 second.wait(200)
-            assert states(history, *mine) == ["done", "failed", "failed"]
+            assert states(history, *mine) == ["done", "failed", "failed", "failed"]
             assert states(others, theirs) == ["done"]
         assert said.count("schedule: Ray was started on this machine with 2 CPUs\n") == 1
         assert f"\nhello on 2 in {os.environ['TMPDIR']}\n" in home.folder(mine[0]).log.read_text()
         assert "without a new checkpoint" in history.get(mine[2]).status.message
+        assert "no node has 1 CPUs and 900TB memory. Lower" in history.get(mine[3]).status.message
 
     @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL"])
     def test_a_queue_that_is_ended_ends_its_ray_and_the_next_one_goes_on(self, way, home, history):
