@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from lightning_egeria.core.training.freezer import Decision, Freezer
     from lightning_egeria.core.training.observers import Observer
     from lightning_egeria.core.training.resumable import ResumableCheckpoints
-    from lightning_egeria.core.training.turns import DeviceTurns
     from lightning_egeria.freezing.callback import KnowledgeGuidedFreezing
     from lightning_egeria.freezing.metric import SimilarityPreservingLoss
     from lightning_egeria.freezing.policy import FreezingPolicy
     from lightning_egeria.freezing.scripted import ScriptedPolicy
     from lightning_egeria.freezing.similarity import similarity_preserving_loss
     from lightning_egeria.freezing.slopes import SlopePolicy
+    from lightning_egeria.jobs.turns import DeviceTurns
     from lightning_egeria.methods.goodput.datamodule import AdaptiveBatchSize
     from lightning_egeria.methods.partial.callback import StructuredPartialBackprop
     from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
@@ -63,7 +63,7 @@ __all__ = [
 _HOMES = {
     "AdaptiveBatchSize": "methods.goodput.datamodule",
     "Decision": "core.training.freezer",
-    "DeviceTurns": "core.training.turns",
+    "DeviceTurns": "jobs.turns",
     "Freezer": "core.training.freezer",
     "Observer": "core.training.observers",
     "PrefixFreezing": "core.training.callback",

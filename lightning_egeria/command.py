@@ -7,9 +7,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from shutil import get_terminal_size
 
 import lightning_egeria
-from lightning_egeria.core.programs.terminal import printable
+from lightning_egeria.core.programs.terminal import printable, wrapped
 from lightning_egeria.errors import EgeriaError, JobError
 
 # Module, what it does, and an example. A module is imported when its command is called: some take seconds.
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         room = importlib.import_module(module)
         parser = argparse.ArgumentParser(
             prog=prog,
-            description=text.capitalize() + ".",
+            description=f"{text[0].upper()}{text[1:]}.",
             epilog=f"example: {prog} {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -70,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _mistake(prog: str, message: str) -> int:
-    print(f"{prog}: {printable(message, keep=chr(10))}", file=sys.stderr)
+    text = f"{prog}: {printable(message, keep=chr(10))}"
+    print(wrapped(text, get_terminal_size().columns) if sys.stderr.isatty() else text, file=sys.stderr)
     return 2
 
 

@@ -46,7 +46,10 @@ ALLOWED = {
         "(self.root / name).read_text": "data sets that the user names",
     },
     "methods/pipelining/command.py": {"drawn(timelines).savefig": "into memory"},
-    "core/programs/processes.py": {"(place / 'environ').read_bytes": "of the kernel, about a process"},
+    "core/programs/processes.py": {
+        "(place / 'environ').read_bytes": "of the kernel, about a process",
+        "(place / 'cmdline').read_bytes": "of the kernel, about a process",
+    },
     "report/command.py": {"figure.savefig": "into memory"},
     "report/drawing.py": {"self.savefig": "into memory"},
     "report/page.py": {"figure.savefig": "into memory"},
@@ -69,6 +72,10 @@ ALLOWED = {
         "os.utime": "in a new folder for this user alone",
         "tempfile.TemporaryDirectory": "a new folder for this user alone",
         "tempfile.TemporaryFile": "a new file without a name",
+    },
+    "jobs/ray_cluster.py": {
+        "build_opener(ProxyHandler({})).open": "an address of this machine",
+        "tempfile.mkdtemp": "a new folder for this user alone",
     },
     "jobs/rundirs.py": {"os.utime": "a run directory, in the home"},
     "jobs/slurm.py": {"(own / str(place)).symlink_to": "in a new folder of the home"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightning_egeria.cluster.traces import read_applications
 from lightning_egeria.cluster.workloads import read_workload
 from lightning_egeria.core.programs.arguments import whole_number
 from lightning_egeria.core.programs.files import write_whole
+from lightning_egeria.core.programs.terminal import takes_json, tell
 from lightning_egeria.errors import ArgumentError
 
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--interval", type=float, metavar="N", default=60, help="seconds between two decisions; default: 60"
     )
     parser.add_argument("--out", type=Path, default=Path("simulation"), help="folder to write to; default: simulation")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each policy, and draw nothing")
+    takes_json(parser, "for each policy, and draw nothing")
     parser.add_argument("--example", type=Path, metavar="FOLDER", help="only write a small workload and its traces")
     parser.add_argument(
         "--jobs", type=whole_number(1, 1_000_000), metavar="N", default=40, help="of the example; default: 40"
@@ -76,8 +76,7 @@ def _simulate(options: argparse.Namespace) -> None:
         if not options.json:
             _draw(drawing.devices(records[-1]), options.out / f"devices-{name}.png")
     if options.json:
-        for record in records:
-            print(json.dumps(_summary(record)))
+        tell(options, map(_summary, records), [])
         return
     _draw(drawing.completion_times(records), options.out / "completion-times.png")
     _draw(drawing.utilisation(records), options.out / "utilisation.png")

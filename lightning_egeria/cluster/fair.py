@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 from lightning_egeria.cluster.jobs import Allocation, Cluster, JobView, devices_of, take_emptiest
@@ -21,12 +22,14 @@ class FairShare:
     ) -> dict[str, Allocation]:
         """See `Policy`."""
         counts = {job.name: 0 for job in jobs}
-        most = {job.name: job.most_replicas for job in jobs}
+        least = [(0, place) for place, job in enumerate(jobs) if job.most_replicas > 0]  # a heap
         for _ in range(cluster.devices):
-            open_to_more = [name for name, count in counts.items() if count < most[name]]
-            if not open_to_more:
+            if not least:
                 break
-            counts[min(open_to_more, key=counts.__getitem__)] += 1
+            count, place = heapq.heappop(least)
+            counts[jobs[place].name] = count + 1
+            if count + 1 < jobs[place].most_replicas:
+                heapq.heappush(least, (count + 1, place))
         allocations = {name: row for name, row in current.items() if name in counts and devices_of(row) == counts[name]}
         free = cluster.free(allocations)
         for name, count in counts.items():

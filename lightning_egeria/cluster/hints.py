@@ -20,25 +20,27 @@ _LARGEST_COUNT, _LARGEST = 2**31 - 1, 1e18  # of samples and replicas; of all ot
 
 @dataclasses.dataclass(frozen=True)
 class Hints:
-    """What a job knows of its own speed.
+    """What a job knows of its own speed. A job tells what it knows, and leaves out the rest.
 
     Attributes:
-        limits: on the batch size.
+        limits: on the batch size; None if it stays.
         profiled: most replicas it has run on.
         progress: scale-invariant steps so far: a step counts as many as it gains over one at the initial batch size.
         squared_norm: estimate of ``|G|^2`` of a gradient at the initial batch size; None before there is one.
         variance: estimate of ``tr(Sigma)`` of a gradient at the initial batch size; None before there is one.
         throughput: fitted to its measured steps; None before there are any.
         unfrozen: the throughput it would have if it had frozen no layers; None if it has frozen none.
+        seconds_left: until it ends, on the devices that it has; None before that is known.
     """
 
-    limits: BatchLimits
-    profiled: int
-    progress: float
+    limits: BatchLimits | None = None
+    profiled: int = 0
+    progress: float = 0.0
     squared_norm: float | None = None
     variance: float | None = None
     throughput: ThroughputModel | None = None
     unfrozen: ThroughputModel | None = None
+    seconds_left: float | None = None
 
     def goodput(self) -> Goodput | None:
         """Return the goodput with the layers that are frozen now; None before it is known."""
@@ -49,7 +51,7 @@ class Hints:
         return self._goodput(self.unfrozen)
 
     def _goodput(self, throughput: ThroughputModel | None) -> Goodput | None:
-        if throughput is None or self.squared_norm is None or self.variance is None:
+        if self.limits is None or throughput is None or self.squared_norm is None or self.variance is None:
             return None
         return Goodput(throughput, self.squared_norm, self.variance, self.limits)
 
@@ -69,17 +71,15 @@ class Hints:
             if state.pop("version") != VERSION:
                 raise ValueError(f"expected version {VERSION}")
             hints = cls(
-                limits=BatchLimits(**{name: _count(value) for name, value in state.pop("limits").items()}),
-                profiled=_count(state.pop("profiled"), least=0),
-                progress=_number(state.pop("progress")),
-                squared_norm=_if_known(_number, state.pop("squared_norm")),
-                variance=_if_known(_number, state.pop("variance")),
-                throughput=_if_known(_throughput, state.pop("throughput")),
-                unfrozen=_if_known(_throughput, state.pop("unfrozen")),
+                limits=_if_known(_limits, state.pop("limits", None)),
+                profiled=_count(state.pop("profiled", 0), least=0),
+                progress=_number(state.pop("progress", 0)),
+                squared_norm=_if_known(_number, state.pop("squared_norm", None)),
+                variance=_if_known(_number, state.pop("variance", None)),
+                throughput=_if_known(_throughput, state.pop("throughput", None)),
+                unfrozen=_if_known(_throughput, state.pop("unfrozen", None)),
+                seconds_left=_if_known(_number, state.pop("seconds_left", None)),
             )
-            limits = hints.limits
-            if limits.initial > limits.largest or limits.smallest_local > limits.largest_local:
-                raise ValueError(f"expected a range of batch sizes, got {limits}")
             if state:
                 raise ValueError(f"unknown {', '.join(state)}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -92,6 +92,13 @@ _Known = TypeVar("_Known")
 
 def _if_known(read: Callable[[Any], _Known], value: Any) -> _Known | None:
     return None if value is None else read(value)
+
+
+def _limits(value: dict[str, Any]) -> BatchLimits:
+    limits = BatchLimits(**{name: _count(size) for name, size in value.items()})
+    if limits.initial > limits.largest or limits.smallest_local > limits.largest_local:
+        raise ValueError(f"expected a range of batch sizes, got {limits}")
+    return limits
 
 
 def _throughput(value: dict[str, Any]) -> ThroughputModel:

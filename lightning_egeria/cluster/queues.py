@@ -61,9 +61,12 @@ class BackFill:
         for place, job in enumerate(jobs):
             if job.name in allocations:
                 continue
+            if job.gang <= sum(free):
+                allocations[job.name] = take_emptiest(free, job.gang)
+                continue
             later = [other.name for other in jobs[place + 1 :] if other.name in allocations]
             left = sum(free) + sum(count for name in later for _, count in allocations[name])
-            if job.gang <= sum(free) or (job.gang <= left and self._has_waited(job.name, now, next_decision)):
+            if job.gang <= left and self._has_waited(job.name, now, next_decision):
                 while job.gang > sum(free):
                     for node, count in allocations.pop(later.pop()):
                         free[node] += count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from lightning_egeria.errors import QueueError
@@ -9,6 +10,7 @@ from lightning_egeria.jobs.compiler import Compiled
 from lightning_egeria.jobs.history import Row
 from lightning_egeria.jobs.home import Home
 from lightning_egeria.jobs.jobfolders import JobFolder
+from lightning_egeria.jobs.machine import HERE, devices_here, resources_here
 from lightning_egeria.jobs.queue import ensure_queue, machines_of
 from lightning_egeria.jobs.scheduling import QueueEntry, Scheduler, policy_named
 from lightning_egeria.jobs.submission import Backend
@@ -22,7 +24,7 @@ class Queued:
     Args:
         home: of the jobs.
         name: ``"local"`` or ``"ray"``.
-        address: of the Ray cluster; empty for this machine.
+        address: of the Ray cluster; empty for this machine, where the queue starts Ray if that is wanted.
         policy: that the queue shall follow from the next job on; None keeps the one it follows.
     """
 
@@ -40,13 +42,14 @@ class Queued:
                 f"{compiled.name}: nodes={resources['nodes']}: a job runs on one machine here. Use -b slurm"
             )
         if self._nodes is None:
-            self._nodes = machines_of(self.name, self.address).nodes()
+            here = not self.address
+            self._nodes = {HERE: devices_here()[0]} if here else machines_of(self.name, self.address, self.home).nodes()
         if not self._nodes:
             raise QueueError(f"{compiled.name}: the cluster at {self.address} has no devices")
         entry = QueueEntry(0, 0.0, resources["devices"], resources["most_devices"])
         against = Scheduler(policy_named(self.policy or self.home.policy)).refuses(entry, self._nodes)
         if against is not None:
-            more = ". Use -b slurm, or set EGERIA_DEVICES" if "machine" in against and self.name == "local" else ""
+            more = ". Use -b slurm, or set EGERIA_DEVICES" if "machine" in against and not self.address else ""
             raise QueueError(f"{compiled.name}: {against}{more}")
 
     def start(self, jobs: Sequence[tuple[Row, JobFolder]]) -> Mapping[int, str]:
@@ -54,6 +57,9 @@ class Queued:
         if self.policy is not None:
             self.home.follow(self.policy)
         ensure_queue(self.home)
+        if self.name == "ray" and not self.address:
+            has = resources_here()
+            print(f"no Ray runs here: the queue starts one with {has}, until no job is left", file=sys.stderr)
         return {}
 
     def cancel(self, row: Row) -> None:
@@ -71,7 +77,8 @@ def backend(name: str, home: Home, address: str = "", policy: str | None = None)
     Args:
         name: one of `NAMES`.
         home: of the jobs.
-        address: of the Ray cluster; empty for the one that the environment names.
+        address: of the Ray cluster; ``"auto"`` for the one that the environment names or that runs here, or else empty;
+            empty for one that the queue starts here.
         policy: of the queue, from now on; None keeps the one it follows.
 
     Raises:
@@ -85,9 +92,9 @@ def backend(name: str, home: Home, address: str = "", policy: str | None = None)
 
             return Slurm()
         if name == "ray":
-            from lightning_egeria.jobs.ray_cluster import default_address
+            from lightning_egeria.jobs.ray_cluster import address_here
 
-            return Queued(home, name, address or default_address(), policy)
+            return Queued(home, name, address_here() if address == "auto" else address, policy)
     except ModuleNotFoundError as error:
         raise QueueError(f"{name} needs {error.name}. Run: pip install 'lightning-egeria[{name}]'") from error
     return Queued(home, policy=policy)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
 import sys
-import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
 from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.arguments import period, whole_number
-from lightning_egeria.core.programs.terminal import printable
+from lightning_egeria.core.programs.terminal import printable, takes_json, tell, width_of_terminal, wrapped
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs.backends import NAMES, backend
 from lightning_egeria.jobs.compiler import Compiled, explanation
@@ -23,7 +23,7 @@ from lightning_egeria.jobs.eviction import evict
 from lightning_egeria.jobs.history import History, Row
 from lightning_egeria.jobs.home import VARIABLE, Home
 from lightning_egeria.jobs.jobfolders import State
-from lightning_egeria.jobs.listing import details, table
+from lightning_egeria.jobs.listing import as_text, details, table
 from lightning_egeria.jobs.queue import SERVED, queue_runs
 from lightning_egeria.jobs.rules import read_description
 from lightning_egeria.jobs.scheduling import LIVE
@@ -58,7 +58,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     handing.add_argument("descriptions", type=Path, nargs="+", metavar="job.yaml")
     handing.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the description")
     handing.add_argument("-b", "--backend", choices=NAMES, default="local", help="default: local")
-    handing.add_argument("--address", default="", help="of a Ray cluster; default: RAY_ADDRESS, or this machine")
+    handing.add_argument(
+        "--address",
+        default="auto",
+        help="of a Ray cluster; default: auto, the one of RAY_ADDRESS or of this machine; if none runs, it is started",
+    )
     handing.add_argument(
         "--policy",
         metavar="NAME",
@@ -66,25 +70,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     handing.add_argument("--after", type=int, nargs="+", default=[], metavar="ID", help="run when these jobs are done")
     handing.add_argument("--dry-run", action="store_true", help="only write run directories, and say what would run")
+    takes_json(handing)
     listing = command("ps", _ps, "list the jobs that have not ended, and the latest that have", "-n 50 --json")
     listing.add_argument(
         "-n", type=whole_number(), metavar="N", default=20, help="how many that have ended; default: 20"
     )
-    listing.add_argument("--json", action="store_true", help="print one JSON object a line")
+    takes_json(listing)
     showing = command("show", _show, "print all that is known of a job", "4", ids="1")
-    showing.add_argument("--json", action="store_true", help="print one JSON object")
+    takes_json(showing)
     logs = command("logs", _logs, "print the log of a job", "-f 4", ids="1")
     logs.add_argument("-f", "--follow", action="store_true", help="until the job ends; status 1 if it is not done then")
     logs.add_argument("--tail", type=whole_number(0, _MOST_LINES), metavar="LINES", help="only the last lines")
     waiting = command("wait", _wait, "wait until jobs have ended; status 1 if one is not done then", "4 5", ids="+")
     waiting.add_argument("--timeout", type=period, metavar="PERIOD", help="give up after this time, with status 1")
+    takes_json(waiting)
     command("cancel", _cancel, "end jobs", "4", ids="+")
-    command("resume", _resume, "let failed or cancelled jobs go on from their last checkpoint", "4", ids="+")
+    command("resume", _resume, "resume failed or cancelled jobs from their last checkpoint", "4", ids="+")
     command("rm", _remove, "remove jobs that have ended, with their logs, checkpoints and results", "4", ids="+")
     evicting = command(
         "evict", _evict, "remove environments and run directories that no job has used for some time", "--older-than 7d"
     )
     evicting.add_argument("--older-than", type=period, default="30d", metavar="PERIOD", help="default: 30d")
+    takes_json(evicting)
     command("queue", _queue, "be the queue until no job is left, as `submit` starts it in the background", "")
     command("schema", _schema, "print the JSON schema of a description, for editors", "")
     digest = command("digest", _digest, "print the digest of a file or folder, for data sets", "")
@@ -110,33 +117,31 @@ def _submit(options: argparse.Namespace, home: Home, history: History) -> int:
         if options.dry_run:
             for one in compiled:
                 chosen.check(one)
-                _explain(one)
+                tell(options, [_facts(one)], _explained(one))
             continue
         ids = submit(home, history, chosen, compiled, description.folder, options.after)
         for one, id in zip(compiled, ids, strict=True):
-            on = [choice.method for choice in one.choices if choice.on]
-            print(f"{id}  {one.name}" + (f"  with {', '.join(on)}" if on else ""))
+            on = ", ".join(choice.method for choice in one.choices if choice.on)
+            tell(options, [{"id": id, **_facts(one)}], [f"{id}  {one.name}" + (f"  with {on}" if on else "")])
     return 0
 
 
-def _explain(one: Compiled) -> None:
-    print(f"{one.name}: {printable(one.path)}")
+def _facts(one: Compiled) -> dict[str, Any]:
+    return {"name": one.name, "run": str(one.path), "methods": [dataclasses.asdict(choice) for choice in one.choices]}
+
+
+def _explained(one: Compiled) -> Iterator[str]:
+    yield f"{one.name}: {printable(one.path)}"
     for line in explanation(one.choices).splitlines():
-        print(
-            textwrap.fill(printable(line), get_terminal_size().columns, initial_indent="  ", subsequent_indent="    ")
-        )
+        yield wrapped(printable(line), get_terminal_size().columns, first="  ", then="    ")
 
 
 def _ps(options: argparse.Namespace, home: Home, history: History) -> int:
     _refresh(home, history)
     rows = history.unfinished() + history.finished(options.n)
-    if options.json:
-        for row in rows:
-            print(json.dumps(row.content()))
-    else:
-        print(table(rows, home), end="")
-        if any(row.backend in SERVED and row.closed is None for row in rows) and not queue_runs(home):
-            print("no queue runs: `egeria jobs queue` goes on with these jobs")
+    waits = any(row.backend in SERVED and row.closed is None for row in rows) and not queue_runs(home)
+    footer = ["no queue runs: `egeria jobs queue` continues these jobs"] if waits else []
+    tell(options, (row.content() for row in rows), [*table(rows, home, width_of_terminal()), *footer])
     return 0
 
 
@@ -151,29 +156,23 @@ def _refresh(home: Home, history: History) -> None:
 def _show(options: argparse.Namespace, home: Home, history: History) -> int:
     _refresh(home, history)
     found = details(history.get(options.id), home)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        width = max(map(len, found))
-        for name, value in found.items():
-            lines = value if isinstance(value, list) else [value]
-            for place, line in enumerate(lines):
-                print(f"{name if not place else '':{width}}  {printable(line)}")
+    tell(options, [found], as_text(found, width_of_terminal()))
     return 0
 
 
 def _logs(options: argparse.Namespace, home: Home, history: History) -> int:
     history.get(options.id)
-    looked = time.monotonic()
-    with files.reading(home.folder(options.id).log, links=False) as log:
+    looked, folder = time.monotonic(), home.folder(options.id)
+    with files.reading(folder.log, links=False) as log:
         if options.tail is not None:
             sys.stdout.write(b"".join(collections.deque(log, options.tail)).decode(errors="replace"))
         while True:
             state = history.get(options.id).state
+            ended = state.final and not folder.is_watched  # the last lines come after the state
             while data := log.read(2**16):
                 sys.stdout.write(data.decode(errors="replace"))
             sys.stdout.flush()
-            if state.final or not options.follow:
+            if ended or not options.follow:
                 return int(options.follow and state is not State.DONE)
             if time.monotonic() - looked > _BACKENDS_S:
                 _refresh(home, history)
@@ -191,7 +190,7 @@ def _wait(options: argparse.Namespace, home: Home, history: History) -> int:
         states = [history.get(id).state for id in options.ids]
         if all(state.final for state in states) or time.monotonic() > ends:
             for id, state in zip(options.ids, states, strict=True):
-                print(f"{id}  {state}")
+                tell(options, [{"id": id, "state": state}], [f"{id}  {state}"])
             return int(set(states) != {State.DONE})
         time.sleep(_POLL_S)
 
@@ -223,7 +222,8 @@ def _remove(options: argparse.Namespace, home: Home, history: History) -> int:
 def _evict(options: argparse.Namespace, home: Home, history: History) -> int:
     evicted = evict(home, history, options.older_than)
     for kind, names in (("environments", evicted.environments), ("run directories", evicted.runs)):
-        print(f"removed {len(names)} {kind}" + (f": {', '.join(names)}" if names else ""))
+        text = f"removed {len(names)} {kind}" + (f": {', '.join(names)}" if names else "")
+        tell(options, ({"kind": kind, "removed": name} for name in names), [text])
     return 0
 
 

@@ -157,8 +157,11 @@ class Compiler:
 
 
 def explanation(choices: Sequence[Choice]) -> str:
-    """Return which methods are on and why, one a line."""
-    return "".join(f"{choice.method}: {'on' if choice.on else 'off'}: {choice.reason}\n" for choice in choices)
+    """Return which methods are on and why: a line for those with the same reason."""
+    methods: dict[str, list[str]] = {}
+    for choice in choices:
+        methods.setdefault(f"{'on' if choice.on else 'off'}: {choice.reason}", []).append(choice.method)
+    return "".join(f"{', '.join(names)}: {why}\n" for why, names in methods.items())
 
 
 def _has_own_environment(job: Job) -> bool:

@@ -29,7 +29,7 @@ class Evicted:
 def evict(home: Home, history: History, older_than_s: float) -> Evicted:
     """Remove what no job has used for some time, and return it.
 
-    A run directory stays while a job that has not ended, or ended since, needs it: such a job can go on.
+    A run directory stays while a job that has not ended, or ended since, needs it: such a job can resume.
 
     Args:
         home: of the jobs.

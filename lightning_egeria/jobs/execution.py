@@ -195,7 +195,7 @@ class Execution:
 
 
 class _Output:
-    """Copies what a process prints to the log. When the disk is full, the job goes on without."""
+    """Copies what a process prints to the log. When the disk is full, the job continues without."""
 
     def __init__(self, process: ProgramProcess, log: Path, redactor: Redactor) -> None:
         self._pipe, self._redactor = process.output, redactor

@@ -119,9 +119,10 @@ class History:
             self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:  # a signal too; it goes on
-            with self._errors():
-                self._database.execute("ROLLBACK")
+        except BaseException:  # a signal too; it is raised again
+            if self._database.in_transaction:  # SQLite has left it itself when the disk is full
+                with self._errors():
+                    self._database.execute("ROLLBACK")
             raise
         with self._errors():
             self._database.execute("COMMIT")

@@ -30,8 +30,8 @@ class State(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    PREEMPTED = "preempted"  # has saved, and waits to go on
-    LOST = "lost"  # was killed, and waits to go on
+    PREEMPTED = "preempted"  # has saved, and waits to resume
+    LOST = "lost"  # was killed, and waits to resume
 
     @property
     def final(self) -> bool:
@@ -174,7 +174,7 @@ class JobFolder:
     def settle(self, status: Status, retries: int, stopping: bool = False) -> None:
         """Decide whether an attempt that has ended is the last one, and write the status.
 
-        A failure is retried as often as the description says. What was stopped or killed goes on, unless this happens
+        A failure is retried as often as the description says. What was stopped or killed resumes, unless this happens
         `MOST_STALLS` times in a row without a new checkpoint. Stops that the queue has asked for do not count: new jobs
         may arrive faster than this one saves.
 
@@ -226,7 +226,7 @@ class JobFolder:
         self._asked.unlink(missing_ok=True)
 
     def revive(self) -> None:
-        """Let a job that has ended go on from its last checkpoint."""
+        """Let a job that has ended resume from its last checkpoint."""
         self.forget_asked()
         status = self.status()
         self.write_status(Status(State.QUEUED, attempt=status.attempt, service=status.service))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_egeria.core.programs.terminal import printable
+from lightning_egeria.core.programs.terminal import printable, shortened, wrapped
 from lightning_egeria.errors import JobError
 from lightning_egeria.jobs.history import Row
 from lightning_egeria.jobs.home import Home
@@ -16,16 +16,30 @@ from lightning_egeria.jobs.jobfolders import State
 from lightning_egeria.jobs.rundirs import explanation_in, read_run_directory
 
 _HEADS = ("ID", "NAME", "STATE", "WHERE", "ATTEMPT", "FOR", "NOTE")
+_NAME, _SHORTEST = 1, 8  # place of the names; columns that are used even if there are fewer
 _SILENT_S = 30.0  # since the last heart-beat
 
 
-def table(rows: Sequence[Row], home: Home) -> str:
-    """Return the jobs, one a line, below their heads."""
+def table(rows: Sequence[Row], home: Home, width: int | None = None) -> list[str]:
+    """Return the jobs, one a line, below their heads.
+
+    Args:
+        rows: the jobs.
+        home: of the jobs.
+        width: columns that there are; names and notes are shortened to fit. None leaves them as long as they are.
+    """
     now = time.time()
     lines = [_HEADS, *(_cells(row, home, now) for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(_HEADS) - 1)]
-    padded = [[*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]] for line in lines]
-    return "".join("  ".join(line).rstrip() + "\n" for line in padded)
+    *widths, longest = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if width is not None:
+        room = width - sum(widths) + widths[_NAME] - 2 * len(widths)  # for names and notes
+        widths[_NAME] = min(widths[_NAME], max(room - longest, room // 2, _SHORTEST))
+        longest = max(room - widths[_NAME], _SHORTEST)
+    padded = ([shortened(cell, wide).ljust(wide) for cell, wide in zip(line, widths, strict=False)] for line in lines)
+    return [
+        "  ".join([*cells, note if len(note) <= longest else note[: longest - 1] + "…"]).rstrip()
+        for cells, (*_, note) in zip(padded, lines, strict=True)
+    ]
 
 
 def details(row: Row, home: Home) -> dict[str, Any]:
@@ -35,6 +49,8 @@ def details(row: Row, home: Home) -> dict[str, Any]:
     for name in ("submitted", "started", "ended", "closed"):
         if isinstance(moment := found.pop(name, None), int | float) and name != "closed":
             found[name] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    if "service" in found:
+        found["service"] = round(found["service"], 1)
     found |= {"log": str(folder.log), "checkpoints": str(folder.checkpoints), "results": str(folder.results)}
     with contextlib.suppress(OSError, ValueError):  # the run directory was evicted
         found["methods"] = explanation_in(Path(row.run)).splitlines()
@@ -42,6 +58,16 @@ def details(row: Row, home: Home) -> dict[str, Any]:
         entry = read_run_directory(Path(row.run))["entry"]
         found["entry"] = entry["command"] or f"{entry['experiment']}: {' '.join(entry['overrides'])}"
     return found
+
+
+def as_text(found: Mapping[str, Any], width: int | None = None) -> Iterator[str]:
+    """Yield the lines of what is known of a job, at most ``width`` columns wide where no word or path is longer."""
+    indent = max(map(len, found)) + 2
+    for name, value in found.items():
+        text = "\n".join(map(printable, value if isinstance(value, list | tuple) else [value]))
+        lines = (text if width is None else wrapped(text, width - indent, then="")).split("\n")
+        for place, line in enumerate(lines):
+            yield f"{name if not place else '':{indent}}{line}"
 
 
 def period(seconds: float) -> str:

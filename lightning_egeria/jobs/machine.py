@@ -17,7 +17,7 @@ HERE = "here"
 
 
 class ThisMachine:
-    """Runs jobs as processes. What runs goes on when this process ends.
+    """Runs jobs as processes. What runs continues when this process ends.
 
     Args:
         devices: of this machine.
@@ -63,6 +63,9 @@ class ThisMachine:
     def stop(self, handle: str) -> None:
         """Nothing: the process that watches a job sees itself that it is cancelled."""
 
+    def close(self) -> None:
+        """Nothing: what runs continues."""
+
 
 def start_execution(folder: JobFolder, token: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the process that watches a job. What it prints itself goes to the log of the job."""
@@ -97,7 +100,23 @@ def _devices_found() -> tuple[int, bool]:
         gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
         if gpus:
             return gpus, True
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, False
+    return processors_here(), False
+
+
+def resources_here() -> str:
+    """Return the devices of this machine, as text.
+
+    Raises:
+        QueueError: as `devices_here`.
+    """
+    devices, gpus = devices_here()
+    counts = {"GPU": devices, "CPU": processors_here()} if gpus else {"CPU": devices}
+    return " and ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items())
+
+
+def processors_here() -> int:
+    """Return how many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def inherited() -> dict[str, str]:
@@ -106,7 +125,7 @@ def inherited() -> dict[str, str]:
 
 
 def detached(command: list[str], variables: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a process that goes on when this one ends."""
+    """Start a process that continues when this one ends."""
     return subprocess.Popen(
         command,
         env=variables,

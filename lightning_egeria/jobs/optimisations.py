@@ -9,7 +9,7 @@ from typing import Any
 from lightning_egeria.core.training.methods import BY_SETTING, reason_against
 from lightning_egeria.jobs.evidence import cache_adds, evidence, least, pays
 
-_KINDS = {
+KINDS = {
     "tuned": "fine-tuning",
     "steps": "from scratch, the learning rate falls in steps",
     "smooth": "from scratch with a smooth schedule",
@@ -117,7 +117,7 @@ def _decided(method: str, facts: Facts, on: list[str]) -> tuple[bool, str]:
         against = reason_against(BY_SETTING[method], BY_SETTING[other])
         if against is not None:
             return False, f"does not run with {other}: {against}"
-    return found, f"{_KINDS[facts.kind]}: {figures}"
+    return found, f"{KINDS[facts.kind]}: {figures}"
 
 
 def _short(facts: Facts) -> str | None:
@@ -135,7 +135,7 @@ def _cache(facts: Facts, freezing: bool) -> tuple[bool, str]:
     if freezing:
         found, figures = cache_adds(facts.kind, bool(facts.augmented))
         samples = "augmented at random" if facts.augmented else "not augmented"
-        return found, f"{_KINDS[facts.kind]}, samples {samples}: {figures}"
+        return found, f"{KINDS[facts.kind]}, samples {samples}: {figures}"
     if facts.augmented:
         return False, "samples are augmented at random, so an entry would serve once"
     if facts.own_model:

@@ -88,7 +88,7 @@ def variables_for(job: Mapping[str, Any], folder: JobFolder, status: Status, dat
 
 
 def command_for(job: Mapping[str, Any], folder: JobFolder, python: str, devices: int) -> list[str]:
-    """Return the command of the job; an experiment goes on from its last checkpoint, if it has one.
+    """Return the command of the job; an experiment resumes from its last checkpoint, if it has one.
 
     Args:
         job: content of its `job.json`.
@@ -105,11 +105,16 @@ def command_for(job: Mapping[str, Any], folder: JobFolder, python: str, devices:
     from lightning_egeria.jobs.experiments import arguments_of
 
     arguments = arguments_of(entry["experiment"], entry["overrides"])
+    adapts, hints = "goodput" in job.get("methods", ()), quoted(folder.hints)
+    if not adapts:
+        telling = "+callbacks.telling"
+        arguments.append(f"{telling}._target_=lightning_egeria.jobs.remaining.RemainingTime")
+        arguments.append(f"{telling}.hints={hints}")
     arguments.append(f"run_dir={quoted(folder.results)}")
     if job["resources"]["most_devices"] is not None:
         arguments.append(f"trainer.devices={devices}")
-    if "goodput" in job.get("methods", ()):
-        arguments.append(f"goodput.hints={quoted(folder.hints)}")
+    if adapts:
+        arguments.append(f"goodput.hints={hints}")
     if (folder.checkpoints / CHECKPOINT).exists():
         arguments.append(f"ckpt_path={quoted(folder.checkpoints / CHECKPOINT)}")
     return [python, "-m", "lightning_egeria.cli.train", *arguments]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from lightning_egeria.core.programs import files
 from lightning_egeria.core.programs.processes import kill_marked
+from lightning_egeria.core.programs.terminal import say
 from lightning_egeria.errors import ExecutionError, JobError, QueueError
 from lightning_egeria.jobs.endings import note_end
 from lightning_egeria.jobs.history import History, Row
@@ -23,8 +25,9 @@ from lightning_egeria.jobs.machine import ThisMachine, detached, devices_here, i
 from lightning_egeria.jobs.scheduling import INTERVAL_S, QueueEntry, Scheduler, policy_named
 
 SERVED = ("local", "ray")
-_LOCK, _LOG = "queue.lock", "queue.log"
+_LOCK, _LOG, _RAY_LOG = "queue.lock", "queue.log", "ray.log"
 _LARGEST_LOG = 2**26
+_WAITS = "schedule: waits: "
 _POLL_S = 0.1
 _NODES_S = 2.0  # between two looks at the nodes of a cluster
 _STARTS_WITHIN_S = 30.0
@@ -51,9 +54,12 @@ class Machines(Protocol):
     def stop(self, handle: str) -> None:
         """End what was not started yet."""
 
+    def close(self) -> None:
+        """Stop what was started for the jobs of this queue, beside the jobs."""
+
 
 class _Absent:
-    """Machines that this process cannot use."""
+    """Machines that this process cannot use. They have no nodes, so nothing is started."""
 
     def __init__(self, error: QueueError) -> None:
         self._error = error
@@ -61,17 +67,11 @@ class _Absent:
     def nodes(self) -> dict[str, int]:
         raise self._error
 
-    def claim(self, folder: JobFolder, devices: int, taken: Sequence[str]) -> str:
-        raise self._error
-
-    def start(self, folder: JobFolder, node: str, devices: int, handle: str, token: str) -> None:
-        raise self._error
-
     def runs(self, folder: JobFolder, handle: str) -> bool:
         raise self._error
 
-    def stop(self, handle: str) -> None:
-        raise self._error
+    def close(self) -> None:
+        pass
 
 
 class _Pool:
@@ -81,24 +81,29 @@ class _Pool:
         self.machines, self.scheduler = machines, scheduler
         self._nodes: dict[str, int] = {}
         self._looked = -_NODES_S
-        self._said = ""
+        self.trouble = ""  # why its jobs wait, if it does not answer
 
     def nodes(self) -> dict[str, int]:
         """Return the devices of each machine; none while a cluster does not answer, which is said once."""
         if time.monotonic() - self._looked >= _NODES_S:
             try:
-                self._nodes, self._said = self.machines.nodes(), ""
+                self._nodes, self.trouble = self.machines.nodes(), ""
             except QueueError as error:
-                if str(error) != self._said:
-                    self._said = str(error)
-                    print(f"schedule: {error}. Its jobs wait", file=sys.stderr, flush=True)
+                if f"{_WAITS}{error}" != self.trouble:
+                    self.trouble = f"{_WAITS}{error}"
+                    say(self.trouble)
                 self._nodes = {}
             self._looked = time.monotonic()
         return self._nodes
 
 
-def machines_of(backend: str, address: str) -> Machines:
+def machines_of(backend: str, address: str, home: Home) -> Machines:
     """Return the machines of a back end.
+
+    Args:
+        backend: its name.
+        address: of the Ray cluster; empty for one that is started here.
+        home: of the jobs.
 
     Raises:
         QueueError: its extra is not installed, or EGERIA_DEVICES is no number.
@@ -106,19 +111,19 @@ def machines_of(backend: str, address: str) -> Machines:
     if backend == "local":
         return ThisMachine(*devices_here())
     try:
-        from lightning_egeria.jobs.ray_cluster import RayCluster
+        from lightning_egeria.jobs.ray_cluster import RayCluster, StartedRay
     except ModuleNotFoundError as error:
         raise QueueError(f"ray needs {error.name}. Run: pip install 'lightning-egeria[ray]'") from error
-    return RayCluster(address)
+    return RayCluster(address) if address else StartedRay(home.path / _RAY_LOG)
 
 
 class Queue:
-    """Starts and watches jobs. What runs goes on when this process ends, and the next one finds it.
+    """Starts and watches jobs. What runs continues when this process ends, and the next one finds it.
 
     Args:
         home: of the jobs.
         history: of the home.
-        machines: returns where the jobs of a back end run, by its name and the address of the cluster.
+        machines: returns where the jobs of a back end run, by its name, the address of the cluster and the home.
         interval_s: seconds between two decisions of the policy without a reason.
     """
 
@@ -126,7 +131,7 @@ class Queue:
         self,
         home: Home,
         history: History,
-        machines: Callable[[str, str], Machines] = machines_of,
+        machines: Callable[[str, str, Home], Machines] = machines_of,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self.home, self.history = home, history
@@ -142,6 +147,7 @@ class Queue:
             stack.callback(os.close, guard)
             if not files.try_lock(guard):
                 return  # another process is the queue
+            stack.callback(self.close)
             while True:
                 began = time.monotonic()
                 try:
@@ -159,11 +165,16 @@ class Queue:
                 time.sleep(max(_POLL_S, time.monotonic() - began))  # at most half of a core
 
     def _wait_for_room(self, error: Exception) -> None:
-        """Say what cannot be written, and wait: the disk is full, say, and what runs goes on."""
+        """Say what cannot be written, and wait: the disk is full, say, and what runs continues."""
         if str(error) != self._said:
             self._said = str(error)
-            print(f"schedule: {error}. The queue waits", file=sys.stderr, flush=True)
+            say(f"schedule: {error}. The queue waits")
         time.sleep(_WAITS_FOR_ROOM_S)
+
+    def close(self) -> None:
+        """Stop what was started for the jobs."""
+        for pool in self._pools.values():
+            pool.machines.close()
 
     def step(self) -> None:
         """Look at all jobs once: note which have ended, start and stop."""
@@ -205,15 +216,19 @@ class Queue:
         if (backend, address) not in self._pools:
             scheduler = Scheduler(policy_named(self._policy), self._interval_s)
             try:
-                machines = self._machines(backend, address)
+                machines = self._machines(backend, address, self.home)
             except QueueError as error:  # the jobs of other back ends run
-                machines = _Absent(error)
+                machines = cast("Machines", _Absent(error))
             self._pools[backend, address] = _Pool(machines, scheduler)
         return self._pools[backend, address]
 
     def _serve(self, pool: _Pool, rows: Sequence[Row]) -> None:
         """Decide which jobs of a pool run, ask others to make room, and start what has room."""
         nodes = pool.nodes()
+        for row in rows:
+            said = row.status.message
+            if not row.node and said != pool.trouble and (pool.trouble or said.startswith(_WAITS)):
+                self._note_trouble(row, pool.trouble)
         if not nodes:
             return
         entries = {}
@@ -244,6 +259,15 @@ class Queue:
                         running.append(started)
                         free[node] -= devices
 
+    def _note_trouble(self, row: Row, trouble: str) -> None:
+        """Let `egeria jobs ps` show why a job waits, or that this reason has passed."""
+        folder = self.home.folder(row.id)
+        with self._alone(row), self.history.transaction():
+            status = folder.status()
+            if not status.state.final:
+                status.message = trouble
+                folder.write_status(status)
+
     def _entry(self, row: Row) -> QueueEntry:
         status, service = row.status, row.status.service
         if row.node and status.started is not None:
@@ -254,6 +278,7 @@ class Queue:
             service=service,
             starts=status.attempt,
             hints=self.home.folder(row.id).hints,
+            run=Path(row.run),
         )
 
     def _is_running(self, row: Row) -> bool:
@@ -284,6 +309,7 @@ class Queue:
             if status.state in (State.RUNNING, State.LOST, State.QUEUED):  # who watched it was killed
                 status.state, status.message = State.LOST, "execute: the process that watched the job was killed"
                 folder.tell("schedule", status.message)
+                kill_marked(folder.path)  # what it had started beside the job
                 folder.settle(status, retries=0)
         if folder.status().state.final:
             note_end(self.history, row.id)
@@ -325,7 +351,7 @@ class Queue:
         try:
             pool.machines.start(folder, node, devices, handle, token)
         except QueueError as error:  # the cluster has gone, or is about to
-            print(f"schedule: job {row.id}: {error}", file=sys.stderr, flush=True)
+            say(f"schedule: job {row.id}: {error}")
             status.state = before
             folder.write_status(status)
             self.history.update(row.id, node="", given=0, handle="")
@@ -368,6 +394,7 @@ def queue_runs(home: Home) -> bool:
 
 def main(path: str) -> int:
     """Be the queue of a home until no job is left."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         home = Home(Path(path))
         with home.history() as history:

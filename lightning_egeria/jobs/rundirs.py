@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from lightning_egeria.core.programs import files
-from lightning_egeria.core.programs.arguments import PERIOD, SIZE
+from lightning_egeria.core.programs.arguments import PERIOD, SIZE, quantity
 from lightning_egeria.errors import CompilationError, ExecutionError
 from lightning_egeria.jobs.schema import OPTION, OPTION_NAME, Job
 
@@ -153,6 +153,15 @@ def listed(place: Path) -> list[str]:
         OSError, ValueError: it cannot be read.
     """
     return list(files.read_json(place / MANIFEST, _LARGEST, links=False))
+
+
+def time_limit_in(place: Path) -> int | None:
+    """Return the longest seconds of an attempt that a run directory names; None without, or if it cannot be read."""
+    try:
+        limit = files.read_json(place / JOB, _LARGEST, links=False)["resources"]["time"]
+        return quantity(limit) if re.fullmatch(PERIOD, limit) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def lock_in(place: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,15 +11,16 @@ from typing import TYPE_CHECKING
 from lightning_egeria.cluster.fair import FairShare
 from lightning_egeria.cluster.jobs import Allocation, Cluster, JobView, Policy, check, devices_of
 from lightning_egeria.cluster.placement import on_one_node
-from lightning_egeria.cluster.queues import BackFill, FirstComeFirstServed
+from lightning_egeria.cluster.queues import BackFill, FirstComeFirstServed, ShortestRemaining
 from lightning_egeria.cluster.tiresias import Tiresias
 from lightning_egeria.errors import QueueError, TraceError
+from lightning_egeria.jobs.rundirs import time_limit_in
 
 # Pollux and hints need numpy, which most commands do without.
 if TYPE_CHECKING:
     from lightning_egeria.cluster.hints import Hints
 
-LIVE = ("backfill", "fair", "fcfs", "pollux", "tiresias")  # need no true speed, nor the time that a job has left
+LIVE = ("backfill", "fair", "fcfs", "pollux", "srtf", "tiresias")  # need no true speed
 DEFAULT = "backfill"
 INTERVAL_S = 60.0
 Place = tuple[str, int]  # name of a node, devices on it
@@ -30,10 +32,10 @@ def policy_named(name: str) -> Policy:
     Raises:
         QueueError: the queue has none of this name.
     """
-    if name in ("optimus", "srtf"):
+    if name == "optimus":
         raise QueueError(
-            f"policy: {name} needs the time that each job has left, which jobs do not tell: it is for `egeria simulate`"
-            f" only. Expected one of {', '.join(LIVE)}"
+            "policy: optimus needs the speed of each job on every number of devices, which only a simulation knows. "
+            f"Expected one of {', '.join(LIVE)}"
         )
     if name not in LIVE:
         raise QueueError(f"policy: expected one of {', '.join(LIVE)}, got {name!r}")
@@ -45,6 +47,7 @@ def policy_named(name: str) -> Policy:
         "backfill": BackFill,
         "fair": FairShare,
         "fcfs": FirstComeFirstServed,
+        "srtf": ShortestRemaining,
         "tiresias": Tiresias,
     }
     return policies[name]()
@@ -64,6 +67,7 @@ class QueueEntry:
         service: device-seconds so far.
         starts: how often it has started.
         hints: file in which it describes itself.
+        run: its run directory, which has the longest time of an attempt.
     """
 
     id: int
@@ -75,6 +79,7 @@ class QueueEntry:
     service: float = 0.0
     starts: int = 0
     hints: Path | None = None
+    run: Path | None = None
 
     def view(self, now: float, largest: int) -> JobView:
         """Return the job as a policy sees it.
@@ -95,7 +100,15 @@ class QueueEntry:
             restarts=max(self.starts - 1, 0),
             model=known.goodput() if known is not None else None,
             unfrozen=known.unfrozen_goodput() if known is not None else None,
+            seconds_left=lambda: self._seconds_left(known),
         )
+
+    def _seconds_left(self, known: Hints | None) -> float:
+        """Return what the job tells; else its time limit, less what it has run; else as long as can be."""
+        if known is not None and known.seconds_left is not None:
+            return known.seconds_left
+        limit = time_limit_in(self.run) if self.run is not None else None
+        return math.inf if limit is None else max(limit - self.service / self.devices, 0.0)
 
 
 class Scheduler:

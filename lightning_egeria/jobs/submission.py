@@ -1,4 +1,4 @@
-"""Handing jobs over, ending them, letting them go on."""
+"""Handing jobs over, ending them, resuming them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def cancel(home: Home, history: History, backend: Backend, id: int) -> str:
 
 
 def resume(home: Home, history: History, backend: Backend, id: int) -> None:
-    """Let a job that has failed or was cancelled go on from its last checkpoint.
+    """Let a job that has failed or was cancelled resume from its last checkpoint.
 
     Raises:
         QueueError: there is no such job, it is done, or it has not ended.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from lightning_egeria.core.programs.files import write_whole
-from lightning_egeria.core.programs.terminal import printable
+from lightning_egeria.core.programs.terminal import printable, takes_json, tell
 from lightning_egeria.errors import RecordError
 from lightning_egeria.report.comparison import summary_of, summary_table, why_nothing_froze
 from lightning_egeria.report.naming import with_short_names
@@ -23,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", nargs="+", type=Path, help=f"directory with {FILE_NAME} in or below it")
     parser.add_argument("--out", type=Path, help="directory to write to; default: report/ in the last run's directory")
     parser.add_argument("--metric", help="logged metric to compare runs by; default: an accuracy")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each run, and draw nothing")
+    takes_json(parser, "for each run, and draw nothing")
     parser.description = (
         "Draw the freezes, times and metrics of runs: one self-contained report.html, and PNGs. With several runs, the "
         "others are compared with the first, so name the plain run first."
@@ -35,8 +34,7 @@ def _report(options: argparse.Namespace) -> int:
     found = [path for folder in options.run_dir for path in _records_below(folder)]
     records = with_short_names([RunRecord.read(path) for path in found], found)
     if options.json:
-        for record in records:
-            print(json.dumps(summary_of(record)))
+        tell(options, map(summary_of, records), [])
         return 0
     out = options.out or _beside(found[-1])
     try:

@@ -16,7 +16,7 @@ HINTS = Hints(BatchLimits(32, 1024, 8, 256), 2, 120.5, 0.5, 40.0, MODEL, MODEL.s
 
 
 def test_hints_are_read_as_written(tmp_path):
-    for hints in (HINTS, Hints(BatchLimits(32, 32, 32, 32), 0, 0.0)):
+    for hints in (HINTS, Hints(BatchLimits(32, 32, 32, 32), 0, 0.0), Hints(seconds_left=12.5), Hints()):
         hints.write(tmp_path / "hints.json")
         assert Hints.read(tmp_path / "hints.json") == hints
     assert [path.name for path in tmp_path.iterdir()] == ["hints.json"]
@@ -34,6 +34,12 @@ def test_goodput_follows_from_hints():
     assert goodput.goodput(1, 2) > goodput.goodput(1, 1) > unfrozen.goodput(1, 1) > 0
     assert dataclasses.replace(HINTS, variance=None).goodput() is None
     assert dataclasses.replace(HINTS, unfrozen=None).unfrozen_goodput() is None
+    assert dataclasses.replace(HINTS, limits=None).goodput() is None
+
+
+def test_a_job_tells_what_it_knows(tmp_path):
+    (tmp_path / "hints.json").write_text('{"version": 1, "seconds_left": 90}')
+    assert Hints.read(tmp_path / "hints.json") == Hints(seconds_left=90.0)
 
 
 def changed(**values):
@@ -45,7 +51,9 @@ BAD = {
     "nothing": "",
     "a list": "[]",
     "another version": changed(version=2),
-    "no progress": json.dumps({"version": 1}),
+    "no version": json.dumps({"seconds_left": 1}),
+    "no progress": changed(progress=None),
+    "time that ran out": changed(seconds_left=-1),
     "an extra": changed(extra=1),
     "infinite noise": changed(variance=float("inf")),
     "negative noise": changed(variance=-1.0),

@@ -93,3 +93,15 @@ def test_one_that_is_no_file_of_this_user_is_refused(kind, tmp_path):
     with pytest.raises(QueueError, match="cannot use the history"):
         History(path, tmp_path)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_full_disk_is_named_though_the_transaction_has_gone(history):
+    def fill():
+        with history.transaction():
+            history._database.execute("ROLLBACK")  # as SQLite does itself then
+            raise QueueError("database or disk is full")
+
+    with pytest.raises(QueueError, match="database or disk is full"):
+        fill()
+    with history.transaction():
+        pass

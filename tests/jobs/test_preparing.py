@@ -1,6 +1,7 @@
 import pytest
 from described import described, folder_of
 
+from lightning_egeria.core.training.methods import BY_SETTING
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.jobs.jobfolders import Status
 from lightning_egeria.jobs.preparing import command_for, data_for, variables_for, work_for
@@ -22,7 +23,7 @@ def test_commands(tmp_path):
     job["entry"] |= {"experiment": "default", "overrides": ["a=1"], "command": None}
     command = command_for(job, folder, "/x/python", 1)
     assert command[1:4] == ["-m", "lightning_egeria.cli.train", "a=1"]
-    assert command[-1] == f"run_dir='{folder.results}'"
+    assert command[-2:] == [f"+callbacks.telling.hints='{folder.hints}'", f"run_dir='{folder.results}'"]
     (folder.checkpoints / "last.ckpt").touch()
     assert command_for(job, folder, "/x/python", 1)[-1] == f"ckpt_path='{folder.checkpoints}/last.ckpt'"
 
@@ -80,4 +81,4 @@ def test_variables(tmp_path, monkeypatch):
     job["entry"]["experiment"] = "default"
     variables = variables_for(job, folder, status, {})
     assert "SLURM_NTASKS" not in variables
-    assert variables["EGERIA_METHODS"].startswith("freezing: off: a command takes no methods")
+    assert variables["EGERIA_METHODS"].startswith(f"{', '.join(BY_SETTING)}: off: a command takes no methods")

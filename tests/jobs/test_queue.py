@@ -37,7 +37,7 @@ def add(home, history, command, after=(), **keys):
 
 
 def here(home, history, devices, gpus=False):
-    return Queue(home, history, lambda backend, address: ThisMachine(devices, gpus))
+    return Queue(home, history, lambda backend, address, home: ThisMachine(devices, gpus))
 
 
 def states(history, *ids):
@@ -111,6 +111,30 @@ def test_a_killed_watcher_is_noticed_and_the_job_goes_on(home, history, watchers
     running.run()
     assert (history.get(id).state, history.get(id).status.attempt) == (State.DONE, 2)
     assert "the process that watched the job was killed" in home.folder(id).log.read_text()
+
+
+def test_the_shorter_job_first_under_srtf(home, history):
+    home.follow("srtf")
+    long = add(
+        home,
+        history,
+        "trap 'exit 75' TERM; test $EGERIA_ATTEMPT = 2 && exit; touch \"$EGERIA_CHECKPOINTS/x\"\n"
+        'echo \'{"version": 1, "seconds_left": 500}\' > "$EGERIA_HINTS"; while :; do sleep 0.05; done',
+    )
+    running = here(home, history, 1)
+
+    def long_has_told():
+        running.step()
+        return home.folder(long).hints.exists()
+
+    until(long_has_told)
+    unknown = add(home, history, "true")
+    short = add(home, history, "true", **{"resources.time": "1m"})
+    running.run()
+    assert states(history, long, short, unknown) == ["done"] * 3
+    ends = {id: history.get(id).status.ended for id in (short, long, unknown)}
+    assert sorted(ends, key=ends.get) == [short, long, unknown]
+    assert history.get(long).status.attempt == 2
 
 
 def test_a_job_in_a_gap_makes_room(home, history, monkeypatch):
@@ -284,16 +308,17 @@ class Silent(ThisMachine):
 def test_jobs_wait_for_a_cluster_that_does_not_answer(home, history, monkeypatch, capsys):
     monkeypatch.setattr(queue, "_NODES_S", 0.0)
     id, machines = add(home, history, "true"), Silent(1)
-    running = Queue(home, history, lambda backend, address: machines)
+    running = Queue(home, history, lambda backend, address, home: machines)
     for _ in range(3):
         running.step()
     assert states(history, id) == ["queued"]
-    assert capsys.readouterr().err == "schedule: no cluster answers at x. Its jobs wait\n"
+    assert capsys.readouterr().err == "schedule: waits: no cluster answers at x\n"
+    assert history.get(id).status.message == "schedule: waits: no cluster answers at x"
     machines.silent = False
     start = machines.start
     monkeypatch.setattr(machines, "start", lambda *of: Silent.start(Silent(1), *of))  # it goes as the job starts
     running.step()
-    assert (states(history, id), history.get(id).node) == (["queued"], "")
+    assert (states(history, id), history.get(id).node, history.get(id).status.message) == (["queued"], "", "")
     monkeypatch.setattr(machines, "start", start)
     running.run()
     assert states(history, id) == ["done"]
@@ -303,7 +328,7 @@ def test_a_back_end_that_the_queue_cannot_use_holds_up_no_other(home, history, c
     far, near = add(home, history, "true"), add(home, history, "true")
     history.update(far, backend="ray", address="http://x")
 
-    def machines_of(backend, address):
+    def machines_of(backend, address, home):
         if backend == "ray":
             raise QueueError("ray needs ray")
         return ThisMachine(1)
@@ -316,7 +341,7 @@ def test_a_back_end_that_the_queue_cannot_use_holds_up_no_other(home, history, c
 
     until(near_has_ended)
     assert states(history, far, near) == ["queued", "done"]
-    assert capsys.readouterr().err == "schedule: ray needs ray. Its jobs wait\n"
+    assert capsys.readouterr().err == "schedule: waits: ray needs ray\n"
 
 
 @pytest.mark.slow

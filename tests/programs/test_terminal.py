@@ -1,6 +1,9 @@
+import io
+import sys
+
 import pytest
 
-from lightning_egeria.core.programs.terminal import printable
+from lightning_egeria.core.programs.terminal import printable, say
 
 
 @pytest.mark.parametrize(
@@ -17,3 +20,13 @@ def test_what_can_be_printed_stays():
     assert printable("größe 数 🙂") == "größe 数 🙂"
     assert printable("a\nb\tc", keep="\n") == "a\nb?c"
     assert printable(3) == "3"
+
+
+def test_what_cannot_be_said_ends_nothing(monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    say("a line")
+    assert sys.stderr.getvalue() == "a line\n"

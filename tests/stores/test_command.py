@@ -110,6 +110,22 @@ def test_ls_for_programs(cache_dir, capsys):
     assert json.loads(capsys.readouterr().out)["about"] is None
 
 
+def test_verify_and_prune_for_programs(cache_dir, capsys):
+    def found(*arguments):
+        status = run(*arguments, "--json")
+        return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    name = only(cache_dir).name
+    assert found("verify", cache_dir) == (0, [{"store": name, "sound": 40, "damaged": 0, "reason": ""}])
+    status, (kept,) = found("prune", cache_dir, "--older-than", "1d")
+    assert (status, kept["store"], kept["removed"], kept["reason"]) == (0, name, False, "kept, used 0 min ago")
+    (only(cache_dir) / MANIFEST).write_text("{")
+    status, (damaged,) = found("verify", cache_dir)
+    assert (status, damaged["sound"], damaged["damaged"]) == (1, None, None)
+    assert damaged["reason"]
+    assert found("prune", cache_dir)[1][0]["removed"] is True
+
+
 def test_prune_removes_what_a_killed_run_has_begun(cache_dir):
     begun = cache_dir / ("0123" * 8)
     begun.mkdir()

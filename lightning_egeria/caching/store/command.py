@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from lightning_egeria.caching.store.directory import CacheDirectory, StoreSummary, default_cache_dir
 from lightning_egeria.core.programs.arguments import period
-from lightning_egeria.core.programs.terminal import printable
+from lightning_egeria.core.programs.terminal import printable, takes_json, tell
 from lightning_egeria.errors import StoreError
 
 DAY_S = 86400
@@ -28,11 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[:1].upper()}{text[1:]}.")
         added.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="default: that of the user")
+        takes_json(added)
         added.set_defaults(run=lambda options: run(options, _directory(options)))
         return added
 
-    listing = command("ls", _list, "list the stores: for which model and data, how large, how full")
-    listing.add_argument("--json", action="store_true", help="print one JSON object a line")
+    command("ls", _list, "list the stores: for which model and data, how large, how full")
     command("verify", _verify, "read every entry and compare it with its checksum; status 1 if one is damaged")
     pruning = command("prune", _prune, "delete the stores that no run has open")
     pruning.add_argument("--older-than", type=period, default=0, metavar="PERIOD", help="only those unused for so long")
@@ -45,8 +44,7 @@ def _directory(options: argparse.Namespace) -> CacheDirectory:
 
 def _list(options: argparse.Namespace, directory: CacheDirectory) -> int:
     if options.json:
-        for summary in directory.summaries():
-            print(json.dumps(_facts(summary)))
+        tell(options, map(_facts, directory.summaries()), [])
         return 0
     columns = ("store", "frozen modules", "data", "entry", "entries", "on disk", "last used")
     table = Table(*columns, title=escape(printable(directory.path)))
@@ -81,34 +79,40 @@ def _facts(summary: StoreSummary) -> dict[str, Any]:
 
 
 def _verify(options: argparse.Namespace, directory: CacheDirectory) -> int:
-    damaged = 0
+    damaged = False
     for summary in directory.summaries():
+        name = summary.folder.name
+        found: dict[str, Any] = {"store": name, "sound": None, "damaged": None, "reason": ""}
         try:
-            sound, bad = directory.verify(summary.folder)
+            found["sound"], found["damaged"] = directory.verify(summary.folder)
+            text = f"{name}: {found['sound']} entries are sound, {found['damaged']} are damaged"
         except StoreError as error:
-            print(f"{summary.folder.name}: damaged: {printable(error)}")
-            damaged += 1
-            continue
-        print(f"{summary.folder.name}: {sound} entries are sound, {bad} are damaged")
-        damaged += bad
+            found["reason"] = str(error)
+            text = f"{name}: damaged: {printable(error)}"
+        damaged = damaged or found["damaged"] != 0
+        tell(options, [found], [text])
     if damaged:
-        print("A damaged entry is a miss for the runs that use it; `egeria cache prune` removes whole stores.")
-    return 1 if damaged else 0
+        remedy = "A damaged entry is a miss for the runs that use it; `egeria cache prune` removes whole stores."
+        tell(options, [], [remedy])
+    return int(damaged)
 
 
 def _prune(options: argparse.Namespace, directory: CacheDirectory) -> int:
     freed = 0
     for summary in directory.summaries():
+        name, size, removed = summary.folder.name, summary.bytes_on_disk, False
         if summary.in_use:
-            print(f"{summary.folder.name}: kept, a run uses it")
+            text = "kept, a run uses it"
         elif summary.used_seconds_ago < options.older_than:
-            print(f"{summary.folder.name}: kept, used {_ago(summary.used_seconds_ago)}")
-        elif directory.remove(summary.folder):
-            freed += summary.bytes_on_disk
-            print(f"{summary.folder.name}: removed, {_bytes(summary.bytes_on_disk)}")
+            text = f"kept, used {_ago(summary.used_seconds_ago)}"
+        elif removed := directory.remove(summary.folder):
+            freed += size
+            text = f"removed, {_bytes(size)}"
         else:
-            print(f"{summary.folder.name}: could not be removed: it holds files that are not the cache's, or is in use")
-    print(f"{_bytes(freed)} are free again")
+            text = "could not be removed: it holds files that are not the cache's, or is in use"
+        reason = "" if removed else text
+        tell(options, [{"store": name, "removed": removed, "bytes": size, "reason": reason}], [f"{name}: {text}"])
+    tell(options, [], [f"{_bytes(freed)} are free again"])
     return 0
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_egeria.core.programs import files
@@ -156,20 +156,28 @@ class ProgramProcess:
             os.killpg(self.pid, number)
 
 
-def kill_marked(folder: Path, mark: str = MARK) -> int:
-    """Kill the processes of a job, wherever they are on this machine; return how many there were.
+def marked(folder: Path, mark: str = MARK) -> Iterator[tuple[int, list[str]]]:
+    """Yield the processes of a job, wherever they are on this machine: their ids and arguments.
 
     Each process of a job has its folder in its environment, as the variable ``mark``. Only Linux shows that.
     """
-    killed = 0
     wanted = f"{mark}={folder}".encode(errors="surrogateescape")
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if int(place.name) != os.getpid() and wanted in (place / "environ").read_bytes().split(b"\0"):
-                os.kill(int(place.name), signal.SIGKILL)
-                killed += 1
+                arguments = (place / "cmdline").read_bytes().decode(errors="surrogateescape")
+                yield int(place.name), arguments.split("\0")
         except OSError:  # it has ended, or belongs to another user
             continue
+
+
+def kill_marked(folder: Path, mark: str = MARK) -> int:
+    """Kill the processes that are `marked`; return how many there were."""
+    killed = 0
+    for process, _ in marked(folder, mark):
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+            killed += 1
     return killed
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lightning_egeria.core.programs.arguments import positive_number, whole_number
 from lightning_egeria.core.programs.files import parsed_json, read_text, write_whole
-from lightning_egeria.core.programs.terminal import printable
+from lightning_egeria.core.programs.terminal import printable, takes_json
 from lightning_egeria.errors import ArgumentError, PlanError
 from lightning_egeria.methods.pipelining.examples import EXAMPLES
 from lightning_egeria.methods.pipelining.graph import ComputationGraph
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", type=count, metavar="N", default=1, help="forwards in a row (k of kFkB); default: 1")
     parser.add_argument("--max-width", type=count, metavar="N", help="devices of one stage, at most; default: no limit")
     parser.add_argument("--out", type=Path, help="folder for plan.json and timelines.png; default: none is written")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON, and nothing else")
+    takes_json(parser, "with the plan, and nothing else")
     parser.set_defaults(run=_plan)
 
 
