@@ -37,7 +37,9 @@ _MOST_LINES = 2**20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "--home", type=Path, help=f"folder of jobs; default: {VARIABLE}, or egeria in the user's folder for data"
+        "--home",
+        type=Path,
+        help=f"folder of jobs, in front of COMMAND; default: {VARIABLE}, or egeria in the user's folder for data",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

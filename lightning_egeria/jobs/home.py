@@ -45,7 +45,8 @@ class Home:
             others = "What is there is executed: remove what others could have written. "
             raise QueueError(
                 f"{error.filename or self.path}: {error.strerror or error}. "
-                f"{others if error.errno == errno.EPERM else ''}Name another folder with --home or {VARIABLE}"
+                f"{others if error.errno == errno.EPERM else ''}Name another folder "
+                f"with egeria jobs --home DIR, or with {VARIABLE}"
             ) from error
 
     @classmethod
@@ -61,7 +62,9 @@ class Home:
         try:
             return (Path(data) if data else Path.home() / ".local" / "share") / "egeria"
         except RuntimeError as error:
-            raise QueueError(f"this user has no home directory. Name a folder with --home or {VARIABLE}") from error
+            raise QueueError(
+                f"this user has no home directory. Name a folder with egeria jobs --home DIR, or with {VARIABLE}"
+            ) from error
 
     def history(self) -> History:
         """Open the history."""

@@ -78,7 +78,7 @@ def test_a_link_of_this_user_may_lead_to_it(tmp_path):
 
 def test_one_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(QueueError, match="Name another folder with --home or EGERIA_JOBS"):
+    with pytest.raises(QueueError, match="Name another folder with egeria jobs --home DIR, or with EGERIA_JOBS"):
         Home(tmp_path / "file")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(QueueError, match="Permission denied"):
@@ -105,4 +105,4 @@ def test_a_user_without_a_home_directory(monkeypatch, capsys):
         main(["jobs", "--help"])
     assert ended.value.code == 0
     assert main(["jobs", "ps"]) == 2
-    assert "this user has no home directory. Name a folder with --home" in capsys.readouterr().err
+    assert "this user has no home directory. Name a folder with egeria jobs --home DIR" in capsys.readouterr().err

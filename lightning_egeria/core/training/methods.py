@@ -1,7 +1,7 @@
 """The methods: each declares once what it is called, where it is, and what it runs with.
 
-This file imports neither torch nor Lightning, so a job can be checked before it runs. A further method takes three
-places: its class with ``egeria_method``, its entry in `METHODS`, and its option in ``conf/``.
+This file imports neither torch nor Lightning, so a job can be checked before it runs. docs/extending.md has all the
+places of a further method.
 """
 
 from __future__ import annotations
