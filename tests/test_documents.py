@@ -148,7 +148,8 @@ def test_block_runs(block, monkeypatch, tmp_path):
     names = {"model": Module(), "datamodule": Data()}
     exec(compile(block, "block", "exec"), names)
     if "class" in block and "cached" in names:  # an example of a frozen part
-        assert names["cached"].stats.hits > 0
+        stats = names["cached"].stats
+        assert stats.hits + stats.advanced > 0  # times decide which of several values are kept
 
 
 @pytest.mark.slow

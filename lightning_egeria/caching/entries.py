@@ -104,7 +104,6 @@ class CachedValue:
         key: number of the computation.
         shape: of a row, as the network gives it.
         paths: of the frozen modules behind it.
-        sizes_behind: shapes of what it follows from, by sample.
         form: form of the rows.
         store: entries on disk.
         host: entries in the memory of the host.
@@ -118,12 +117,12 @@ class CachedValue:
         asked: number of the epoch in which the program asked for it last.
         host_bytes: memory of the host that its entries may take.
         unmatched: batches in a row whose entries were all of other samples, or of what the program made of them.
+        sizes_behind: shapes of what it follows from, by sample.
     """
 
     key: int
     shape: tuple[int, ...]
     paths: frozenset[str]
-    sizes_behind: frozenset[tuple[int, ...]]
     form: RowForm
     store: ActivationStore
     host: MemoryTier
@@ -136,6 +135,7 @@ class CachedValue:
     asked: int = 0
     host_bytes: int = 0
     unmatched: int = 0
+    sizes_behind: frozenset[tuple[int, ...]] = frozenset()
 
     def verify(self, entry: int, doubts: int) -> None:
         """An entry was compared with its sample, which was planned when there had been so many doubts."""
@@ -552,8 +552,8 @@ class CachedValues:
         tier = MemoryTier(device_bytes, form, entries, device)
         known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool)
         shape = tuple(value.shape[1:])
-        behind = origin.paths, sizes_behind
-        made = CachedValue(key, shape, *behind, form, store, host, tier, *known, sizes, doubts=self.doubts)
+        made = CachedValue(key, shape, origin.paths, form, store, host, tier, *known, sizes, doubts=self.doubts)
+        made.sizes_behind = sizes_behind
         made.host_bytes, made.asked = host_bytes, self.epoch
         self._levels.append(made)
         self._index()

@@ -228,7 +228,7 @@ def status_format(folder: Path) -> Format:
     def use(data: bytes) -> None:
         (place.path / "status.json").write_bytes(data)
         note_end(history, 1)
-        table([history.get(1)], home).encode()
+        "".join(table([history.get(1)], home)).encode()
 
     return Format("status of a job", 0.1, (seed,), reading(use, (seed,)), json_from=0)
 

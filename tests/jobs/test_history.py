@@ -1,4 +1,5 @@
 import os
+import sqlite3
 import subprocess
 import sys
 
@@ -95,13 +96,23 @@ def test_one_that_is_no_file_of_this_user_is_refused(kind, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_full_disk_is_named_though_the_transaction_has_gone(history):
+def test_a_full_disk_is_named_though_the_transaction_has_gone(tmp_path, monkeypatch):
+    connected, made = sqlite3.connect, []
+
+    def connect(*args, **kwargs):
+        made.append(connected(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    history = History(tmp_path / "full.sqlite", tmp_path)
+
     def fill():
         with history.transaction():
-            history._database.execute("ROLLBACK")  # as SQLite does itself then
+            made[0].execute("ROLLBACK")  # as SQLite does itself then
             raise QueueError("database or disk is full")
 
     with pytest.raises(QueueError, match="database or disk is full"):
         fill()
     with history.transaction():
         pass
+    history.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -166,9 +167,17 @@ def check_combination(names: Iterable[str]) -> None:
         names: of the methods.
 
     Raises:
-        UnsupportedError: if two of them may not.
+        UnsupportedError: if two of them may not, or one is there twice.
+
+    >>> check_combination(["freezing", "caching", "freezing"])
+    Traceback (most recent call last):
+    lightning_egeria.errors.UnsupportedError: freezing is there twice, and trains once in a run. Remove one of them
     """
-    for one, other in itertools.combinations(sorted(set(names), key=list(METHODS).index), 2):
+    counts = Counter(names)
+    for name, count in counts.items():
+        if count > 1:
+            raise UnsupportedError(f"{name} is there twice, and trains once in a run. Remove one of them")
+    for one, other in itertools.combinations(sorted(counts, key=list(METHODS).index), 2):
         reason = reason_against(one, other)
         if reason is not None:
             raise UnsupportedError(f"{one} and {other} cannot train in one run: {reason}. Remove one of them")
