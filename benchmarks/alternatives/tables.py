@@ -48,7 +48,11 @@ SUMMARY_METHODS = (
     "ours",
     "ours_tuned",
 )
-SUMMARY_TASKS = {"trashnet": "EfficientNet-Lite0 on TrashNet", "banking77": "MiniLM on Banking77"}
+SUMMARY_TASKS = {
+    "trashnet": "EfficientNet-Lite0 on TrashNet",
+    "imagenette": "the same on Imagenette",
+    "banking77": "MiniLM on Banking77",
+}
 SUMMARY = re.compile(r"(<!-- benchmarks.alternatives.tables -->\n)(.*?)(?=<!-- end of it -->)", re.DOTALL)
 COLORS, COLOR_OF_OURS = ("#4a4a4a", "#2b6cb0", "#2f855a", "#7b5ea7", "#d53f8c"), "#c05621"
 
