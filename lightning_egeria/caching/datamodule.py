@@ -179,7 +179,7 @@ class FrozenPrefixCache(WrappingDataModule):
             tell = self._notices.warn if training else self._notices.inform
             tell(f"the cache of {name} is off: {reason}", once=f"{name} {reason}")
             return loader
-        loader = prepared(self.trainer, loader, training)  # with several processes, that of this one
+        loader = prepared(self.trainer, loader, training)  # with several processes, the loader of this one
         max_bytes = self.max_bytes if self.max_bytes is not None else directory.half_of_the_disk()
         device_bytes = self.device_bytes if training else 0
         limits = Limits(max_bytes, self.min_free_bytes, self._host, device_bytes, self.entry_precision)

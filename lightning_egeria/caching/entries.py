@@ -552,9 +552,13 @@ class CachedValues:
         tier = MemoryTier(device_bytes, form, entries, device)
         known = np.zeros((entries, 2), np.uint64), np.zeros(entries, bool)
         shape = tuple(value.shape[1:])
-        made = CachedValue(key, shape, origin.paths, form, store, host, tier, *known, sizes, doubts=self.doubts)
-        made.sizes_behind = sizes_behind
-        made.host_bytes, made.asked = host_bytes, self.epoch
+        made = CachedValue(
+            *(key, shape, origin.paths, form, store, host, tier, *known, sizes),
+            doubts=self.doubts,
+            asked=self.epoch,
+            host_bytes=host_bytes,
+            sizes_behind=sizes_behind,
+        )
         self._levels.append(made)
         self._index()
         self.recording.restart(self._taken_by_others())

@@ -72,8 +72,9 @@ def _is_of_a_batch(lazy: LazyTensor) -> bool:
 
 def _follows_outside(tensor: Tensor) -> bool:
     """Whether tensors that the program made of each sample are behind a tensor, or it is one."""
-    leaves = tensor.node.leaves() if isinstance(tensor, LazyTensor) else ()
-    return not isinstance(tensor, LazyTensor) or any(leaf.row is None and has_samples(leaf) for leaf in leaves)
+    if not isinstance(tensor, LazyTensor):
+        return True
+    return any(leaf.row is None and has_samples(leaf) for leaf in tensor.node.leaves())
 
 
 class Replacement(ReplacedForward):

@@ -85,7 +85,7 @@ class Line:
         self.loader: Any = self._followed(loader)
 
     def goes_on_with(self, loader: DataLoader[Any]) -> bool:
-        """Take a loader that was made anew in the place of the last one; return whether their batches are alike."""
+        """Take a loader that was made again in the place of the last one; return whether their batches are alike."""
         before = self.loader
         if loader.batch_size != before.batch_size or not _are_alike(loader.collate_fn, before.collate_fn):
             return False
@@ -147,20 +147,20 @@ class Line:
         last = self._last
         self._arrived(batch if batch is not None else last if isinstance(last, CachedBatch) else None)
 
-    def joined(self, parts: Sequence[tuple[Looked | None, Index]], anew: bool = True) -> Any:
+    def joined(self, parts: Sequence[tuple[Looked | None, Index]], again: bool = True) -> Any:
         """Return some rows of batches as one batch; None if the cache does not know all of them.
 
-        If samples were kept, they are collated ``anew``.
+        If samples were kept, they are collated ``again``.
         """
         known = [(one, rows) for one, rows in parts if one is not None]
         if len(known) < len(parts):
             return None
-        return self._join(known, anew)
+        return self._join(known, again)
 
-    def _join(self, parts: Sequence[tuple[Looked, Index]], anew: bool) -> Any:
+    def _join(self, parts: Sequence[tuple[Looked, Index]], again: bool) -> Any:
         started = time.perf_counter()
         places = [(one, row) for one, rows in parts for row in rows.tolist()]
-        samples = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts) if anew else None
+        samples = Kept.joined((one.cached.loaded.kept, one.positions(rows)) for one, rows in parts) if again else None
         ready = joined([(one.cached.outputs, rows) for one, rows in parts]) if samples is None else None
         ready = ready if self.stream.is_proven(len(places)) else None
         batch = joined_rows([(one.batch, rows) for one, rows in parts]) if samples is None else None

@@ -323,7 +323,8 @@ class CachedBatch:
             self._stream.not_cached(self, node, found)
             return found
         self.matches += 1
-        self.sizes = sizes_behind(node) if self.tape.has_outside else self.sizes
+        if self._stream.shuffled and self.tape.has_outside:  # else they do not count
+            self.sizes = sizes_behind(node)
         value.asked = self._stream.epoch
         if (ready := self._ready(value, node)) is not None:
             return ready

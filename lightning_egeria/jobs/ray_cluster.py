@@ -37,7 +37,7 @@ from lightning_egeria.jobs.rundirs import read_run_directory
 _ENDED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.SUCCEEDED)
 _MOST_NODES = 10_000
 _NODE_LABEL = "ray.io/node-id"
-_PORT = 8265  # where a Ray that somebody has started answers
+_PORT = 8265  # where a Ray that is started by hand answers
 _ANSWERS_WITHIN_S = 5.0
 _LARGEST_ANSWER = 2**16
 _STARTS_WITHIN_S = _ANSWERS_AGAIN_WITHIN_S = 120.0
@@ -73,7 +73,7 @@ class RayCluster:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._headers: dict[str, str] | None = None  # with a token; None for that of the environment
+        self._headers: dict[str, str] | None = None  # with a token; None takes the token of the environment
         self._before: list[str] = []  # of the command of a job
         self._known: JobSubmissionClient | None = None
         self._resources: dict[str, dict[str, Any]] = {}  # of each node, by its id
@@ -159,7 +159,7 @@ class RayCluster:
             raise self._silent() from error
 
     def close(self) -> None:
-        """Nothing: the cluster is somebody else's, and what runs there continues."""
+        """Do nothing: the cluster belongs to others, and what runs there continues."""
 
     def _client(self) -> JobSubmissionClient:
         if self._known is None:
@@ -280,7 +280,7 @@ class StartedRay(RayCluster):
 
 
 def _free_ports() -> tuple[int, int]:
-    """Return two ports that nobody listens on now."""
+    """Return two ports on which no program listens now."""
     with contextlib.closing(socket.socket()) as first, contextlib.closing(socket.socket()) as second:
         first.bind(("", 0))
         second.bind(("", 0))

@@ -66,7 +66,7 @@ def test_which_ray_is_joined(status, text, runs, monkeypatch):
         thread.start()
         assert address_here() == (f"http://127.0.0.1:{server.server_port}" if runs else "")
         thread.join()
-    assert address_here() == ""  # nobody listens any more
+    assert address_here() == ""  # no program listens any more
     monkeypatch.setenv("RAY_ADDRESS", "http://elsewhere:1")
     assert address_here() == "http://elsewhere:1"
 

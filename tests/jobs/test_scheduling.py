@@ -190,7 +190,7 @@ def test_the_shorter_job_first_and_one_that_tells_nothing_last(tmp_path):
 
     jobs = Jobs("srtf", {"here": 1})
     jobs.add(1)
-    assert jobs.decide() == {1: 1}  # nobody knows anything
+    assert jobs.decide() == {1: 1}  # no job has told anything
     jobs.change(1, hints=hints(1, 500.0))
     jobs.add(2)  # tells nothing, as it has not run
     assert jobs.decide() == {1: 1}

@@ -104,7 +104,7 @@ def copy_of(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     copied = copy.copy(loader)
     if "multiprocessing_context" in parts:
         copied.multiprocessing_context = parts.pop("multiprocessing_context")
-    vars(copied).update(parts, _iterator=None)  # a DataLoader lets nobody set these
+    vars(copied).update(parts, _iterator=None)  # a DataLoader refuses to have these set
     return copied
 
 

@@ -114,7 +114,7 @@ class Joining:
         if (lookahead := self._lookahead) is None:
             return None
         # As rows: a collate function that draws is not run once more.
-        part = lookahead.joined([(lookahead.looked(self.rows(batch, samples)), rows)], anew=False)
+        part = lookahead.joined([(lookahead.looked(self.rows(batch, samples)), rows)], again=False)
         if part is not None:
             lookahead.trains()
         return part
