@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from lightning_egeria.caching.serve import CachedBatch
 
 _GLOBAL_HOOKS = (_hooks._global_forward_hooks, _hooks._global_forward_pre_hooks)
+_requires_grad, _mode = operator.attrgetter("requires_grad"), operator.attrgetter("training")
 _ONE = pytree.tree_flatten(((0,), {}))[1]  # structure of a call with one positional argument
 Seen: TypeAlias = "tuple[tuple[int, ...], UnitCall, Form]"  # keys of the results, how they are computed, their form
 
@@ -99,6 +100,10 @@ class Replacement(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with true tensors."""
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            if args[0].requires_grad:
+                self.owner.behind_training.add(self.path)
+            return self.original(*args)
         self.note_gradients([leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)])
         if not all(type(one) is Tensor for one in args) or kwargs:
             given = tuple(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor))
@@ -650,12 +655,12 @@ class FrozenModules:
         )
 
     def _modes(self) -> tuple[list[bool], list[bool]]:
-        return self._training(), [part.training for part in self._parts]
+        return self._training(), [*map(_mode, self._parts)]
 
     def _training(self) -> list[bool]:
         """Which parameters train."""
         if self._prefix is None or not self._prefix.shown_parameters:
-            return [one.requires_grad for one in self._parameters]
+            return [*map(_requires_grad, self._parameters)]
         return [*map(self.trains, self._parameters)]
 
     def _is_frozen(self, module: nn.Module) -> bool:

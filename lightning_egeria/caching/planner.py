@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import operator
 import time
@@ -19,7 +20,7 @@ from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.plan import Loaded, Mode, Plan
 from lightning_egeria.caching.serve import Read
 from lightning_egeria.caching.store.rows import Rows
-from lightning_egeria.core.snapshots.contents import changed, digests_of
+from lightning_egeria.core.snapshots.contents import Contents, changed
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import CacheError
 
@@ -67,7 +68,7 @@ class Planner:
         self.pins = False
         self._numbers: dict[Any, int] | None = None  # of ids that are not indices
         self._seen_indices = False
-        self._data: dict[str, str] = {}
+        self._data: Contents | None = None
         self._data_seconds, self._has_copies = 1.0, False
 
     @property
@@ -85,7 +86,7 @@ class Planner:
         if len(self._values):
             self.look_at_data()  # entries of before may be of other data
         else:
-            self._data = digests_of(self._dataset.dataset) if frozen is not None else {}
+            self._data = Contents(self._dataset.dataset) if frozen is not None else None
 
     def begin_epoch(self, epoch: int, has_frozen: bool, has_copies: bool) -> None:
         """Batches that were planned and did not come will not; workers that ``has_copies`` load as the data is now."""
@@ -97,9 +98,13 @@ class Planner:
     def look_at_data(self) -> None:
         """Compare what the dataset holds with what it held before."""
         started = time.perf_counter()
-        data = digests_of(self._dataset.dataset)
+        before = self._data
+        if before is None or not before.are_same():
+            self._data = Contents(self._dataset.dataset)
         self._data_seconds = time.perf_counter() - started
-        name, self._data = changed(self._data, data), data
+        if before is None or before is self._data or self._data is None:
+            return
+        name = changed(before.digests, self._data.digests)
         if name is not None and len(self._values):
             text = f"the dataset's attribute {name!r} changed, so samples are loaded and compared with their entries"
             self._notices.inform(text, once="data")
@@ -210,7 +215,6 @@ class Planner:
 
     def _plan_reads(self, plan: Plan, entries: Rows, checks: bool = True) -> Plan:
         size = len(plan.ids)
-        plan = self._plan_whole(plan)
         reads = self._reads[plan.number]
         proven = True
         covered = np.ones(size, bool)  # by an entry of each value that the program asks for
@@ -233,10 +237,11 @@ class Planner:
                 reads.append(self._read(plan, value, places, entries))
         source[~covered] = -1
         checked = self._places_to_check(source) if checks and proven else np.empty(0, np.int64)
-        plan = dataclasses.replace(plan, checks=tuple(checked.tolist()))
+        found: dict[str, Any] = {"mode": Mode.FOLLOWED, "inputs": self.inputs, "structure": self.structure}
+        found["checks"] = tuple(checked.tolist())
         new = all(value.returned < min(policy.LEAST_RETURNED, len(self._dataset)) for value in values)
         if not self.leaves_out or not self.inputs or not proven or new:  # if samples are random, it shows first
-            return plan
+            return dataclasses.replace(plan, **found)
         source[checked] = -1  # they are loaded
         stamps = np.zeros(size, np.uint64)
         doubtful = np.zeros(size, bool)
@@ -245,20 +250,23 @@ class Planner:
             stamps = np.where(source == number, value.stamps[entries, 0], stamps)
         source[doubtful] = -1
         folders = tuple(value.store.folder for value in values)
-        return dataclasses.replace(plan, stores=folders, stored=tuple(source.tolist()), stamps=tuple(stamps.tolist()))
+        found |= {"stores": folders, "stored": tuple(source.tolist()), "stamps": tuple(stamps.tolist())}
+        return dataclasses.replace(plan, **found)
 
     def _begun(self, ids: Sequence[Any], cached: bool, version: int) -> tuple[Plan, Rows]:
         """The next plan, with the entries of its samples if something is cached."""
         number, self._next = self._next, self._next + 1
-        plan = Plan(number, tuple(ids), version=version, doubts=self._values.doubts, keeps=self.keeps_samples)
+        begun = functools.partial(
+            Plan, number, tuple(ids), version=version, doubts=self._values.doubts, keeps=self.keeps_samples
+        )
         self._reads[number] = []
         if not cached:
-            return plan, np.empty(0, np.int64)
-        numbers = self._numbers_of(plan.ids)
+            return begun(), np.empty(0, np.int64)
+        numbers = self._numbers_of(ids)
         view = self._epoch % self._views if self._views else 0
         entries = np.array(numbers, np.int64) * max(1, self._views) + view
         seeds = tuple(seed_of(self._seed, one, view) for one in numbers) if self._views else None
-        return dataclasses.replace(plan, entries=tuple(entries.tolist()), seeds=seeds), entries
+        return begun(entries=tuple(entries.tolist()), seeds=seeds), entries
 
     def _read(self, plan: Plan, value: CachedValue, places: Rows, entries: Rows) -> Read:
         """Begin to read the rows of some samples."""

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_egeria.core.snapshots.contents import changed, digests_of, moving_of
+from lightning_egeria.core.snapshots.contents import Contents, changed, digests_of, moving_of
 
 
 class Data:
@@ -48,6 +48,12 @@ class Data:
         self.last, self.raw, self.numbers = collections.deque([0], 3), bytearray(1), array.array("d", [0])
         self.shared, self.slots, self.function_of_epoch = multiprocessing.Value("i", 0), Slots(1), scaled_by(1)
         self.kind, self.count = Scale, itertools.count()
+        self.ordered, self.counter = collections.OrderedDict(a=1, b=2), collections.Counter("ab")
+        self.point, self.pair = Point([1], 2), ([1], {2: [3]})
+        self.method, self.frozen = Scale(3).__call__, frozenset({1})
+
+
+Point = collections.namedtuple("Point", "x y")
 
 
 class Slots:
@@ -73,6 +79,10 @@ class Scale:
 
 def scaled_by(number):
     return lambda x: x * number
+
+
+def scaled_and_more(number):
+    return lambda x: x * number + number
 
 
 def _set(name, value):
@@ -120,6 +130,21 @@ CHANGES = {
     "attribute of a function": lambda data: setattr(data.function_of_epoch, "epoch", 1),
     "class": _set("kind", Inner),
     "iterator that counts": lambda data: next(data.count),
+    "key of the same value": lambda data: data.lookup.update(horse=data.lookup.pop("dog")),
+    "order of keys": lambda data: data.lookup.update(cat=data.lookup.pop("cat")),
+    "ordered dictionary": lambda data: data.ordered.move_to_end("a"),
+    "counter": lambda data: data.counter.update("a"),
+    "list in a named tuple": lambda data: data.point.x.append(1),
+    "list in a tuple": lambda data: data.pair[1][2].append(1),
+    "bound object of a method": lambda data: setattr(data.method.__self__, "by", 4),
+    "frozen set": _set("frozen", frozenset({2})),
+    "class of an object": lambda data: setattr(data.transform, "__class__", Inner),
+    "dictionary of an object": lambda data: setattr(data.transform, "__dict__", {"by": 5}),
+    "code of a function": lambda data: setattr(data.target_transform, "__code__", scaled_and_more(1).__code__),
+    "defaults of a function": lambda data: setattr(data.target_transform, "__defaults__", (1,)),
+    "content of a cell": lambda data: setattr(data.target_transform.__closure__[0], "cell_contents", 5),
+    "empty cell": lambda data: delattr(data.target_transform.__closure__[0], "cell_contents"),
+    "list by an equal one, then changed": lambda data: (_set("y", [*data.y])(data), data.y.append(1)),
 }
 
 
@@ -130,6 +155,24 @@ def test_change_has_another_digest(change):
     assert changed(before, digests_of(data)) is None
     change(data)
     assert changed(before, digests_of(data)) is not None
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_quick_look_sees_each_change(change):
+    data = Data()
+    contents = Contents(data)
+    assert contents.digests == digests_of(data)
+    assert contents.are_same()
+    change(data)
+    assert not contents.are_same()
+
+
+def test_a_quick_look_takes_an_equal_object_for_another():
+    data = Data()
+    contents = Contents(data)
+    data.y = [*data.y]
+    assert not contents.are_same()
+    assert contents.digests == digests_of(data)
 
 
 def test_name_of_what_changed():
@@ -207,8 +250,10 @@ def test_what_cannot_be_read_raises_on_request_only(held):
     before = digests_of(data)
     assert changed(before, digests_of(data)) is None
     assert changed(moving_of(data), moving_of(data)) is None
+    contents = Contents(data)
     data.eighth[0] = 1
     assert changed(before, digests_of(data)) == "eighth"
+    assert not contents.are_same()
     with pytest.raises(RuntimeError, match="no"):
         digests_of(data, strict=True)
 

@@ -10,6 +10,7 @@ import datetime
 import enum
 import functools
 import itertools
+import operator
 import pathlib
 import re
 import types
@@ -36,9 +37,11 @@ PLAIN = (
 )
 _VALUES = (*PLAIN, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
 _MEMORY = (bytearray, memoryview, array.array, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+_IN_PLACE = (Tensor, np.ndarray, *GENERATORS, *_MEMORY)
 _FLOATS = (torch.float16, torch.float32, torch.float64)  # of numpy
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _NAMED = (type, types.BuiltinFunctionType)
+_EMPTY = object()
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 _TRAINER = ("lightning.pytorch.trainer", "pytorch_lightning.trainer")
 
@@ -77,6 +80,118 @@ def digests_of(
     return {path: digest(one, across_runs) for path, one in found}
 
 
+class Contents:
+    """The digests of what is within reach of an object, and a quick look whether any may have changed since.
+
+    The look compares objects by identity: of each container, object and function within reach, what it holds must be
+    the same objects. Only what changes in place and holds no objects, such as an array, is digested again.
+
+    Args:
+        value, follows, most, strict: as in `digests_of`.
+
+    Attributes:
+        digests: what `digests_of` returns.
+
+    >>> data = [[0, 1], {"epoch": 1}]
+    >>> contents = Contents(data)
+    >>> contents.are_same()
+    True
+    >>> data[1]["epoch"] = 2
+    >>> contents.are_same()
+    False
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        follows: Callable[[Any], bool] | None = None,
+        most: int = MAX_OBJECTS,
+        strict: bool = False,
+    ) -> None:
+        digest = _digest if strict else _digest_of_any
+        inside: list[Any] = []
+        found = list(_reach(value, follows=follows, most=most, strict=strict, inside=inside))
+        self.digests = {path: digest(one) for path, one in found}
+        self._lists: list[tuple[Any, list[Any]]] = []
+        self._dicts: list[tuple[Any, list[Any], list[Any]]] = []
+        self._objects: list[tuple[Any, type, Any]] = []  # with their dictionaries
+        self._functions: list[tuple[types.FunctionType, list[Any]]] = []
+        self._others: list[tuple[Any, type, list[Any]]] = []
+        self._read: list[tuple[Any, str]] = []
+        self._parts = functools.partial(_parts_of, items=MAX_ITEMS, follows=follows)
+        self._digest = digest
+        for path, one in found:
+            if _is_flat(one) and all(isinstance(item, PLAIN) for item in one):
+                inside.append(one)
+            elif isinstance(one, (*_VALUES, *_NAMED)):
+                continue
+            elif isinstance(one, _IN_PLACE) or not hasattr(one, "__dict__"):  # another one is told by its identity
+                self._read.append((one, self.digests[path]))
+        for one in inside:
+            self._note(one)
+
+    def _note(self, one: Any) -> None:
+        if isinstance(one, (tuple, types.MethodType)):
+            return  # these cannot change
+        if type(one) in (list, collections.deque):
+            self._lists.append((one, list(one)))
+        elif type(one) is dict:
+            self._dicts.append((one, list(one), list(one.values())))
+        elif isinstance(one, types.FunctionType):
+            self._functions.append((one, _held_by(one)))
+            self._note(vars(one))
+        elif type(getattr(one, "__dict__", None)) is dict and not _has_own_parts(one):
+            self._objects.append((one, type(one), one.__dict__))
+            self._note(one.__dict__)
+        else:
+            self._others.append((one, type(one), [part for _, part in self._parts(one) or ()]))
+
+    def are_same(self) -> bool:
+        """Whether surely nothing has changed; an object in the place of an equal one counts as a change."""
+        same = operator.is_
+        try:
+            return (
+                all(len(one) == len(held) and all(map(same, one, held)) for one, held in self._lists)
+                and all(
+                    len(one) == len(held) and all(map(same, one.values(), held)) and list(one) == keys
+                    for one, keys, held in self._dicts
+                )
+                and all(type(one) is kind and one.__dict__ is held for one, kind, held in self._objects)
+                and all(all(map(same, _held_by(one), held)) for one, held in self._functions)
+                and all(
+                    type(one) is kind and _are_same([part for _, part in self._parts(one) or ()], held)
+                    for one, kind, held in self._others
+                )
+                and all(self._digest(one) == digest for one, digest in self._read)
+            )
+        except Exception:  # the user's classes may raise anything
+            return False
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    """What a function holds."""
+    cells = [cell.cell_contents if _is_filled(cell) else _EMPTY for cell in function.__closure__ or ()]
+    return [function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__, *cells]
+
+
+def _has_own_parts(value: Any) -> bool:
+    """Whether an object with attributes holds more than these."""
+    kinds = (dict, list, tuple, set, frozenset, collections.deque, functools.partial, SynchronizedBase)
+    return isinstance(value, kinds) or type(value).__module__.startswith(_TRAINER) or bool(slots_of(value))
+
+
+def _are_same(parts: list[Any], held: list[Any]) -> bool:
+    """Whether the parts of an object are the same, or numbers and texts of the same values."""
+
+    def is_text(one: Any) -> bool:
+        return type(one) in (int, str) or (type(one) is list and all(type(item) is str for item in one))
+
+    return len(parts) == len(held) and all(
+        one is other or (is_text(one) and is_text(other) and one == other)
+        for one, other in zip(parts, held, strict=True)
+    )
+
+
 def moving_of(dataset: Any) -> dict[str, str]:
     """Return a digest of each generator and each single number within reach of a dataset, by its path; quick.
 
@@ -101,7 +216,9 @@ def _reach(
     follows: Callable[[Any], bool] | None = None,
     most: int = MAX_OBJECTS,
     strict: bool = False,
+    inside: list[Any] | None = None,
 ) -> Iterator[tuple[str, Any]]:
+    """Yield what is looked at as one value, by its path; all other objects within reach are added to ``inside``."""
     parts_of = _parts_of if strict else _parts_of_any
     seen: dict[int, Any] = {}
     waiting = collections.deque[tuple[str, Any]]([("", root)])
@@ -117,13 +234,15 @@ def _reach(
                 raise ValueError(f"there are more than {most} objects")
             return
         seen[id(value)] = value
-        inside = None if isinstance(value, (Tensor, np.ndarray, *GENERATORS)) else parts_of(value, items, follows)
-        if inside is None:
+        parts = None if isinstance(value, (Tensor, np.ndarray, *GENERATORS)) else parts_of(value, items, follows)
+        if parts is None:
             yield path, value
             continue
+        if inside is not None:
+            inside.append(value)
         if not isinstance(value, types.FunctionType):
             yield f"{path}.__class__", type(value).__qualname__
-        waiting += [(f"{path}{name}".removeprefix("."), item) for name, item in inside]
+        waiting += [(f"{path}{name}".removeprefix("."), item) for name, item in parts]
 
 
 def _parts_of_any(value: Any, items: int, follows: Callable[[Any], bool] | None) -> list[tuple[str, Any]] | None:

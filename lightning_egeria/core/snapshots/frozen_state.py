@@ -9,7 +9,7 @@ import operator
 import time
 import types
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from lightning_egeria.core.network.forwards import users_forward
-from lightning_egeria.core.snapshots.contents import PLAIN, code_of, digests_of
+from lightning_egeria.core.snapshots.contents import PLAIN, Contents, code_of, digests_of
 from lightning_egeria.core.snapshots.digests import Copies, bytes_of, checksums, digest, divided, is_dense
 from lightning_egeria.core.snapshots.module_attributes import ModuleAttributes
 from lightning_egeria.errors import CacheError
@@ -45,36 +45,74 @@ class FrozenState:
 
     def _remember(self, units: list[tuple[str, nn.Module]]) -> None:
         self._units = [unit for _, unit in units]
-        found = {id(m): (f"{path}.{name}", m) for path, unit in units for name, m in unit.named_modules()}
-        self._modules = list(found.values())
+        self._modules = list({id(m): m for unit in self._units for m in unit.modules()}.values())
         # A module that trains may change its mode between training and validation; the mode is part of the key then.
-        self._evaluating = [module for _, module in self._modules if not module.training]
+        self._evaluating = [module for module in self._modules if not module.training]
         self._attributes = [
             (vars(m), name, list(value) if isinstance(value, list) else value)
-            for _, m in self._modules
+            for m in self._modules
             for name, value in vars(m).items()
             if _is_attribute(name, value)
         ]
         # A tensor with a history follows from weights, as with weight normalisation: each forward pass sets it again.
         self._others = [
-            (vars(m), name) for _, m in self._modules for name, value in vars(m).items() if _is_other(name, value)
+            (vars(m), name) for m in self._modules for name, value in vars(m).items() if _is_other(name, value)
         ]
-        self._packages = {type(m).__module__.partition(".")[0] for _, m in self._modules} - {"torch"}
-        self._classes = [(module, type(module)) for _, module in self._modules]
-        self._forwards = [(m, users_forward(m)) for _, m in self._modules]
-        self._sizes = [(held, len(held)) for _, m in self._modules for held in (m._modules, m._parameters, m._buffers)]
-        self._children = [(m._modules, name, child) for _, m in self._modules for name, child in m._modules.items()]
+        self._packages = {type(m).__module__.partition(".")[0] for m in self._modules} - {"torch"}
+        self._kinds = [*map(type, self._modules)]
+        self._forwards = [(m, users_forward(m)) for m in self._modules]
+        self._vars = [*map(vars, self._modules)]
+        self._seen_forwards = [held.get("forward") for held in self._vars]
+        self._sizes: list[tuple[dict[str, Any], int]] = [
+            (held, len(held)) for m in self._modules for held in (m._modules, m._parameters, m._buffers)
+        ]
+        self._children = [(m._modules, name, child) for m in self._modules for name, child in m._modules.items()]
         # A look at the objects alone is quick; only where one is another one, values are compared.
         self._dicts = [held for held, _ in self._sizes]
         self._lists = [(held[name], value) for held, name, value in self._attributes if isinstance(value, list)]
         self._getters = []
-        for _, module in self._modules:
+        for module in self._modules:
             names = [name for name, value in vars(module).items() if _is_attribute(name, value)]
             names += ["_modules", "_parameters", "_buffers"]
             names += ["training"] if "training" in vars(module) else []  # a compiled module delegates it
             self._getters.append((operator.itemgetter(*names), vars(module)))
         self._note()
         self._values = self._digest_of(self._held)
+
+    def _note(self) -> None:
+        self._held = self._current()
+        self._at = self._found()
+        self._contents = Contents(self._at, self._is_own, _MOST, strict=True)
+        started = time.perf_counter()
+        self._contents.are_same()
+        self._contents_s = time.perf_counter() - started
+        self._tensors = [tensor for _, _, tensor in self._held]
+        self._elsewhere = Copies([tensor for tensor in self._tensors if tensor.device.type != "cpu"])
+        self._objects: list[Any] = []  # so that values are compared first
+        self._plain: list[Any] | None = None
+        here = [tensor for tensor in self._tensors if tensor.device.type == "cpu" and tensor.numel()]
+        memory = [
+            torch.as_strided(one.detach(), (one.numel(),), (1,)).view(torch.uint8).numpy().data
+            for one in here
+            if is_dense(one)
+        ]
+        self._shares = divided(memory, torch.get_num_threads())
+        size = max(PIECE_BYTES, sum(part.nbytes for part in memory) // MOST_PIECES)
+        pieces = [part[start : start + size] for part in memory for start in range(0, part.nbytes, size)]
+        self._pieces = [(piece, xxhash.xxh3_64_intdigest(piece)) for piece in pieces]
+        self._on_device = [
+            (flat, flat.clone())
+            for one in self._tensors
+            if one.device.type != "cpu" and one.numel() and is_dense(one)
+            for flat in [one.detach().as_strided((min(one.numel(), PIECE_VALUES),), (1,))]
+        ]
+        self._turn = 0
+        self._counting: list[Tensor] = [
+            tensor for tensor in self._tensors if not tensor.is_inference()
+        ]  # others have no counter
+        self._versions = [*map(_counter, self._counting)]
+        self._scattered = [tensor for tensor in here if not is_dense(tensor)]
+        self._marked = self._mark()
 
     def is_unchanged(self) -> bool:
         """Whether everything is the same, in the same tensors."""
@@ -84,7 +122,7 @@ class FrozenState:
             return False
 
     def _is_unchanged(self) -> bool:
-        if self._others and self._contents() != self._before:
+        if not self._has_same_contents():
             return False
         if not self._has_same_objects():
             if not self._has_equal_objects():
@@ -92,39 +130,60 @@ class FrozenState:
             self._note_objects()
         return self._mark() == self._marked and self._elsewhere.agree()
 
-    def _contents(self, across_runs: bool = False) -> dict[str, str]:
-        """Digests of what attributes hold that are no plain values: containers, settings, arrays, functions."""
+    def _has_same_contents(self) -> bool:
+        """Whether attributes hold the same containers, settings, arrays and functions."""
+        if not self._others:
+            return True
+        found = self._found()
+        if all(map(operator.is_, found, self._at)) and self._contents.are_same():
+            return True
+        now = Contents(found, self._is_own, _MOST, strict=True)
+        if now.digests != self._contents.digests:
+            return False
+        self._at, self._contents = found, now
+        return True
 
-        def is_own(value: Any) -> bool:
-            if isinstance(value, nn.Module):
-                return False
-            return isinstance(value, _SETTINGS) or type(value).__module__.partition(".")[0] in self._packages
+    def _found(self) -> list[Any]:
+        """What attributes hold that are no plain values."""
+        return [held.get(name, _MISSING) for held, name in self._others]
 
-        found = [held.get(name, _MISSING) for held, name in self._others]
-        return digests_of(found, is_own, _MOST, across_runs, strict=True)
+    def _is_own(self, value: Any) -> bool:
+        if isinstance(value, nn.Module):
+            return False
+        return isinstance(value, _SETTINGS) or type(value).__module__.partition(".")[0] in self._packages
 
     def _has_same_objects(self) -> bool:
-        found = chain.from_iterable(map(dict.values, self._dicts))
+        found = chain.from_iterable(map(dict.values, filter(None, self._dicts)))
         try:
             return (
                 sum(map(len, self._dicts)) == len(self._objects)
                 and all(map(operator.is_, found, self._objects))
                 and [get(held) for get, held in self._getters] == self._plain
-                and all(users_forward(module) is forward for module, forward in self._forwards)
-                and all(type(module) is kind for module, kind in self._classes)
+                and all(map(operator.is_, map(type, self._modules), self._kinds))
                 and all(now == before for now, before in self._lists)
+                and self._has_same_forwards()
             )
         except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or became a tensor or an array
             return False
+
+    def _has_same_forwards(self) -> bool:
+        """Whether other code has replaced no ``forward``."""
+        now = [*map(dict.get, self._vars, repeat("forward"))]
+        if all(map(operator.is_, now, self._seen_forwards)):
+            return True
+        if any(users_forward(module) is not forward for module, forward in self._forwards):
+            return False
+        self._seen_forwards = now
+        return True
 
     def _has_equal_objects(self) -> bool:
         """The same tensors, modules and classes, and attributes of the same values."""
         return not (
             any(held.get(name) is not tensor for held, name, tensor in self._held)
             or any(len(held) != size for held, size in self._sizes)
-            or any(users_forward(module) is not forward for module, forward in self._forwards)
+            or not self._has_same_forwards()
             or any(held.get(name) is not child for held, name, child in self._children)
-            or any(type(module) is not kind for module, kind in self._classes)
+            or not all(map(operator.is_, map(type, self._modules), self._kinds))
             or any(held.get(name, _MISSING) != value for held, name, value in self._attributes)
             or any(module.training for module in self._evaluating)
         )
@@ -138,13 +197,12 @@ class FrozenState:
         """
         try:
             quick = not all_bits and self._has_same_objects() and self._has_same_piece(share)
-            is_slow = self._contents_s > QUICK_S * share
-            if quick and (is_slow or not self._others or self._contents() == self._before):
+            if quick and (self._contents_s > QUICK_S * share or self._has_same_contents()):
                 return True
         except Exception:  # as in `is_unchanged`
             return False
         if self.is_unchanged():
-            self._versions = [version_of(tensor) for tensor in self._tensors]
+            self._versions = [*map(_counter, self._counting)]
             return True
         try:
             if self._digest_of(self._current()) != self._values:
@@ -178,49 +236,19 @@ class FrozenState:
             CacheError: an attribute cannot be read.
         """
         state = hashlib.blake2b(self._values, digest_size=16)
-        kinds = [kind for _, kind in self._classes]
+        kinds = self._kinds
         with _readable():
             state.update(repr([kind.__qualname__ for kind in kinds]).encode())
             state.update(repr([_methods_of(kind) for kind in dict.fromkeys(kinds)]).encode())
             state.update(repr([(name, value) for _, name, value in self._attributes]).encode())
         return state.digest()
 
-    def _note(self) -> None:
-        self._held = self._current()
-        started = time.perf_counter()
-        self._before = self._contents()
-        self._contents_s = time.perf_counter() - started
-        self._tensors = [tensor for _, _, tensor in self._held]
-        self._elsewhere = Copies([tensor for tensor in self._tensors if tensor.device.type != "cpu"])
-        self._objects: list[Any] = []  # so that values are compared first
-        self._plain: list[Any] | None = None
-        here = [tensor for tensor in self._tensors if tensor.device.type == "cpu" and tensor.numel()]
-        memory = [
-            torch.as_strided(one.detach(), (one.numel(),), (1,)).view(torch.uint8).numpy().data
-            for one in here
-            if is_dense(one)
-        ]
-        self._shares = divided(memory, torch.get_num_threads())
-        size = max(PIECE_BYTES, sum(part.nbytes for part in memory) // MOST_PIECES)
-        pieces = [part[start : start + size] for part in memory for start in range(0, part.nbytes, size)]
-        self._pieces = [(piece, xxhash.xxh3_64_intdigest(piece)) for piece in pieces]
-        self._on_device = [
-            (flat, flat.clone())
-            for one in self._tensors
-            if one.device.type != "cpu" and one.numel() and is_dense(one)
-            for flat in [one.detach().as_strided((min(one.numel(), PIECE_VALUES),), (1,))]
-        ]
-        self._turn = 0
-        self._versions = [version_of(tensor) for tensor in self._tensors]
-        self._scattered = [tensor for tensor in here if not is_dense(tensor)]
-        self._marked = self._mark()
-
     def _has_same_piece(self, share: float) -> bool:
         """Whether no tensor has other memory, mode or version, and a piece of the values is the same."""
         self._turn += 1
-        if [version_of(tensor) for tensor in self._tensors] != self._versions or self._scattered:
+        if self._scattered or [*map(_counter, self._counting)] != self._versions:
             return False
-        if [tensor.data_ptr() for tensor in self._tensors] != self._marked[0]:
+        if [*map(Tensor.data_ptr, self._tensors)] != self._marked[0]:
             return False
         room = PIECE_BYTES * share
         for at in range(len(self._pieces)):
@@ -243,20 +271,21 @@ class FrozenState:
     def _mark(self) -> tuple[list[int], list[int]]:
         """Something that differs once a tensor has other memory, or a value on the CPU changed."""
         sums = [*checksums(self._shares), *(xxhash.xxh3_64_intdigest(bytes_of(one)) for one in self._scattered)]
-        return [tensor.data_ptr() for tensor in self._tensors], sums
+        return [*map(Tensor.data_ptr, self._tensors)], sums
 
     def _digest_of(self, held: list[tuple[dict[str, Any], str, Tensor]]) -> bytes:
         """Digest of these tensors, and of what attributes hold."""
         tensors = {f"{at} {name}": tensor for at, (_, name, tensor) in enumerate(held)}
         state = hashlib.blake2b(digest(tensors), digest_size=16)
-        state.update(repr(sorted(self._contents(across_runs=True).items())).encode())
+        contents = digests_of(self._found(), self._is_own, _MOST, across_runs=True, strict=True)
+        state.update(repr(sorted(contents.items())).encode())
         return state.digest()
 
     def _current(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Weights and buffers by name, as they are now."""
         return [
             (held, name, tensor)
-            for _, module in self._modules
+            for module in self._modules
             for held in (module._parameters, module._buffers)
             for name, tensor in held.items()
             if tensor is not None
@@ -275,18 +304,14 @@ def _readable() -> Iterator[None]:
 
 
 _MISSING = object()
+_counter = operator.attrgetter("_version")
 _OF_TORCH = frozenset([*vars(nn.Module()), "forward"])
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace)
 _MOST = 2000  # objects within reach
-PIECE_BYTES = 2**18  # of weights that are compared in each step, at least
-MOST_PIECES = 256  # of all weights
+PIECE_BYTES = 2**16  # of weights that are compared in each step, at least
+MOST_PIECES = 1024  # of all weights
 QUICK_S = 0.0005  # a look at containers and settings of the modules that takes less is taken each time
 PIECE_VALUES = 4096  # of a tensor on a GPU
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the counter that rises with each change in place; 0 for a tensor of inference mode, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _methods_of(kind: type) -> list[str]:
