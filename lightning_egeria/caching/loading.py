@@ -37,7 +37,7 @@ from lightning_egeria.caching.store.samples import (
 )
 from lightning_egeria.caching.store.store import ActivationStore
 from lightning_egeria.core.batches.worker_calls import answer_calls, this_worker
-from lightning_egeria.core.snapshots.contents import changed, moving_of
+from lightning_egeria.core.snapshots.contents import Contents, changed
 from lightning_egeria.core.snapshots.digests import has_values
 from lightning_egeria.core.snapshots.random_state import RandomState, preserved_random_state
 from lightning_egeria.errors import StoreError
@@ -93,12 +93,13 @@ class PlannedDataset:
         self.collate = self.collate_plain = collate
         self._stores: dict[Path, ActivationStore | None] = {}
         self._memory = FieldMemory()
+        self._moving: Contents | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stores": {}, "_memory": FieldMemory()}
+        return {**vars(self), "_stores": {}, "_memory": FieldMemory(), "_moving": None}
 
     def __getitems__(self, plan: Plan) -> Loaded:
         """Load a batch."""
@@ -238,13 +239,18 @@ class PlannedDataset:
 
     def _watched(self, plan: Plan, positions: list[int]) -> tuple[Any, str | None, float]:
         """Load samples; return them, what that drew from or changed, and the seconds that the dataset took."""
-        moving, state = moving_of(self.dataset), RandomState.current()
+        moving, state = self._moving, RandomState.current()
+        if moving is None or not moving.are_same():
+            moving = self._moving = Contents(self.dataset, moving=True)
         started = time.perf_counter()
         samples = self.fetch([plan.ids[position] for position in positions], _some(plan.seeds, positions))
         seconds = time.perf_counter() - started
         if plan.seeds is None and RandomState.current() != state:
             return samples, _GENERATOR, seconds
-        path = changed(moving, moving_of(self.dataset))
+        path = None
+        if not moving.are_same():
+            self._moving = Contents(self.dataset, moving=True)
+            path = changed(moving.digests, self._moving.digests)
         return samples, None if path is None else f"the dataset's attribute {path!r}", seconds
 
     def _stored(self, plan: Plan) -> dict[int, list[Any]]:

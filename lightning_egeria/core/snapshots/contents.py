@@ -28,6 +28,7 @@ from lightning_egeria.core.snapshots.random_state import GENERATORS, state_of
 
 MAX_OBJECTS = 20_000
 MAX_ITEMS = 10_000  # of a list of objects; numbers and texts are read whole
+MOVING_OBJECTS, MOVING_ITEMS = 2000, 16  # the same for a look that is taken for each batch
 MAX_BYTES = 2**28  # of one array; a larger one is sampled
 # What cannot change, and is compared by its value. What an enumeration names is one of these, or the name is enough.
 PLAIN = (
@@ -37,6 +38,7 @@ PLAIN = (
 )
 _VALUES = (*PLAIN, range, slice, pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta)
 _MEMORY = (bytearray, memoryview, array.array, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+_MOVING = (*GENERATORS, *_MEMORY, bool, int, float, complex, np.number, itertools.count)
 _IN_PLACE = (Tensor, np.ndarray, *GENERATORS, *_MEMORY)
 _FLOATS = (torch.float16, torch.float32, torch.float64)  # of numpy
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
@@ -88,9 +90,11 @@ class Contents:
 
     Args:
         value, follows, most, strict: as in `digests_of`.
+        moving: look only for generators and single numbers, and at few objects; quick. If loading a sample changes
+            one, another load of the sample may return something else.
 
     Attributes:
-        digests: what `digests_of` returns.
+        digests: of each value within reach, by its path, as of `digests_of`.
 
     >>> data = [[0, 1], {"epoch": 1}]
     >>> contents = Contents(data)
@@ -107,10 +111,15 @@ class Contents:
         follows: Callable[[Any], bool] | None = None,
         most: int = MAX_OBJECTS,
         strict: bool = False,
+        moving: bool = False,
     ) -> None:
         digest = _digest if strict else _digest_of_any
         inside: list[Any] = []
-        found = list(_reach(value, follows=follows, most=most, strict=strict, inside=inside))
+        items = MOVING_ITEMS if moving else MAX_ITEMS
+        most = MOVING_OBJECTS if moving else most
+        found = list(_reach(value, items, follows, most, strict, inside))
+        if moving:
+            found = [(path, one) for path, one in found if isinstance(one, _MOVING)]
         self.digests = {path: digest(one) for path, one in found}
         self._lists: list[tuple[Any, list[Any]]] = []
         self._dicts: list[tuple[Any, list[Any], list[Any]]] = []
@@ -118,7 +127,7 @@ class Contents:
         self._functions: list[tuple[types.FunctionType, list[Any]]] = []
         self._others: list[tuple[Any, type, list[Any]]] = []
         self._read: list[tuple[Any, str]] = []
-        self._parts = functools.partial(_parts_of, items=MAX_ITEMS, follows=follows)
+        self._parts = functools.partial(_parts_of, items=items, follows=follows)
         self._digest = digest
         for path, one in found:
             if _is_flat(one) and all(isinstance(item, PLAIN) for item in one):
@@ -190,16 +199,6 @@ def _are_same(parts: list[Any], held: list[Any]) -> bool:
         one is other or (is_text(one) and is_text(other) and one == other)
         for one, other in zip(parts, held, strict=True)
     )
-
-
-def moving_of(dataset: Any) -> dict[str, str]:
-    """Return a digest of each generator and each single number within reach of a dataset, by its path; quick.
-
-    If loading a sample changes one, another load of the sample may return something else.
-    """
-    kinds = (*GENERATORS, *_MEMORY, bool, int, float, complex, np.number, itertools.count)
-    found = _reach(dataset, items=16, most=MAX_OBJECTS // 10)
-    return {path: _digest_of_any(value) for path, value in found if isinstance(value, kinds)}
 
 
 def changed(before: dict[str, str], after: dict[str, str]) -> str | None:
