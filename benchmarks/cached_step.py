@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.proof.run import quiet
 from lightning_egeria import FrozenPrefixCache
 
-BATCHES, EPOCHS = 16, 6
+BATCHES, EPOCHS = 16, 30
 
 
 class Encoder(nn.Module):
