@@ -17,8 +17,6 @@ from ranks import LOCAL, free_port
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria.core.training.methods import METHODS, reason_against
-
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CARDS = sorted((ROOT / "lightning_egeria").rglob("README.md"))
@@ -203,13 +201,3 @@ def slug(heading):
     'what-it-saves-and-where'
     """
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def test_the_table_of_methods_that_run_together_is_what_they_declare():
-    names = {"cache": "caching", "pipeline": "pipelining"}
-    rows = re.findall(r"^\| \*\*(\w+)\*\*[^|]* \| (.*) \|$", (DOCS / "methods.md").read_text(), re.MULTILINE)
-    methods = [names.get(name, name) for name, _ in rows]
-    assert sorted(methods) == sorted(METHODS)
-    for one, (_, cells) in zip(methods, rows, strict=True):
-        declared = ["" if one == other else "no" if reason_against(one, other) else "yes" for other in methods]
-        assert [cell.strip() for cell in cells.split("|")] == declared, one

@@ -18,6 +18,7 @@ from lightning_egeria.core.training.methods import methods_of
 from lightning_egeria.core.training.notices import log_line
 from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.errors import NothingTrainedError
+from lightning_egeria.freezing import METHOD
 from lightning_egeria.freezing.arguments import (
     check_arguments,
     check_max_loss,
@@ -72,6 +73,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         ArgumentError: if an argument is out of range.
     """
 
+    egeria_method = METHOD
     measures_plasticity = True
 
     @explain_arguments_of_policies
@@ -182,7 +184,8 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """Warn if the loader stores a position behind batches that training has not taken yet, after a trial."""
         feed = data_fetcher(trainer)
         ahead = len(feed.ahead.kept) if isinstance(feed, Feed) else 0
-        if ahead and ("selecting" in methods_of(trainer) or loaders_keep_their_place(trainer)):
+        selects = any(method.name == "selecting" for method in methods_of(trainer))
+        if ahead and (selects or loaders_keep_their_place(trainer)):
             self.notices.warn(
                 f"the training loader stores its own position, which is {ahead} batches ahead of training in the "
                 f"checkpoint of step {trainer.global_step}, because depths were tried on these batches. A run that "

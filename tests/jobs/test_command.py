@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from described import all_reaped, until
 
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.command import main
-from lightning_egeria.core.training.methods import BY_SETTING
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs import command
 from lightning_egeria.jobs.history import History
@@ -40,7 +40,7 @@ def test_from_a_description_to_its_log(jobs, tmp_path):
     status, printed, _ = jobs("submit", "--dry-run", "job.yaml")
     assert status == 0
     assert printed.startswith(f"hello: {tmp_path}/home/runs/")
-    assert f"{', '.join(BY_SETTING)}: off: a command takes no methods" in " ".join(printed.split())
+    assert f"{', '.join(CONFIGURABLE)}: off: a command takes no methods" in " ".join(printed.split())
     assert jobs("submit", "job.yaml", "job.yaml")[:2] == (0, "1  hello\n2  hello\n")
     status, printed, _ = jobs("logs", "-f", 2)
     assert "\nhello\n" in printed

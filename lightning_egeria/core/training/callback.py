@@ -14,6 +14,7 @@ from lightning_egeria.core.network.modes import effect_of_evaluation
 from lightning_egeria.core.training.checkpoints import checkpoint_read
 from lightning_egeria.core.training.finding import LayerFinding, Stage
 from lightning_egeria.core.training.freezer import Decision, Freezer, FreezingEvent
+from lightning_egeria.core.training.methods import FREEZING, Method
 from lightning_egeria.core.training.notices import log_line
 from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.core.training.progress import BarEntry
@@ -46,7 +47,7 @@ class PrefixFreezing(LayerFinding):
         ArgumentError: if an argument is out of range.
     """
 
-    egeria_method = "freezing"
+    egeria_method: Method = FREEZING
     measures_plasticity = False  # whether `latest_plasticity` is overridden
 
     def __init__(
@@ -55,7 +56,7 @@ class PrefixFreezing(LayerFinding):
         freeze_until: str | float | None = None,
         allow_untested: bool = False,
     ) -> None:
-        super().__init__("freezing", layer_modules, freeze_until)
+        super().__init__(self.egeria_method.label, layer_modules, freeze_until)
         if not isinstance(freeze_until, str | None) and not 0 <= freeze_until <= 1:
             raise ArgumentError(f"freeze_until must be a module path or a share in [0, 1], got {freeze_until!r}")
         self.allow_untested = allow_untested
@@ -113,8 +114,8 @@ class PrefixFreezing(LayerFinding):
         return self.events[-1].depth if self.events else 0
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse what `METHODS` excludes."""
-        check_setup(trainer, "freezing", self.allow_untested)
+        """Refuse what the method declares."""
+        check_setup(trainer, self.egeria_method, self.allow_untested)
 
     def forget_fit(self) -> None:
         """Drop what is left of an earlier `fit`."""
