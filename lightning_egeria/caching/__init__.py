@@ -7,7 +7,9 @@ METHOD = Method(
     label="the cache",
     option="cache/disk",
     around=("goodput",),
-    strategy_reasons={  # which turns it off, instead of a refusal
+    # Both turn it off.
+    own_batches="it plans a batch before the loader loads it",
+    strategy_reasons={
         "ModelParallelStrategy": "FSDP2 gathers the weights of a layer on all ranks together, and a rank that has the "
         "layer's outputs would not take part"
     },

@@ -27,7 +27,6 @@ from lightning_egeria.freezing.arguments import (
 )
 from lightning_egeria.freezing.comparison import ReferenceComparison, comparison_of
 from lightning_egeria.freezing.decide import Decider, LastEvaluation
-from lightning_egeria.freezing.metrics_log import MetricsLog
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import answer_auto, evidence
 from lightning_egeria.freezing.reference import Precision
@@ -259,7 +258,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
         self._decider.start_trial(trainer, norms, self.max_loss_points)
-        return [comparison, MetricsLog(trainer, self._decider)]
+        return [comparison]
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""
@@ -279,6 +278,14 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """Stop comparing."""
         if self._decider is not None:
             self._decider.comparison.stop()
+
+    def metrics(self) -> dict[str, float]:
+        """Return also the counts of evaluations and what they measured."""
+        return {**super().metrics(), **(self._decider.metrics() if self._decider is not None else {})}
+
+    def metrics_news(self) -> tuple[int, ...]:
+        """There are also new metrics at each evaluation."""
+        return (*super().metrics_news(), self._decider.comparison.next_evaluation if self._decider is not None else 0)
 
     def choose_depth(self, step: int) -> Decision | None:
         """Return the decision of the policy."""

@@ -15,6 +15,7 @@ from lightning_egeria.core.training.checkpoints import checkpoint_read
 from lightning_egeria.core.training.finding import LayerFinding, Stage
 from lightning_egeria.core.training.freezer import Decision, Freezer, FreezingEvent
 from lightning_egeria.core.training.methods import FREEZING, Method
+from lightning_egeria.core.training.metrics_log import MetricsLog, metrics_of
 from lightning_egeria.core.training.notices import log_line
 from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.core.training.progress import BarEntry
@@ -102,6 +103,14 @@ class PrefixFreezing(LayerFinding):
     def will_compare(self, batches_ahead: int) -> bool:
         """Whether the method needs the input of the batch ``batches_ahead`` after the last; False by default."""
         return False
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the loggers get at each change of depth: what is frozen, and what ranks exchange."""
+        return metrics_of(self.freezer) if self.freezer is not None else {}
+
+    def metrics_news(self) -> tuple[int, ...]:
+        """Return numbers that differ when there are new `metrics`: by default, the number of changes of depth."""
+        return (len(self.events),)
 
     @property
     def latest_plasticity(self) -> tuple[int, Sequence[float]] | None:
@@ -312,7 +321,8 @@ class PrefixFreezing(LayerFinding):
         with checkpoint_read():
             less = freezer.load_state_dict(state["prefix"]) if state is not None else None
         before = state["method"] if state is not None else None
-        self._own_observers = [freezer, *self.start_method(trainer, freezer, self._search.gathered, before)]
+        own = self.start_method(trainer, freezer, self._search.gathered, before)
+        self._own_observers = [freezer, *own, MetricsLog(trainer, self.metrics, self.metrics_news)]
         for observer in self._own_observers[1:]:
             self.observers.add(observer)
         if state is not None and freezer.depth:

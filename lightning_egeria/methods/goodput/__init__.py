@@ -8,6 +8,7 @@ METHOD = Method(
     option="goodput/adaptive",
     manual="it sets the learning rate of each step, and with manual optimization nothing tells which steps belong "
     "together",
+    own_batches="it counts the samples of each batch before its step",
     apart_from={
         "selecting": "selected samples bias the gradient noise scale",
         "partial": "the gradient noise scale needs the gradients of all ranks for every layer",
