@@ -1,6 +1,8 @@
 """The rooms of the package, and its public names."""
 
 import ast
+import configparser
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,6 +20,20 @@ def test_the_contracts_of_setup_cfg_are_kept():
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
     linted = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout
+
+
+@pytest.mark.parametrize(
+    ("contract", "folder", "others"),
+    [("hydra", "", {"cli", "jobs", "command"}), ("torch-only", "core", {"training"})],
+)
+def test_a_contract_on_imports_from_outside_names_each_room(contract, folder, others):
+    """The contracts of the layers are exhaustive by themselves."""
+    parser = configparser.ConfigParser()
+    parser.read(PACKAGE.parent / "setup.cfg")
+    named = parser[f"importlinter:contract:{contract}"]["source_modules"].split()
+    rooms = {one.name for one in pkgutil.iter_modules([str(PACKAGE / folder)])} - others
+    missing = {".".join(filter(None, ("lightning_egeria", folder, room))) for room in rooms} - {*named}
+    assert not missing, f"add {missing} to the contract {contract} of setup.cfg, or to the exceptions of this test"
 
 
 @pytest.mark.parametrize(("room", "other"), [("freezing", "caching"), ("caching", "freezing")])

@@ -27,15 +27,6 @@ def setup_cfg():
     return parser
 
 
-def test_setup_cfg_lists_every_package(setup_cfg):
-    listed = set(setup_cfg["options"]["packages"].split())
-    found = {
-        ".".join(path.parent.relative_to(REPOSITORY).parts)
-        for path in (REPOSITORY / "lightning_egeria").rglob("__init__.py")
-    }
-    assert listed == found | {"lightning_egeria.conf"}
-
-
 def requirements_of(parser):
     """The requirements that setup.cfg names, on their own or in an extra."""
     texts = [parser["options"]["install_requires"], *parser["options.extras_require"].values()]

@@ -89,7 +89,7 @@ def test_a_run_with_a_method_of_a_user(tmp_path):
     assert record.evaluations == []
     assert {"depth", "step_time", "phases"} <= set(figures_of([record]))
     (path,) = tmp_path.glob("csv/*/metrics.csv")
-    rows = [row for row in csv.DictReader(path.open()) if row["egeria/frozen_depth"]]
+    rows = [row for row in csv.DictReader(path.read_text().splitlines()) if row["egeria/frozen_depth"]]
     assert [float(row["egeria/frozen_depth"]) for row in rows] == [1, 2]
     shares = [float(row["egeria/frozen_parameters"]) for row in rows]
     assert shares == pytest.approx([72 * depth / (3 * 72 + 18) for depth in (1, 2)])
