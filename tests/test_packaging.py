@@ -108,7 +108,7 @@ def test_a_wheel_has_the_configuration_the_types_and_the_command(source, tmp_pat
     assert configs
     assert {f"lightning_egeria/{name}" for name in configs} <= files
     sources = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "lightning_egeria").rglob("*.py")}
-    assert sources | {"lightning_egeria/py.typed"} <= files
+    assert sources | {"lightning_egeria/py.typed", "lightning_egeria/__init__.pyi"} <= files
     assert "egeria-train = lightning_egeria.cli.train:main" in entry_points
     assert "egeria = lightning_egeria.command:main" in entry_points
     assert not [name for name in files if name.startswith(("tests/", "conf/", "benchmarks/"))]
