@@ -57,7 +57,7 @@ def together() -> list[str]:
     return _table(
         ["", *METHODS],
         (
-            [f"**{name}** (`{_class_of(one).__name__}`)", *(cell(one, other) for other in METHODS.values())]
+            [f"**{name}** (`{class_of(one).__name__}`)", *(cell(one, other) for other in METHODS.values())]
             for name, one in METHODS.items()
         ),
     )
@@ -129,14 +129,15 @@ def replaced(document: str, name: str, lines: list[str]) -> str:
     return marked.sub(lambda found: found[1] + table, document)
 
 
-def _class_of(method: Method) -> type[Any]:
+def class_of(method: Method) -> type[Any]:
+    """Return the public class of a method."""
     public = (getattr(lightning_egeria, name) for name in lightning_egeria.__all__)
     (found,) = (one for one in public if getattr(one, "egeria_method", None) is method)
     return found
 
 
 def _folder_of(method: Method) -> str:
-    return _class_of(method).__module__.rpartition(".")[0].replace(".", "/")
+    return class_of(method).__module__.rpartition(".")[0].replace(".", "/")
 
 
 def _card_of(method: Method) -> str:

@@ -17,6 +17,9 @@ from ranks import LOCAL, free_port
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from docs.tables import class_of, pages
+from lightning_egeria.cli.methods import METHODS
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CARDS = sorted((ROOT / "lightning_egeria").rglob("README.md"))
@@ -180,6 +183,27 @@ def test_quickstart_freezes_a_layer(monkeypatch, tmp_path):
         exec(compile(script, "first.py", "exec"), names)
     assert names["freezing"].frozen_depth > 0
     assert names["trainer"].callback_metrics["val/acc"] > 0.9
+
+
+def test_each_card_has_a_page():
+    assert all(page.exists() and page.read_text() == content for page, content in pages().items()), (
+        "run: python -m docs.tables"
+    )
+    included = {
+        (page.parent / target).resolve()
+        for page in (DOCS / "cards").glob("*.md")
+        for target in re.findall(r"^```\{include\} (\S+)$", page.read_text(), re.MULTILINE)
+    }
+    assert included == {*CARDS}
+
+
+def test_the_table_to_choose_from_names_each_method():
+    text = (DOCS / "methods.md").read_text().partition("## Which methods run together")[0]
+    for name, method in METHODS.items():
+        kind = class_of(method).__name__
+        assert f"`{kind.removesuffix('Strategy')}`" in text, (
+            f"docs/methods.md: no row says when to use {kind}"
+        )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
