@@ -199,11 +199,9 @@ def test_each_card_has_a_page():
 
 def test_the_table_to_choose_from_names_each_method():
     text = (DOCS / "methods.md").read_text().partition("## Which methods run together")[0]
-    for name, method in METHODS.items():
+    for method in METHODS.values():
         kind = class_of(method).__name__
-        assert f"`{kind.removesuffix('Strategy')}`" in text, (
-            f"docs/methods.md: no row says when to use {kind}"
-        )
+        assert f"`{kind.removesuffix('Strategy')}`" in text, f"docs/methods.md: no row says when to use {kind}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
