@@ -52,6 +52,19 @@ def test_from_a_description_to_its_log(jobs, tmp_path):
     assert len(list((tmp_path / "home" / "runs").iterdir())) == 1
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_home_stands_in_front_of_the_command_or_behind_it(behind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("EGERIA_JOBS", str(tmp_path / "another"))
+    home = ["--home", str(tmp_path / "home")]
+    assert main(["jobs", *([] if behind else home), "ps", *(home if behind else [])]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert main(["jobs", "--home", str(tmp_path / "front"), "ps", "--home", str(tmp_path / "behind")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["behind", "home"]
+    assert main(["jobs", "ps"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "behind", "home"]
+    capsys.readouterr()
+
+
 def test_answers_for_programs(jobs, tmp_path):
     (tmp_path / "sweep.yaml").write_text("name: swept\nentry: {command: 'exit $X'}\nsweep: {X: ['0', '1']}\n")
 
