@@ -4,6 +4,7 @@ python -m docs.tables
 """
 
 import dataclasses
+import itertools
 import re
 import types
 import typing
@@ -15,7 +16,7 @@ import lightning_egeria
 from lightning_egeria.cli.configuration import CONFIG_DIR
 from lightning_egeria.cli.methods import CONFIGURABLE, METHODS
 from lightning_egeria.core.programs.arguments import PERIOD, SIZE
-from lightning_egeria.core.training.methods import Method
+from lightning_egeria.core.training.methods import BOTH_FREEZE, Method
 from lightning_egeria.jobs.evidence import cache_adds, evidence, pays
 from lightning_egeria.jobs.optimisations import KINDS
 from lightning_egeria.jobs.schema import Job
@@ -66,6 +67,8 @@ def together() -> list[str]:
 def reasons() -> list[str]:
     """Return a line for each reason for which methods do not run together."""
     found = [(name, *pair) for name, method in METHODS.items() for pair in method.apart_from.items()]
+    freezing = [name for name, method in METHODS.items() if method.freezes]
+    found += [(one, other, BOTH_FREEZE) for one, other in itertools.combinations(freezing, 2)]
     return [f"* {name}{f' and {other}' if other != '*' else ''}: {reason}." for name, other, reason in found]
 
 

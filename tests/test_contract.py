@@ -19,6 +19,7 @@ from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 
 from lightning_egeria import KnowledgeGuidedFreezing, PrefixFreezing, ScriptedPolicy
+from lightning_egeria.cli.methods import METHODS as DECLARED
 from lightning_egeria.core.snapshots.digests import digest
 from lightning_egeria.core.training.callback import freezing_of
 from lightning_egeria.errors import UnsupportedError
@@ -87,6 +88,14 @@ def first(tmp_path_factory):
 
 def modes(module):
     return {path: part.training for path, part in module.named_modules()}
+
+
+def test_each_method_of_the_package_has_a_line(tmp_path):
+    found = set()
+    for method in METHODS.values():
+        parts = [*method.active(), method.data(tmp_path), *method.arguments().values()]
+        found |= {part.egeria_method.name for part in parts if hasattr(part, "egeria_method")}
+    assert not DECLARED.keys() - found, f"tests/methods.py needs a line for {DECLARED.keys() - found}"
 
 
 @each_and_background

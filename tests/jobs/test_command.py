@@ -235,7 +235,7 @@ def test_what_is_known_of_a_job(jobs, tmp_path):
         assert re.search(rf"^{name} +{re.escape(value)}", shown, re.MULTILINE)
     found = json.loads(jobs("show", 1, "--json")[1])
     assert (found["id"], found["state"], found["attempt"]) == (1, "done", 1)
-    assert found["methods"][0].startswith("freezing, goodput, ")
+    assert found["methods"][0].startswith("freezing, cache, ")
     assert jobs("show", 7)[2] == "egeria jobs: schedule: there is no job 7. `egeria jobs ps` lists them\n"
 
 

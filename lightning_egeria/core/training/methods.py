@@ -17,6 +17,7 @@ from lightning_egeria.errors import UnsupportedError
 
 _ONE_OR_DDP = ("SingleDeviceStrategy", "DDPStrategy")
 _USE_DDP = "Use one device, or strategy='ddp'"
+BOTH_FREEZE = "both decide which layer modules are frozen"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Method:
         'both change the width'
         """
         if self.freezes and other.freezes:
-            return "both decide which layer modules are frozen"
+            return BOTH_FREEZE
         for one, another in ((self, other), (other, self)):
             reason = one.apart_from.get(another.name, one.apart_from.get("*"))
             if reason is not None:
