@@ -6,20 +6,12 @@ from pathlib import Path
 import lightning_egeria
 
 HERE = Path(__file__).resolve().parent
+_INCLUDES = re.compile(r"^```\{include\} (\.\./\S+)$", re.MULTILINE)
 # Documents outside this folder that pages include, and their pages. Links to and in the documents lead to these pages.
 PAGES = {
-    "README.md": "index.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "lightning_egeria/freezing/README.md": "cards/freezing.md",
-    "lightning_egeria/caching/README.md": "cards/caching.md",
-    "lightning_egeria/methods/partial/README.md": "cards/partial.md",
-    "lightning_egeria/methods/goodput/README.md": "cards/goodput.md",
-    "lightning_egeria/jobs/README.md": "cards/jobs.md",
-    "lightning_egeria/cluster/README.md": "cards/cluster.md",
-    "lightning_egeria/methods/selecting/README.md": "cards/selecting.md",
-    "lightning_egeria/methods/tuning/README.md": "cards/tuning.md",
-    "lightning_egeria/methods/pipelining/README.md": "cards/pipelining.md",
+    (page.parent / target).resolve().relative_to(HERE.parent).as_posix(): page.relative_to(HERE).as_posix()
+    for page in HERE.rglob("*.md")
+    for target in _INCLUDES.findall(page.read_text())
 }
 
 project = "lightning_egeria"

@@ -1,10 +1,11 @@
-"""The methods that every contract test is run with. A further method is one more line in `METHODS`."""
+"""The methods that every contract test is run with. A further method is one more line in `METHODS`: its class first."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from models import loader
+from models import Classifier, loader
+from torch import nn
 
 from lightning_egeria import (
     AdaptiveBatchSize,
@@ -12,6 +13,7 @@ from lightning_egeria import (
     Choice,
     FreezingPolicy,
     FrozenPrefixCache,
+    GraphPipelineStrategy,
     KnowledgeGuidedFreezing,
     LogUniform,
     PrefixFreezing,
@@ -81,6 +83,24 @@ def tuner(spaces, **arguments):
     return BranchTuner(spaces, **{"first_steps": 2, "max_trials": 8, "max_share": 100, **arguments})
 
 
+def micro_batches(trainer):
+    """Micro-batches of each batch, if there are several."""
+    pipeline = getattr(trainer.strategy, "pipeline", None)
+    count = pipeline.plan.micro_batches if pipeline is not None else 1
+    return [("micro-batches", count)] if count > 1 else []
+
+
+class NotingBetweenSteps(Classifier):
+    """Notes its losses outside of the training step, which a graph pipeline divides among processes."""
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.net(inputs), labels)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+
 @dataclasses.dataclass(frozen=True)
 class Method:
     """One way to train, by what it adds to a `fit`.
@@ -93,6 +113,8 @@ class Method:
         several_processes: whether the method runs in several; it refuses them otherwise.
         adapted: makes the data module around the loader, for methods that are one; gets whether it changes something.
         steps: optimizer steps of 3 epochs, and of 2 more; None if they follow from the losses.
+        strategy: makes the strategy, for methods that are one; gets whether it changes something.
+        dropout: of the network when the method is idle; 0 for methods that draw in another order.
     """
 
     active: Callable[[], list[Any]]
@@ -102,6 +124,8 @@ class Method:
     several_processes: bool = True
     adapted: Callable[[Any, bool], Any] | None = None
     steps: tuple[int, int] | None = (15, 25)
+    strategy: Callable[[bool], Any] | None = None
+    dropout: float = 0.2
 
     def data(self, folder, dataset=None, idle=False):
         """What to give to `fit`, from a loader with a fixed order."""
@@ -109,6 +133,16 @@ class Method:
         if self.adapted is not None:
             return self.adapted(plain, not idle)
         return FrozenPrefixCache(plain, cache_dir=folder, min_free_bytes=0) if self.cached else plain
+
+    def arguments(self, idle=False):
+        """What to give to a Trainer."""
+        return {"strategy": self.strategy(not idle)} if self.strategy is not None else {}
+
+    def kind(self, kind=Classifier):
+        """A module of a class, which trains with the method."""
+        if self.strategy is None:
+            return kind
+        return NotingBetweenSteps if kind is Classifier else type(kind.__name__, (kind, NotingBetweenSteps), {})
 
 
 def four_times_as_large(plain, active):
@@ -178,6 +212,15 @@ METHODS = {
         changes=tuned,
     ),
     "FrozenPrefixCache": Method(lambda: [scripted()], lambda: [scripted({})], cached=True),
+    "GraphPipelineStrategy": Method(
+        list,
+        list,
+        changes=micro_batches,
+        several_processes=False,  # its own tests have several
+        # Stages that are named: others follow from measured times, which no two runs share.
+        strategy=lambda active: GraphPipelineStrategy(1, micro_batches=2 if active else 1, stages={"all": ["net"]}),
+        dropout=0,
+    ),
 }
 # A process takes seconds to start: only where it may matter.
 WITH_A_PROCESS = METHODS | {

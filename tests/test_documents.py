@@ -17,7 +17,8 @@ from ranks import LOCAL, free_port
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria.core.training.methods import METHODS, reason_against
+from docs.tables import class_of, pages
+from lightning_egeria.cli.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -184,6 +185,25 @@ def test_quickstart_freezes_a_layer(monkeypatch, tmp_path):
     assert names["trainer"].callback_metrics["val/acc"] > 0.9
 
 
+def test_each_card_has_a_page():
+    assert all(page.exists() and page.read_text() == content for page, content in pages().items()), (
+        "run: python -m docs.tables"
+    )
+    included = {
+        (page.parent / target).resolve()
+        for page in (DOCS / "cards").glob("*.md")
+        for target in re.findall(r"^```\{include\} (\S+)$", page.read_text(), re.MULTILINE)
+    }
+    assert included == {*CARDS}
+
+
+def test_the_table_to_choose_from_names_each_method():
+    text = (DOCS / "methods.md").read_text().partition("## Which methods run together")[0]
+    for method in METHODS.values():
+        kind = class_of(method).__name__
+        assert f"`{kind.removesuffix('Strategy')}`" in text, f"docs/methods.md: no row says when to use {kind}"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(document):
     links = re.findall(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)", document.read_text())
@@ -203,13 +223,3 @@ def slug(heading):
     'what-it-saves-and-where'
     """
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-def test_the_table_of_methods_that_run_together_is_what_they_declare():
-    names = {"cache": "caching", "pipeline": "pipelining"}
-    rows = re.findall(r"^\| \*\*(\w+)\*\*[^|]* \| (.*) \|$", (DOCS / "methods.md").read_text(), re.MULTILINE)
-    methods = [names.get(name, name) for name, _ in rows]
-    assert sorted(methods) == sorted(METHODS)
-    for one, (_, cells) in zip(methods, rows, strict=True):
-        declared = ["" if one == other else "no" if reason_against(one, other) else "yes" for other in methods]
-        assert [cell.strip() for cell in cells.split("|")] == declared, one

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich import filesize
 from torch.utils.data import DataLoader
 
+from lightning_egeria.caching import METHOD
 from lightning_egeria.caching.loader import Line, why_not
 from lightning_egeria.caching.loading import PlannedDataset
 from lightning_egeria.caching.session import CacheSession
@@ -65,7 +66,7 @@ class FrozenPrefixCache(WrappingDataModule):
         ArgumentError: if an argument is out of range.
     """
 
-    egeria_method = "caching"
+    egeria_method = METHOD
 
     def __init__(
         self,
@@ -149,10 +150,7 @@ class FrozenPrefixCache(WrappingDataModule):
         model = getattr(self.trainer, "lightning_module", None)
         if self._cache is not None and model is not None and holds_shards(model):  # only now, not in `setup`
             self._close()
-            self._turn_off(
-                "FSDP2 gathers the weights of a layer on all ranks together, and a rank that has the layer's outputs "
-                "would not take part"
-            )
+            self._turn_off(METHOD.strategy_reasons["ModelParallelStrategy"])
         if self._cache is None or not is_asked_by_loop():
             return loader
         with spending(self._stats):
@@ -260,7 +258,8 @@ class FrozenPrefixCache(WrappingDataModule):
         return None
 
     def _tell_the_end(self) -> None:
-        if self._stats.off == NOTHING_FROZEN and not self._stats.misses and "freezing" not in methods_of(self.trainer):
+        freezes = any(method.freezes for method in methods_of(self.trainer))
+        if self._stats.off == NOTHING_FROZEN and not self._stats.misses and not freezes:
             self._notices.inform(
                 "nothing was cached, because no module is frozen. Call requires_grad_(False) and eval() on the modules "
                 "that need no training, or add KnowledgeGuidedFreezing() to the callbacks"

@@ -13,16 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from lightning_egeria.cli.methods import METHODS, WRAPPERS
 from lightning_egeria.cli.signatures import check_value, line_of, parameters_of
-from lightning_egeria.core.training.methods import METHODS
 from lightning_egeria.errors import ArgumentError, EgeriaError, near_match
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # A wheel carries conf/ inside the package; a checkout has it beside the package.
 CONFIG_DIR = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 CONFIG_NAME = "train"
-# Groups that wrap the data module, from the innermost to the outermost.
-WRAPPERS = tuple(method.group for method in METHODS.values() if method.wraps_data)
 _OWN = {"seed": int, "ckpt_path": str | None, "optimized_metric": str | None, "run_dir": str}
 _EXTRAS = {"hydra/sweeper/optuna": "optuna", "hydra/launcher/submitit": "submitit"}
 
@@ -148,9 +146,8 @@ def _near_key(name: str, keys: Sequence[str]) -> str:
 
 def _of_wrappers() -> list[str]:
     """Return the keys of the methods that wrap the data, which are not in a configuration that leaves these out."""
-    wrapping = [method for method in METHODS.values() if method.wraps_data]
-    files = ((method.group, CONFIG_DIR / method.group / f"{method.option}.yaml") for method in wrapping)
-    return [f"{group}.{key}" for group, path in files for key in _keys(OmegaConf.load(path))]
+    files = ((name, CONFIG_DIR / f"{METHODS[name].option}.yaml") for name in WRAPPERS)
+    return [f"{name}.{key}" for name, path in files for key in _keys(OmegaConf.load(path))]
 
 
 def _keys(config: Any) -> list[str]:

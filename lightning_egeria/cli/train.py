@@ -17,7 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, WRAPPERS, check, explain
+from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, check, explain
+from lightning_egeria.cli.methods import WRAPPERS
 from lightning_egeria.core.programs.files import write_whole
 from lightning_egeria.errors import ArgumentError, UnsupportedError, near_match
 from lightning_egeria.report.record import FILE_NAME

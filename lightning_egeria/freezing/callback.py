@@ -18,6 +18,7 @@ from lightning_egeria.core.training.methods import methods_of
 from lightning_egeria.core.training.notices import log_line
 from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.errors import NothingTrainedError
+from lightning_egeria.freezing import METHOD
 from lightning_egeria.freezing.arguments import (
     check_arguments,
     check_max_loss,
@@ -26,7 +27,6 @@ from lightning_egeria.freezing.arguments import (
 )
 from lightning_egeria.freezing.comparison import ReferenceComparison, comparison_of
 from lightning_egeria.freezing.decide import Decider, LastEvaluation
-from lightning_egeria.freezing.metrics_log import MetricsLog
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import answer_auto, evidence
 from lightning_egeria.freezing.reference import Precision
@@ -72,6 +72,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         ArgumentError: if an argument is out of range.
     """
 
+    egeria_method = METHOD
     measures_plasticity = True
 
     @explain_arguments_of_policies
@@ -182,7 +183,8 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """Warn if the loader stores a position behind batches that training has not taken yet, after a trial."""
         feed = data_fetcher(trainer)
         ahead = len(feed.ahead.kept) if isinstance(feed, Feed) else 0
-        if ahead and ("selecting" in methods_of(trainer) or loaders_keep_their_place(trainer)):
+        selects = any(method.name == "selecting" for method in methods_of(trainer))
+        if ahead and (selects or loaders_keep_their_place(trainer)):
             self.notices.warn(
                 f"the training loader stores its own position, which is {ahead} batches ahead of training in the "
                 f"checkpoint of step {trainer.global_step}, because depths were tried on these batches. A run that "
@@ -256,7 +258,7 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         if not comparison.runner.has_snapshot:
             comparison.refresh_reference(gathered)
         self._decider.start_trial(trainer, norms, self.max_loss_points)
-        return [comparison, MetricsLog(trainer, self._decider)]
+        return [comparison]
 
     def stop_method(self) -> None:
         """Stop comparing, and end the reference process."""
@@ -276,6 +278,14 @@ class KnowledgeGuidedFreezing(PrefixFreezing):
         """Stop comparing."""
         if self._decider is not None:
             self._decider.comparison.stop()
+
+    def metrics(self) -> dict[str, float]:
+        """Return also the counts of evaluations and what they measured."""
+        return {**super().metrics(), **(self._decider.metrics() if self._decider is not None else {})}
+
+    def metrics_news(self) -> tuple[int, ...]:
+        """There are also new metrics at each evaluation."""
+        return (*super().metrics_news(), self._decider.comparison.next_evaluation if self._decider is not None else 0)
 
     def choose_depth(self, step: int) -> Decision | None:
         """Return the decision of the policy."""

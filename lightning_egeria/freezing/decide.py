@@ -18,6 +18,7 @@ from lightning_egeria.freezing.comparison import ReferenceComparison
 from lightning_egeria.freezing.loss_limits import LossLimits, limits_of
 from lightning_egeria.freezing.policy import FreezingPolicy, Policy
 from lightning_egeria.freezing.pretrained import untrained_behind
+from lightning_egeria.freezing.savings import share_of_step
 from lightning_egeria.freezing.trial import DepthTrial, Frontier
 
 
@@ -144,6 +145,25 @@ class Decider:
         agreed = ranks.agree(DepthBroadcast(depth, every, reason))
         self.comparison.evaluate_every_n_steps = agreed.next_in_steps
         return Decision(agreed.depth, agreed.reason)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the loggers get: counts of evaluations, the time of what is frozen, and what was measured."""
+        counts, chain, depth = self.comparison.evaluations.counts, self.freezer.chain, self.freezer.depth
+        metrics: dict[str, float] = {
+            "egeria/evaluations_done": counts.done,
+            "egeria/evaluations_late": counts.late,
+            "egeria/evaluations_dropped": counts.dropped,
+            "egeria/reference_age": self.comparison.reference_age,
+        }
+        frozen_time = share_of_step(self, depth)
+        if frozen_time is not None:
+            metrics["egeria/frozen_step_time"] = frozen_time
+        slopes = self.last_evaluation.slopes if self.last_evaluation is not None else ()
+        for kind, values in (("plasticity", self.plasticity or ()), ("slope", slopes)):
+            for name, value in list(zip(chain.names, values, strict=False))[depth:]:
+                if math.isfinite(value):
+                    metrics[f"egeria/{kind}/{name}"] = value
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of policy and comparison, and in a deterministic run the reference's weights.

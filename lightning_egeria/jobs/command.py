@@ -36,11 +36,7 @@ _MOST_LINES = 2**20
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "--home",
-        type=Path,
-        help=f"folder of jobs, in front of COMMAND; default: {VARIABLE}, or egeria in the user's folder for data",
-    )
+    _takes_home(parser, None)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[..., int], text: str, example: str, ids: str = "") -> Any:
@@ -51,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         if example:  # the others are for programs and editors: the list leaves them out
             about["help"] = text
         added = commands.add_parser(name, **about)
+        _takes_home(added, argparse.SUPPRESS)  # or its default would replace what stands in front of the command
         added.set_defaults(run=lambda options: _with_home(run, options))
         if ids:
             added.add_argument("id" if ids == "1" else "ids", type=int, nargs=None if ids == "1" else "+", metavar="ID")
@@ -98,6 +95,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     command("schema", _schema, "print the JSON schema of a description, for editors", "")
     digest = command("digest", _digest, "print the digest of a file or folder, for data sets", "")
     digest.add_argument("path", type=Path)
+
+
+def _takes_home(parser: argparse.ArgumentParser, default: str | None) -> None:
+    text = f"folder of jobs; default: {VARIABLE}, or egeria in the user's folder for data"
+    parser.add_argument("--home", type=Path, default=default, help=text)
 
 
 def _with_home(run: Callable[..., int], options: argparse.Namespace) -> int:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.core.programs import files as disk
 from lightning_egeria.core.programs.descriptions import Description
-from lightning_egeria.core.training.methods import BY_SETTING, check_combination
+from lightning_egeria.core.training.methods import check_combination
 from lightning_egeria.errors import ArgumentError, CompilationError, DescriptionError, UnsupportedError
 from lightning_egeria.jobs.environments import lock_of, requirements_in
 from lightning_egeria.jobs.optimisations import Choice, Facts, Measured, choose
@@ -125,7 +126,7 @@ class Compiler:
             key = experiments.cost_key(config, code)
             facts = experiments.facts_of(config, self.measured(key))
             choices = choose(job.optimisations, facts)
-            check_combination(BY_SETTING[choice.method] for choice in choices if choice.on)
+            check_combination(CONFIGURABLE[choice.method] for choice in choices if choice.on)
             ranks = job.resources.nodes * (job.resources.most_devices or job.resources.devices)
             if facts.ranks > ranks:
                 raise ArgumentError(f"it trains {facts.ranks} ranks, but resources has {ranks} devices")

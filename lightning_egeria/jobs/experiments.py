@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_egeria.cli.configuration import CONFIG_DIR, CONFIG_NAME, check, explain
-from lightning_egeria.core.training.methods import BY_SETTING, METHODS
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.jobs.optimisations import Choice, Facts, Measured
 
@@ -85,10 +85,11 @@ def overrides_for(choices: Sequence[Choice], pretrained: bool | None) -> list[st
     """Return the overrides of `egeria-train` that switch methods on and off."""
     callbacks, wrappers, options = [], [], []
     for choice in choices:
-        rest, method = dict(choice.options), METHODS[BY_SETTING[choice.method]]
+        rest, method = dict(choice.options), CONFIGURABLE[choice.method]
+        group, _, option = method.option.partition("/")
         if method.wraps_data:
-            wrappers.append(f"{method.group}={rest.pop('mode', method.option) if choice.on else 'none'}")
-            prefix = method.group
+            wrappers.append(f"{group}={rest.pop('mode', option) if choice.on else 'none'}")
+            prefix = group
         else:
             prefix = f"callbacks.{choice.method}"
             if choice.on:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_egeria.core.training.methods import BY_SETTING, reason_against
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.jobs.evidence import cache_adds, evidence, least, pays
 
 KINDS = {
@@ -87,10 +87,10 @@ def choose(wanted: Any, facts: Facts) -> list[Choice]:
         facts: what is known of the job.
 
     Returns:
-        A choice for each method of `BY_SETTING`, in its order.
+        A choice for each method of `CONFIGURABLE`, in its order.
     """
     choices: list[Choice] = []
-    for method in BY_SETTING:
+    for method in CONFIGURABLE:
         options = wanted.get(method, False) if isinstance(wanted, Mapping) else None
         if not facts.trains:
             choice = Choice(method, False, "a command takes no methods: only experiments of egeria-train do")
@@ -114,7 +114,7 @@ def _decided(method: str, facts: Facts, on: list[str]) -> tuple[bool, str]:
         return _cache(facts, "freezing" in on)
     found, figures = pays(facts.kind, [method])
     for other in on if found else ():
-        against = reason_against(BY_SETTING[method], BY_SETTING[other])
+        against = CONFIGURABLE[method].reason_against(CONFIGURABLE[other])
         if against is not None:
             return False, f"does not run with {other}: {against}"
     return found, f"{KINDS[facts.kind]}: {figures}"

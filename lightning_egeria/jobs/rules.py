@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.core.programs.descriptions import Description, read
-from lightning_egeria.core.training.methods import BY_SETTING, check_combination
+from lightning_egeria.core.training.methods import check_combination
 from lightning_egeria.errors import UnsupportedError, near_match
 from lightning_egeria.jobs.schema import VARIABLE, Job
 
@@ -142,21 +143,21 @@ def _of_optimisations(chosen: Any, trains: bool) -> Iterator[tuple[str, str]]:
     if chosen in ("auto", "none"):
         return
     if not isinstance(chosen, Mapping):
-        near = near_match(str(chosen), [*BY_SETTING, "auto", "none"])
-        if chosen in BY_SETTING:
+        near = near_match(str(chosen), [*CONFIGURABLE, "auto", "none"])
+        if chosen in CONFIGURABLE:
             near = f" Write {{{chosen}: true}}"
         yield "optimisations", f"expected auto, none, or a map of methods, got {chosen!r}.{near}"
         return
     for name, options in chosen.items():
-        if name not in BY_SETTING:
-            near = near_match(name, BY_SETTING) or f" Methods: {', '.join(BY_SETTING)}"
+        if name not in CONFIGURABLE:
+            near = near_match(name, CONFIGURABLE) or f" Methods: {', '.join(CONFIGURABLE)}"
             yield f"optimisations.{name}", f"no such method.{near}"
         elif not isinstance(options, bool | Mapping):
             yield f"optimisations.{name}", f"expected true, false or options, got {options!r}"
         elif options is not False and not trains:
             yield f"optimisations.{name}", "a command takes no methods. Use an experiment, or add them in the program"
-    wanted = [name for name, options in chosen.items() if name in BY_SETTING and options is not False]
+    wanted = [name for name, options in chosen.items() if name in CONFIGURABLE and options is not False]
     try:
-        check_combination(BY_SETTING[name] for name in wanted)
+        check_combination(CONFIGURABLE[name] for name in wanted)
     except UnsupportedError as error:
         yield "optimisations", str(error)

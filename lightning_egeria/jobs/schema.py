@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.core.programs.arguments import PERIOD, SIZE
 from lightning_egeria.core.programs.descriptions import key
-from lightning_egeria.core.training.methods import BY_SETTING
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 VARIABLE = r"(?!EGERIA_)[A-Za-z_][A-Za-z0-9_]*"
@@ -19,7 +19,7 @@ _METHOD_OPTIONS = {"anyOf": [{"type": "boolean"}, {"type": "object"}]}
 _METHODS = {
     "anyOf": [
         {"enum": ["auto", "none"]},
-        {"type": "object", "properties": dict.fromkeys(BY_SETTING, _METHOD_OPTIONS), "additionalProperties": False},
+        {"type": "object", "properties": dict.fromkeys(CONFIGURABLE, _METHOD_OPTIONS), "additionalProperties": False},
     ]
 }
 

@@ -31,6 +31,7 @@ _SOURCES = {  # of samples, with colour and title
 }
 _FIRST, _OTHERS = "#4a4a4a", ("#2b6cb0", "#c05621", "#2f855a", "#d53f8c")  # colours of series that are told apart
 _WIDTH, _HEIGHT = 8.0, 3.2  # inches
+_MOST_NAMED = 8  # series in a legend; of more, the first and the last
 _MOST_BARS = 200  # of a series
 # No legend hides data.
 _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}
@@ -48,9 +49,8 @@ def plasticity(record: RunRecord) -> Figure:
         for index, name in enumerate(record.layer_modules):
             points = [(e.step, getattr(e, field)[index]) for e in record.evaluations if index < len(getattr(e, field))]
             drawn = [(step, abs(value)) for step, value in points if value]
-            color = mpl.colormaps["viridis"](index / max(1, count - 1))
-            label = name if count <= 1 + len(_OTHERS) or index in (0, count - 1) else None
-            axes.plot(*_columns(drawn), color=color, linewidth=1, label=label)
+            color = _shade(index, count)
+            axes.plot(*_columns(drawn), color=color, linewidth=1, label=_label(name, index, count))
         _make_logarithmic(axes)
         axes.set_ylabel(titles[field])
         _draw_events(axes, record)
@@ -145,7 +145,7 @@ def panel(found: Panel) -> Figure:
     places = sorted({x for points in found.series.values() for x, _ in points})
     room = 0.9 * min((b - a for a, b in itertools.pairwise(places)), default=1.0)  # for the bars at a place
     for row, (name, points) in enumerate(found.series.items()):
-        style = {"color": _color(row, count), "label": name if count <= len(_OTHERS) or row in (0, count - 1) else None}
+        style = {"color": _color(row, count), "label": _label(name, row, count)}
         if found.kind == "line":
             width = 1 + 1.5 * max(0, 2 - row) * (count > 1)  # one that others cover is wider
             axes.plot(*_columns(points), marker="." if len(points) < 50 else "", linewidth=width, **style)
@@ -255,13 +255,24 @@ def _new(rows: int, share: bool = False) -> tuple[Figure, Sequence[Axes]]:
 
 def _color(row: int, count: int) -> Any:
     """Return the colour of one of several series; beyond those that are told apart, dark is in front."""
-    return _OTHERS[row] if count <= len(_OTHERS) else mpl.colormaps["viridis"](row / (count - 1))
+    return _OTHERS[row] if count <= len(_OTHERS) else _shade(row, count)
+
+
+def _shade(row: int, count: int) -> Any:
+    return mpl.colormaps["viridis"](0.9 * row / max(1, count - 1))  # its last tenth is too bright for a thin line
+
+
+def _label(name: str, row: int, count: int) -> str | None:
+    return name if count <= _MOST_NAMED or row in (0, count - 1) else None
 
 
 def _make_logarithmic(axes: Axes) -> None:
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.0e}"))  # formulas are not drawn as such here
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    # Formulas are not drawn as such here. Within about a decade, powers of ten alone are one label, or none.
+    narrow = high < 12 * low
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}" if narrow else "{x:.0e}"))
+    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:.3g}") if narrow else NullFormatter())
 
 
 def _draw_events(axes: Axes, record: RunRecord) -> None:

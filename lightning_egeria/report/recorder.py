@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_egeria.caching.stats import CacheStats
 from lightning_egeria.core.profiling.phases import PhaseTimer, exposed_communication
+from lightning_egeria.core.training.callback import PrefixFreezing, freezing_of
 from lightning_egeria.core.training.methods import parts_of
 from lightning_egeria.core.training.panels import panels_of
 from lightning_egeria.freezing.callback import KnowledgeGuidedFreezing
@@ -57,7 +58,7 @@ class RunRecorder(pl.Callback):
         self._began = 0.0
         self._timer = PhaseTimer(torch.device("cpu"))
         self._evaluated = -1
-        self._freezing: KnowledgeGuidedFreezing | None = None
+        self._freezing: PrefixFreezing | None = None
         self._warned = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -66,8 +67,7 @@ class RunRecorder(pl.Callback):
         if self.path is None:
             self.path = folder / FILE_NAME
         self.record = RunRecord(self.name or self.path.resolve().parent.name, _about(trainer), overrides=self.overrides)
-        callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-        self._freezing = next((c for c in callbacks if isinstance(c, KnowledgeGuidedFreezing)), None)
+        self._freezing = freezing_of(trainer)
         self._began = time.perf_counter()
         self._evaluated = -1
         self._timer = PhaseTimer(pl_module.device)
@@ -111,7 +111,7 @@ class RunRecorder(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the savings, and write."""
-        if self._freezing is not None and self._freezing.layer_modules:
+        if isinstance(self._freezing, KnowledgeGuidedFreezing) and self._freezing.layer_modules:
             self.record.savings = self._freezing.savings()
         self._write(trainer)
 
@@ -126,7 +126,7 @@ class RunRecorder(pl.Callback):
             self.record.add_step(StepTimes(batches=1, **vars(batch)))
 
     def _note_evaluation(self) -> None:
-        last = self._freezing.last_evaluation if self._freezing is not None else None
+        last = self._freezing.last_evaluation if isinstance(self._freezing, KnowledgeGuidedFreezing) else None
         if last is not None and last.step != self._evaluated:
             self._evaluated = last.step
             self.record.add_evaluation(EvaluationPoint(last.step, finite(last.plasticity), finite(last.slopes)))

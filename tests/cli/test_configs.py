@@ -15,14 +15,15 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_egeria import AdaptiveBatchSize, FrozenPrefixCache, SelectiveBackprop
-from lightning_egeria.cli.configuration import CONFIG_DIR, WRAPPERS, check
+from lightning_egeria.cli.configuration import CONFIG_DIR, check
+from lightning_egeria.cli.methods import CONFIGURABLE, WRAPPERS
 from lightning_egeria.cli.train import data_of
 from lightning_egeria.demos.data import Cifar10Data, DigitsData
 from lightning_egeria.demos.resnet import CifarResNet
 from lightning_egeria.demos.schedules import ScheduledModule
 
 GROUPS = (
-    *("model", "optimizer", "scheduler", "data", "callbacks", "goodput", "cache", "selecting"),
+    *("model", "optimizer", "scheduler", "data", "callbacks", *WRAPPERS),
     *("trainer", "logger"),
     *("experiment", "hparams_search", "debug"),
 )
@@ -108,14 +109,13 @@ def test_any_timm_name(configure):
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
-        ([], "callbacks.freezing"),
         ([], "callbacks.freezing.policy"),
         ([], "data"),
         (["data=cifar10"], "data"),
-        (["cache=disk"], "cache"),
-        (["callbacks=tuning"], "callbacks.tuning"),
-        (["goodput=adaptive"], "goodput"),
-        (["selecting=queue"], "selecting"),
+        *(
+            ([method.option.replace("/", "=")], name if method.wraps_data else f"callbacks.{name}")
+            for name, method in CONFIGURABLE.items()
+        ),
     ],
 )
 def test_defaults_written_in_a_config_are_those_of_the_code(configure, overrides, keys):
@@ -185,6 +185,9 @@ def test_the_docs_list_every_option():
     text = (CONFIG_DIR.parent / "docs" / "egeria-train.md").read_text()
     rows = dict(re.findall(r"^\| (`\w+`)[^|]* \| (.*) \|$", text, flags=re.MULTILINE))
     for group, option in OPTIONS:
+        if group in ("callbacks", *WRAPPERS):
+            assert f"`{group}={option}`" in text or option == "none"
+            continue
         if group == "experiment":  # "the workloads of the proof"
             continue
         assert f"`{option}`" in rows[f"`{group}`"]

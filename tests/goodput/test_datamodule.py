@@ -430,10 +430,17 @@ class Sam(Seeing):
         optimizer.step(closure=optimizer_closure)
 
 
+class FromIterator(Seeing):
+    def training_step(self, dataloader_iter):
+        raise AssertionError
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize(
     ("module", "callbacks", "options", "message"),
     [
         (Manual, [], {}, "Use automatic optimization"),
+        (FromIterator, [], {}, "AdaptiveBatchSize does not run with dataloader_iter: it counts the samples"),
         (Lbfgs, [], {}, "LBFGS runs the training step more than once"),
         (Sam, [], {}, "ran the training step more than once in step 0"),
         (Seeing, [], {"overfit_batches": 2}, "overfit_batches replaces the sampler"),

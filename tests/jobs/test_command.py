@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from described import all_reaped, until
 
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.command import main
-from lightning_egeria.core.training.methods import BY_SETTING
 from lightning_egeria.errors import QueueError
 from lightning_egeria.jobs import command
 from lightning_egeria.jobs.history import History
@@ -40,7 +40,7 @@ def test_from_a_description_to_its_log(jobs, tmp_path):
     status, printed, _ = jobs("submit", "--dry-run", "job.yaml")
     assert status == 0
     assert printed.startswith(f"hello: {tmp_path}/home/runs/")
-    assert f"{', '.join(BY_SETTING)}: off: a command takes no methods" in " ".join(printed.split())
+    assert f"{', '.join(CONFIGURABLE)}: off: a command takes no methods" in " ".join(printed.split())
     assert jobs("submit", "job.yaml", "job.yaml")[:2] == (0, "1  hello\n2  hello\n")
     status, printed, _ = jobs("logs", "-f", 2)
     assert "\nhello\n" in printed
@@ -50,6 +50,19 @@ def test_from_a_description_to_its_log(jobs, tmp_path):
     assert [(row["id"], row["state"]) for row in rows] == [(2, "done"), (1, "done")]
     assert jobs("resume", 1)[0] == 2
     assert len(list((tmp_path / "home" / "runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_home_stands_in_front_of_the_command_or_behind_it(behind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("EGERIA_JOBS", str(tmp_path / "another"))
+    home = ["--home", str(tmp_path / "home")]
+    assert main(["jobs", *([] if behind else home), "ps", *(home if behind else [])]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert main(["jobs", "--home", str(tmp_path / "front"), "ps", "--home", str(tmp_path / "behind")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["behind", "home"]
+    assert main(["jobs", "ps"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "behind", "home"]
+    capsys.readouterr()
 
 
 def test_answers_for_programs(jobs, tmp_path):
@@ -222,7 +235,7 @@ def test_what_is_known_of_a_job(jobs, tmp_path):
         assert re.search(rf"^{name} +{re.escape(value)}", shown, re.MULTILINE)
     found = json.loads(jobs("show", 1, "--json")[1])
     assert (found["id"], found["state"], found["attempt"]) == (1, "done", 1)
-    assert found["methods"][0].startswith("freezing, goodput, ")
+    assert found["methods"][0].startswith("freezing, cache, ")
     assert jobs("show", 7)[2] == "egeria jobs: schedule: there is no job 7. `egeria jobs ps` lists them\n"
 
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from lightning_egeria.core.training.methods import BY_SETTING
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.errors import ArgumentError
 from lightning_egeria.jobs.experiments import (
     arguments_of,
@@ -56,7 +56,7 @@ def test_costs_belong_to_code_data_and_network_not_to_settings():
 
 def test_overrides_switch_methods():
     options = {"cache": {"host_bytes": "5"}, "partial": {"min_share": "0.5", "layer_modules": ["a", "b"]}}
-    choices = [Choice(name, name in options, "", options.get(name, {})) for name in BY_SETTING]
+    choices = [Choice(name, name in options, "", options.get(name, {})) for name in CONFIGURABLE]
     found = overrides_for(choices, False)
     assert [one for one in found if not one.endswith("=none")] == [
         "callbacks=partial",
@@ -70,18 +70,18 @@ def test_overrides_switch_methods():
         {**os.environ, "EGERIA_CHECKPOINTS": "/x"},
     )
     assert list(config.callbacks) == ["partial", "resuming"]
-    on = [Choice(name, name == "freezing", "", {"policy": {"patience": "2"}}) for name in BY_SETTING]
+    on = [Choice(name, name == "freezing", "", {"policy": {"patience": "2"}}) for name in CONFIGURABLE]
     assert {"callbacks=finetuning", "cache=none", "callbacks.freezing.policy.patience=2"} <= set(
         overrides_for(on, True)
     )
-    both = [Choice(name, name in ("freezing", "tuning"), "") for name in BY_SETTING]
+    both = [Choice(name, name in ("freezing", "tuning"), "") for name in CONFIGURABLE]
     assert list(composed(overrides_for(both, True)).callbacks) == ["freezing", "tuning"]
-    assert composed(overrides_for([Choice(name, False, "") for name in BY_SETTING], True)).callbacks == {}
+    assert composed(overrides_for([Choice(name, False, "") for name in CONFIGURABLE], True)).callbacks == {}
 
 
-@pytest.mark.parametrize("method", BY_SETTING)
+@pytest.mark.parametrize("method", CONFIGURABLE)
 def test_each_method_can_be_asked_for(method):
     choices = choose({method: True}, facts("default"))
     assert [choice.method for choice in choices if choice.on] == [method]
     config = composed(overrides_for(choices, False))
-    assert ([*config.callbacks] == [method]) if method in ("freezing", "partial", "tuning") else config[method]
+    assert config[method] if CONFIGURABLE[method].wraps_data else [*config.callbacks] == [method]

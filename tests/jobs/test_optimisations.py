@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from benchmarks.proof import evidence as measured
-from lightning_egeria.core.training.methods import BY_SETTING
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.jobs import evidence as rules
 from lightning_egeria.jobs.evidence import evidence
 from lightning_egeria.jobs.optimisations import Facts, Measured, choose
@@ -121,5 +121,5 @@ def test_what_the_description_says_goes_first():
 def test_each_method_has_one_choice_with_a_reason():
     for facts in (SCRATCH, TUNED, Facts(trains=False)):
         choices = choose("auto", facts)
-        assert [choice.method for choice in choices] == list(BY_SETTING)
+        assert [choice.method for choice in choices] == list(CONFIGURABLE)
         assert all(choice.reason for choice in choices)

@@ -1,7 +1,7 @@
 import pytest
 from described import described, folder_of
 
-from lightning_egeria.core.training.methods import BY_SETTING
+from lightning_egeria.cli.methods import CONFIGURABLE
 from lightning_egeria.errors import ExecutionError
 from lightning_egeria.jobs.jobfolders import Status
 from lightning_egeria.jobs.preparing import command_for, data_for, variables_for, work_for
@@ -81,4 +81,4 @@ def test_variables(tmp_path, monkeypatch):
     job["entry"]["experiment"] = "default"
     variables = variables_for(job, folder, status, {})
     assert "SLURM_NTASKS" not in variables
-    assert variables["EGERIA_METHODS"].startswith(f"{', '.join(BY_SETTING)}: off: a command takes no methods")
+    assert variables["EGERIA_METHODS"].startswith(f"{', '.join(CONFIGURABLE)}: off: a command takes no methods")

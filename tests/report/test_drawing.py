@@ -45,6 +45,30 @@ def test_of_many_series_the_first_and_the_last_are_named():
     assert len({patch.get_facecolor() for patch in axes.patches}) == 9
 
 
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_of_a_few_series_each_is_named(count):
+    record = run("ours")
+    series = {f"search {number}": [(0, 1.0 + number), (1, 2.0)] for number in range(count)}
+    record.panels = [Panel("speeds", "Speeds", "Some.", "search", "speed", series)]
+    (axes,) = report.figures(record)["speeds"].axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(series)
+    assert len({line.get_color() for line in axes.lines}) == count
+
+
+@pytest.mark.parametrize(("low", "high", "shown"), [(2, 7, "3"), (3e-4, 3.9e-4, "0.00034"), (0.9e-5, 2e-5, "2e-05")])
+def test_a_logarithmic_axis_within_a_decade_has_labels(low, high, shown):
+    record = run("ours")
+    record.panels = [Panel("rate", "Rate", "Rises.", "steps", "rate", {"rate": [(0, low), (1, high)]}, log=True)]
+    figure = report.figures(record)["rate"]
+    figure.draw_without_rendering()
+    axis = figure.axes[0].yaxis
+    labels = [tick.label1.get_text() for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())]
+    labels = [label.replace("\N{MINUS SIGN}", "-") for label in labels]
+    drawn = [label for label in labels if label and low <= float(label) <= high]
+    assert len(set(drawn)) >= 2
+    assert shown in drawn
+
+
 def test_lines_are_what_was_recorded():
     record = run("ours", frozen_at=9)
     top, bottom = report.figures(record)["plasticity"].axes

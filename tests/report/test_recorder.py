@@ -1,5 +1,6 @@
 """What `RunRecorder` keeps of real runs."""
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -13,8 +14,17 @@ from ranks import EXCHANGE_TIMEOUT, all_well, in_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_egeria import FreezingPolicy, FrozenPrefixCache, KnowledgeGuidedFreezing, RunRecorder, ScriptedPolicy
+from lightning_egeria import (
+    Decision,
+    FreezingPolicy,
+    FrozenPrefixCache,
+    KnowledgeGuidedFreezing,
+    PrefixFreezing,
+    RunRecorder,
+    ScriptedPolicy,
+)
 from lightning_egeria.report import RunRecord
+from lightning_egeria.report.drawing import figures_of
 
 
 class Module(L.LightningModule):
@@ -58,6 +68,32 @@ def fit(*callbacks, module=None, data=None, epochs=4, **arguments):
 def freezing():
     policy = FreezingPolicy(patience=1, pretrained=True, trial=False, peer_tolerance=0.9)
     return KnowledgeGuidedFreezing(policy, evaluate_every_n_steps=2, deterministic=True, background=False)
+
+
+class Every(PrefixFreezing):
+    """A method of a user: freezes one layer module more after each fourth step."""
+
+    def choose_depth(self, step):
+        depth = min(step // 4, self.freezer.chain.max_depth)
+        return Decision(depth, f"step {step}") if depth != self.freezer.depth else None
+
+
+def test_a_run_with_a_method_of_a_user(tmp_path):
+    callback = Every()
+    fit(callback, RunRecorder(tmp_path / "egeria.json"), logger=CSVLogger(tmp_path, "csv"))
+    record = RunRecord.read(tmp_path)
+    assert record.layer_modules == callback.layer_modules
+    assert record.events == [vars(event) for event in callback.events]
+    assert [(event["step"], event["depth"]) for event in record.events] == [(4, 1), (8, 2)]
+    assert [times.depth for times in record.steps] == [0] * 4 + [1] * 4 + [2] * 12
+    assert record.evaluations == []
+    assert {"depth", "step_time", "phases"} <= set(figures_of([record]))
+    (path,) = tmp_path.glob("csv/*/metrics.csv")
+    rows = [row for row in csv.DictReader(path.read_text().splitlines()) if row["egeria/frozen_depth"]]
+    assert [float(row["egeria/frozen_depth"]) for row in rows] == [1, 2]
+    shares = [float(row["egeria/frozen_parameters"]) for row in rows]
+    assert shares == pytest.approx([72 * depth / (3 * 72 + 18) for depth in (1, 2)])
+    assert not [name for name in rows[0] if name.startswith("egeria/eval")]
 
 
 @pytest.mark.parametrize("first", [True, False])

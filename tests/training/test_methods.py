@@ -1,48 +1,60 @@
 """Which methods may train in one run."""
 
-import dataclasses
-import importlib
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import REPOSITORY
 from models import Classifier, fit, loader
 
+import lightning_egeria
 from lightning_egeria import FrozenPrefixCache, KnowledgeGuidedFreezing, PrefixFreezing, StructuredPartialBackprop
-from lightning_egeria.core.training.methods import METHODS, Method, check_combination, methods_of, reason_against
-from lightning_egeria.core.training.support import check_setup
+from lightning_egeria.cli.configuration import CONFIG_DIR
+from lightning_egeria.cli.methods import CONFIGURABLE, METHODS, WRAPPERS
+from lightning_egeria.core.training.methods import FREEZING, Method, check_combination, methods_of
 from lightning_egeria.errors import UnsupportedError
 
-REFUSED = {("goodput", "selecting"), ("goodput", "partial"), ("goodput", "tuning"), ("selecting", "tuning")}
+REFUSED = [("goodput", "partial"), ("goodput", "selecting"), ("goodput", "tuning"), ("selecting", "tuning")]
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(list(METHODS)[:-1], 2)))
+def check_names(*names):
+    check_combination([METHODS[name] for name in names])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [*itertools.combinations(("cache", "freezing", "goodput", "partial", "selecting", "tuning"), 2)]
+)
 def test_each_pair_is_allowed_or_refused(one, other):
-    assert (reason_against(one, other) is not None) == ((one, other) in REFUSED)
-    assert reason_against(one, other) == reason_against(other, one)
+    reason = METHODS[one].reason_against(METHODS[other])
+    assert reason == METHODS[other].reason_against(METHODS[one])
+    if (one, other) not in REFUSED:
+        check_names(one, other)
+        return
+    with pytest.raises(UnsupportedError, match=f"{one} and {other} cannot train in one run: {reason}. Remove one of"):
+        check_names(other, one)
 
 
-@pytest.mark.parametrize("method", list(METHODS)[:-1])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "pipelining"])
 def test_a_pipeline_runs_alone(method):
-    with pytest.raises(UnsupportedError, match=f"{method} and pipelining cannot train in one run: a graph pipeline"):
-        check_combination(["pipelining", method])
+    with pytest.raises(UnsupportedError, match=r" and .* cannot train in one run: a graph pipeline runs without other"):
+        check_names("pipelining", method)
 
 
 def test_the_first_refusal_is_the_message():
-    with pytest.raises(UnsupportedError, match=r"goodput and selecting cannot .* bias the .* Remove one of them"):
-        check_combination(["goodput", "freezing", "selecting", "partial"])
+    with pytest.raises(UnsupportedError, match=r"goodput and partial cannot .* of all ranks .* Remove one of them"):
+        check_names("selecting", "freezing", "goodput", "partial")
 
 
 def test_what_may_train_together_passes():
-    check_combination(["freezing", "caching", "selecting", "partial"])
-    check_combination(["pipelining"])
-    check_combination([])
+    check_names("freezing", "cache", "selecting", "partial")
+    check_names("freezing", "cache", "partial", "tuning")
+    check_names("freezing", "cache", "goodput")
+    check_names("pipelining")
+    check_names()
 
 
 class Strategy:
-    egeria_method = "pipelining"
+    egeria_method = METHODS["pipelining"]
 
 
 class Foreign:
@@ -53,47 +65,62 @@ def test_methods_of_a_trainer():
     freezing, partial = KnowledgeGuidedFreezing(), StructuredPartialBackprop()
     data = FrozenPrefixCache(loader())
     trainer = SimpleNamespace(callbacks=[freezing, Foreign(), partial], datamodule=data, strategy=Strategy())
-    assert list(methods_of(trainer)) == ["pipelining", "freezing", "partial", "caching"]
+    assert [method.name for method in methods_of(trainer)] == ["pipelining", "freezing", "partial", "cache"]
     assert list(methods_of(SimpleNamespace(callbacks=[], datamodule=None))) == []
 
 
-class Goodput(KnowledgeGuidedFreezing):
-    egeria_method = "goodput"
-
-
-def test_a_refused_pair_does_not_start():
-    with pytest.raises(UnsupportedError, match="goodput and partial cannot train in one run"):
-        fit(Classifier(), Goodput(), StructuredPartialBackprop())
-
-
 @pytest.mark.parametrize("name", METHODS)
-def test_each_declaration_is_that_of_its_class_and_its_option(name):
+def test_the_public_class_of_a_method_has_its_declaration_and_its_option(name):
     method = METHODS[name]
-    home, _, kind = method.home.rpartition(".")
-    assert getattr(importlib.import_module(home), kind).egeria_method == name
-    if method.group:
-        option = yaml.safe_load((REPOSITORY / "conf" / method.group / f"{method.option}.yaml").read_text())
-        entry = option.get(method.option, option)
-        assert entry["_target_"] in (method.home, f"lightning_egeria.{kind}")
+    public = {one: getattr(lightning_egeria, one) for one in lightning_egeria.__all__}
+    mine = {f"lightning_egeria.{one}" for one, kind in public.items() if getattr(kind, "egeria_method", None) is method}
+    assert len(mine) == 1, f"{name}: one class with `egeria_method = METHOD` must be public, found {mine or 'none'}"
     assert set(method.apart_from) <= {*METHODS, "*"}
+    assert set(method.around) <= set(WRAPPERS)
+    if method.option:
+        path = CONFIG_DIR / f"{method.option}.yaml"
+        assert path.exists(), f"{name}: its option {path} is missing"
+        options = yaml.safe_load(path.read_text())
+        assert (options if method.wraps_data else options[name])["_target_"] in mine
+        assert not method.wraps_data or (path.parent / "none.yaml").exists()
+
+
+def test_data_modules_nest_in_this_order():
+    assert WRAPPERS == ("goodput", "cache", "selecting")
+    assert set(WRAPPERS) < set(CONFIGURABLE)
 
 
 class Toy(PrefixFreezing):
-    egeria_method = "toy"
+    """A method of a user, outside of the package."""
 
-    def check_trainer(self, trainer):
-        check_setup(trainer, "toy")
+    egeria_method = Method(
+        name="toy", label="a toy", strategies=("XLAStrategy",), manual="it is one", apart_from={"partial": "both play"}
+    )
 
 
-def test_a_further_method_is_declared_once(monkeypatch):
-    toy = Method("toy", "", "", "", ("XLAStrategy",), manual="it is a toy", apart_from={"partial": "both are toys"})
-    monkeypatch.setitem(METHODS, "toy", toy)
-    with pytest.raises(UnsupportedError, match="partial and toy cannot train in one run: both are toys"):
+class LearnedToy(Toy):
+    egeria_method = Method(name="learned", label="a toy", manual="it is one")
+
+
+class OtherFreezing(PrefixFreezing):
+    egeria_method = Method(name="other", label="other freezing", freezes=True)
+
+
+def test_a_class_of_a_user_is_refused_with_what_it_declares():
+    with pytest.raises(UnsupportedError, match="partial and toy cannot train in one run: both play"):
         fit(Classifier(), Toy(), StructuredPartialBackprop())
-    with pytest.raises(UnsupportedError, match="toy is not tested with SingleDeviceStrategy"):
+    with pytest.raises(UnsupportedError, match=r"a toy is not tested with SingleDeviceStrategy\. Use one device, or"):
         fit(Classifier(), Toy())
-    monkeypatch.setitem(METHODS, "toy", dataclasses.replace(toy, strategies=("SingleDeviceStrategy",)))
     module = Classifier()
     module.automatic_optimization = False
-    with pytest.raises(UnsupportedError, match="toy does not run with manual optimization: it is a toy"):
-        fit(module, Toy())
+    with pytest.raises(UnsupportedError, match="a toy does not run with manual optimization: it is one"):
+        fit(module, LearnedToy())
+
+
+@pytest.mark.parametrize("other", [PrefixFreezing, KnowledgeGuidedFreezing, OtherFreezing])
+def test_one_callback_freezes_in_a_run(other):
+    class Mine(PrefixFreezing):
+        egeria_method = FREEZING
+
+    with pytest.raises(UnsupportedError, match=r"freezing is there twice|both decide which layer modules are frozen"):
+        fit(Classifier(), Mine(), other())

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from lightning_egeria.core.training.methods import FREEZING
 from lightning_egeria.core.training.panels import LONGEST, MOST_POINTS, Panel, panels_of
 
 
@@ -15,7 +16,7 @@ def panel(points, name="noise", **rest):
 
 
 class Method:
-    egeria_method = "goodput"
+    egeria_method = FREEZING
 
     def __init__(self, *panels):
         self.found = list(panels)
@@ -51,7 +52,7 @@ def test_a_panel_of_another_form_is_not_read(wrong):
 def test_the_methods_of_a_trainer_are_asked_for_panels():
     noise, losses, empty = panel([(0, 1)]), panel([(0, 2)], "losses"), panel([], "empty")
     users_own = SimpleNamespace(panels=lambda: "of another kind")
-    callbacks = [users_own, Method(noise, empty), type("Silent", (), {"egeria_method": "tuning"})()]
+    callbacks = [users_own, Method(noise, empty), type("Silent", (), {"egeria_method": FREEZING})()]
     trainer = SimpleNamespace(callbacks=callbacks, datamodule=Method(losses))
     assert panels_of(trainer) == [noise, losses]
 

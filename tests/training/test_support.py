@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_egeria.core.training.methods import METHODS
+from lightning_egeria.core.training.methods import FREEZING
 from lightning_egeria.core.training.support import check_strategy
 from lightning_egeria.errors import UnsupportedError
-
-FREEZING = METHODS["freezing"]
 
 
 def strategy_with(name, **attributes):

@@ -14,6 +14,8 @@ from lightning_egeria.core.network.modes import effect_of_evaluation
 from lightning_egeria.core.training.checkpoints import checkpoint_read
 from lightning_egeria.core.training.finding import LayerFinding, Stage
 from lightning_egeria.core.training.freezer import Decision, Freezer, FreezingEvent
+from lightning_egeria.core.training.methods import FREEZING, Method
+from lightning_egeria.core.training.metrics_log import MetricsLog, metrics_of
 from lightning_egeria.core.training.notices import log_line
 from lightning_egeria.core.training.observers import Observer
 from lightning_egeria.core.training.progress import BarEntry
@@ -46,7 +48,7 @@ class PrefixFreezing(LayerFinding):
         ArgumentError: if an argument is out of range.
     """
 
-    egeria_method = "freezing"
+    egeria_method: Method = FREEZING
     measures_plasticity = False  # whether `latest_plasticity` is overridden
 
     def __init__(
@@ -55,7 +57,7 @@ class PrefixFreezing(LayerFinding):
         freeze_until: str | float | None = None,
         allow_untested: bool = False,
     ) -> None:
-        super().__init__("freezing", layer_modules, freeze_until)
+        super().__init__(self.egeria_method.label, layer_modules, freeze_until)
         if not isinstance(freeze_until, str | None) and not 0 <= freeze_until <= 1:
             raise ArgumentError(f"freeze_until must be a module path or a share in [0, 1], got {freeze_until!r}")
         self.allow_untested = allow_untested
@@ -102,6 +104,14 @@ class PrefixFreezing(LayerFinding):
         """Whether the method needs the input of the batch ``batches_ahead`` after the last; False by default."""
         return False
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the loggers get at each change of depth: what is frozen, and what ranks exchange."""
+        return metrics_of(self.freezer) if self.freezer is not None else {}
+
+    def metrics_news(self) -> tuple[int, ...]:
+        """Return numbers that differ when there are new `metrics`: by default, the number of changes of depth."""
+        return (len(self.events),)
+
     @property
     def latest_plasticity(self) -> tuple[int, Sequence[float]] | None:
         """Step and plasticity of each layer module, as measured last on rank 0; None before, and on other ranks."""
@@ -113,8 +123,8 @@ class PrefixFreezing(LayerFinding):
         return self.events[-1].depth if self.events else 0
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
-        """Refuse what `METHODS` excludes."""
-        check_setup(trainer, "freezing", self.allow_untested)
+        """Refuse what the method declares."""
+        check_setup(trainer, self.egeria_method, self.allow_untested)
 
     def forget_fit(self) -> None:
         """Drop what is left of an earlier `fit`."""
@@ -311,7 +321,8 @@ class PrefixFreezing(LayerFinding):
         with checkpoint_read():
             less = freezer.load_state_dict(state["prefix"]) if state is not None else None
         before = state["method"] if state is not None else None
-        self._own_observers = [freezer, *self.start_method(trainer, freezer, self._search.gathered, before)]
+        own = self.start_method(trainer, freezer, self._search.gathered, before)
+        self._own_observers = [freezer, *own, MetricsLog(trainer, self.metrics, self.metrics_news)]
         for observer in self._own_observers[1:]:
             self.observers.add(observer)
         if state is not None and freezer.depth:

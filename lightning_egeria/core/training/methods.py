@@ -1,14 +1,15 @@
-"""The methods: each declares once what it is called, where it is, and what it runs with.
+"""What a method declares of itself, and which methods may train in one run.
 
-This file imports neither torch nor Lightning, so a job can be checked before it runs. docs/extending.md has all the
-places of a further method.
+A declaration is the constant ``METHOD`` of the folder of a method. The class of the method, and each base that others
+inherit from, has it as ``egeria_method``. `lightning_egeria.cli.methods` collects the declarations of the package.
+
+Neither this file nor a declaration imports torch or Lightning, so a job can be checked before it runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,17 +17,19 @@ from lightning_egeria.errors import UnsupportedError
 
 _ONE_OR_DDP = ("SingleDeviceStrategy", "DDPStrategy")
 _USE_DDP = "Use one device, or strategy='ddp'"
+BOTH_FREEZE = "both decide which layer modules are frozen"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
     """What is known of a method before its class is imported.
 
     Attributes:
+        name: what configurations, descriptions of jobs and reports call it.
         label: what messages call it.
-        home: path of its class. The class has the name of the method as ``egeria_method``.
-        group: group of ``egeria-train`` that it is an option of; all but ``callbacks`` wrap the data module.
-        option: the option that switches it on.
+        option: the file in ``conf/`` that switches it on, without its ending: ``callbacks/NAME``, or ``NAME/OPTION`` if
+            it wraps the data module; empty if configurations cannot switch it on.
+        around: the names of the methods whose data modules it goes around.
         strategies: class names of the strategies that it is tested with; empty if it is one itself.
         instead: what to use instead of another strategy.
         strategy_reasons: why it does not run with a strategy, by class name; others are just not tested.
@@ -34,157 +37,82 @@ class Method:
         own_batches: why it refuses a training step that takes ``dataloader_iter``; empty if it takes one.
         changes_gradients: whether its steps differ in which parameters have gradients, which some settings of DDP rule
             out.
+        freezes: whether it decides which layer modules are frozen, which one method can do in a run.
         apart_from: why it cannot train in one run with other methods, by their names; ``"*"`` stands for all of them.
     """
 
+    name: str
     label: str
-    home: str
-    group: str
-    option: str
+    option: str = ""
+    around: tuple[str, ...] = ()
     strategies: tuple[str, ...] = _ONE_OR_DDP
     instead: str = _USE_DDP
     strategy_reasons: Mapping[str, str] = dataclasses.field(default_factory=dict)
     manual: str = ""
     own_batches: str = ""
     changes_gradients: bool = False
+    freezes: bool = False
     apart_from: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def wraps_data(self) -> bool:
         """Whether it is a data module around another."""
-        return self.group not in ("callbacks", "")
+        return self.option.startswith(f"{self.name}/")
 
-    @property
-    def setting(self) -> str:
-        """What configurations and descriptions of jobs call it; empty if they cannot switch it on."""
-        return self.group if self.wraps_data else self.option
+    def reason_against(self, other: Method) -> str | None:
+        """Return why it cannot train in one run with another method; None if it can.
 
-
-# Those that wrap the data module stand in the order from the innermost to the outermost.
-METHODS: dict[str, Method] = {
-    "freezing": Method(
-        label="freezing",
-        home="lightning_egeria.freezing.callback.KnowledgeGuidedFreezing",
-        group="callbacks",
-        option="freezing",
-        strategies=(*_ONE_OR_DDP, "ModelParallelStrategy"),
-        instead="Use strategy='ddp' or ModelParallelStrategy (FSDP2)",
-        strategy_reasons={
-            "FSDPStrategy": "FSDP1 flattens several layers into one parameter, which cannot freeze in part",
-            "DeepSpeedStrategy": "DeepSpeed partitions the optimizer once, at the start, and keeps exchanging the "
-            "gradients of frozen layers",
-        },
-        changes_gradients=True,
-    ),
-    "goodput": Method(
-        label="AdaptiveBatchSize",
-        home="lightning_egeria.methods.goodput.datamodule.AdaptiveBatchSize",
-        group="goodput",
-        option="adaptive",
-        manual="it sets the learning rate of each step, and with manual optimization nothing tells which steps belong "
-        "together",
-        apart_from={
-            "selecting": "selected samples bias the gradient noise scale",
-            "partial": "the gradient noise scale needs the gradients of all ranks for every layer",
-            "tuning": "both set the batch size and the learning rate",
-        },
-    ),
-    "caching": Method(
-        label="the cache",
-        home="lightning_egeria.caching.datamodule.FrozenPrefixCache",
-        group="cache",
-        option="disk",
-    ),
-    "selecting": Method(
-        label="selective backprop",
-        home="lightning_egeria.methods.selecting.datamodule.SelectiveBackprop",
-        group="selecting",
-        option="queue",
-        strategies=(*_ONE_OR_DDP, "ModelParallelStrategy"),
-        own_batches="it selects among the samples of a batch",
-        apart_from={"tuning": "trials of settings train on every sample so far"},
-    ),
-    "partial": Method(
-        label="partial backprop",
-        home="lightning_egeria.methods.partial.callback.StructuredPartialBackprop",
-        group="callbacks",
-        option="partial",
-        strategy_reasons={
-            "ModelParallelStrategy": "FSDP2 gathers weights and exchanges gradients in the backward of each layer, so "
-            "a rank with a shorter suffix would leave the others waiting",
-            "FSDPStrategy": "FSDP1 flattens several layers into one parameter, which has a gradient as a whole",
-            "DeepSpeedStrategy": "DeepSpeed exchanges gradients in buckets that it fixes at the start",
-        },
-        manual="it needs one backward for each batch, and manual optimization may have others",
-        changes_gradients=True,
-    ),
-    "tuning": Method(
-        label="branch tuning",
-        home="lightning_egeria.methods.tuning.callback.BranchTuner",
-        group="callbacks",
-        option="tuning",
-        strategy_reasons={"ModelParallelStrategy": "FSDP2 divides the state of training, which trials return to"},
-        own_batches="it reads batches ahead",
-    ),
-    "pipelining": Method(
-        label="a graph pipeline",
-        home="lightning_egeria.methods.pipelining.strategy.GraphPipelineStrategy",
-        group="",
-        option="",
-        strategies=(),
-        manual="for a training loop of your own there is GraphPipeline",
-        own_batches="it splits batches",
-        apart_from={"*": "a graph pipeline runs without other methods"},
-    ),
-}
-
-# The names of the methods, by what configurations and descriptions of jobs call them.
-BY_SETTING = {method.setting: name for name, method in METHODS.items() if method.setting}
+        >>> scaling, pruning = Method(name="scaling", label="scaling"), Method(name="pruning", label="pruning")
+        >>> scaling.reason_against(pruning)
+        >>> pruning = dataclasses.replace(pruning, apart_from={"scaling": "both change the width"})
+        >>> scaling.reason_against(pruning)
+        'both change the width'
+        """
+        if self.freezes and other.freezes:
+            return BOTH_FREEZE
+        for one, another in ((self, other), (other, self)):
+            reason = one.apart_from.get(another.name, one.apart_from.get("*"))
+            if reason is not None:
+                return reason
+        return None
 
 
-def reason_against(one: str, other: str) -> str | None:
-    """Return why two methods cannot train in one run; None if they can.
-
-    Args:
-        one: name of a method.
-        other: of another one.
-
-    >>> reason_against("freezing", "caching")
-    >>> reason_against("goodput", "tuning")
-    'both set the batch size and the learning rate'
-    """
-    for first, second in ((one, other), (other, one)):
-        apart = METHODS[first].apart_from
-        if first != second and (reason := apart.get(second, apart.get("*"))) is not None:
-            return reason
-    return None
+# Of `PrefixFreezing`, on which all methods that freeze stand.
+FREEZING = Method(
+    name="freezing",
+    label="freezing",
+    strategies=(*_ONE_OR_DDP, "ModelParallelStrategy"),
+    instead="Use strategy='ddp' or ModelParallelStrategy (FSDP2)",
+    strategy_reasons={
+        "FSDPStrategy": "FSDP1 flattens several layers into one parameter, which cannot freeze in part",
+        "DeepSpeedStrategy": "DeepSpeed partitions the optimizer once, at the start, and keeps exchanging the "
+        "gradients of frozen layers",
+    },
+    changes_gradients=True,
+    freezes=True,
+)
 
 
-def check_combination(names: Iterable[str]) -> None:
+def check_combination(methods: Iterable[Method]) -> None:
     """Check that methods may train in one run.
-
-    Args:
-        names: of the methods.
 
     Raises:
         UnsupportedError: if two of them may not, or one is there twice.
 
-    >>> check_combination(["freezing", "caching", "freezing"])
+    >>> check_combination([FREEZING, FREEZING])
     Traceback (most recent call last):
     lightning_egeria.errors.UnsupportedError: freezing is there twice, and trains once in a run. Remove one of them
     """
-    counts = Counter(names)
-    for name, count in counts.items():
-        if count > 1:
-            raise UnsupportedError(f"{name} is there twice, and trains once in a run. Remove one of them")
-    for one, other in itertools.combinations(sorted(counts, key=list(METHODS).index), 2):
-        reason = reason_against(one, other)
-        if reason is not None:
-            raise UnsupportedError(f"{one} and {other} cannot train in one run: {reason}. Remove one of them")
+    for one, other in itertools.combinations(sorted(methods, key=lambda method: method.name), 2):
+        if one.name == other.name:
+            raise UnsupportedError(f"{one.name} is there twice, and trains once in a run. Remove one of them")
+        if (reason := one.reason_against(other)) is not None:
+            names = f"{one.name} and {other.name}"
+            raise UnsupportedError(f"{names} cannot train in one run: {reason}. Remove one of them")
 
 
-def methods_of(trainer: Any) -> Iterator[str]:
-    """Yield the names of the methods in a Trainer."""
+def methods_of(trainer: Any) -> Iterator[Method]:
+    """Yield the methods in a Trainer."""
     for part in parts_of(trainer):
         yield type(part).egeria_method
 
@@ -192,11 +120,11 @@ def methods_of(trainer: Any) -> Iterator[str]:
 def parts_of(trainer: Any) -> Iterator[Any]:
     """Yield what brings a method into a Trainer: its strategy, its callbacks and its nested data modules.
 
-    A class belongs to a method if its attribute ``egeria_method`` names one of `METHODS`.
+    A class belongs to the method that its attribute ``egeria_method`` declares.
     """
     parts = [getattr(trainer, "strategy", None), *getattr(trainer, "callbacks", ())]
     datamodule = getattr(trainer, "datamodule", None)
     while datamodule is not None:
         parts.append(datamodule)
         datamodule = vars(datamodule).get("datamodule")
-    yield from (part for part in parts if getattr(type(part), "egeria_method", None) in METHODS)
+    yield from (part for part in parts if isinstance(getattr(type(part), "egeria_method", None), Method))

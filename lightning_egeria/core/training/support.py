@@ -8,24 +8,23 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_egeria.core.training.loops import fetches_batches
-from lightning_egeria.core.training.methods import METHODS, Method, check_combination, methods_of
+from lightning_egeria.core.training.methods import Method, check_combination, methods_of
 from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.errors import UnsupportedError
 from lightning_egeria.upstream.ddp import averages_models, settings_of
 
 
-def check_setup(trainer: pl.Trainer, name: str, allow_untested: bool = False) -> None:
+def check_setup(trainer: pl.Trainer, method: Method, allow_untested: bool | None = None) -> None:
     """Check that a method runs with the other methods, the strategy and the training step of a Trainer.
 
     Args:
         trainer: the Trainer, after it has started its processes.
-        name: of the method.
-        allow_untested: warn of a strategy instead of raising.
+        method: the method.
+        allow_untested: warn of a strategy instead of raising; None if the method has no such argument.
 
     Raises:
         UnsupportedError: if it does not; the message has the reason and the alternative.
     """
-    method = METHODS[name]
     check_combination(methods_of(trainer))
     check_strategy(trainer.strategy, method, allow_untested)
     module = trainer.lightning_module
@@ -40,7 +39,7 @@ def check_setup(trainer: pl.Trainer, name: str, allow_untested: bool = False) ->
         )
 
 
-def check_strategy(strategy: Any, method: Method, allow_untested: bool = False) -> None:
+def check_strategy(strategy: Any, method: Method, allow_untested: bool | None) -> None:
     """Check that a method runs with a strategy.
 
     Raises:
@@ -50,7 +49,7 @@ def check_strategy(strategy: Any, method: Method, allow_untested: bool = False) 
     if reason is None:
         return
     if not allow_untested:
-        more = ". allow_untested=True trains anyway, at your own risk" if method is METHODS["freezing"] else ""
+        more = "" if allow_untested is None else ". allow_untested=True trains anyway, at your own risk"
         raise UnsupportedError(reason + more)
     Notices(method.label).warn(
         f"{reason}. Training anyway because of allow_untested=True; it may fail, or give wrong results"

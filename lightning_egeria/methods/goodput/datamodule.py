@@ -21,6 +21,7 @@ from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.core.training.support import check_setup
 from lightning_egeria.core.training.wrapping import WrappingDataModule, remove_callback
 from lightning_egeria.errors import ArgumentError, EgeriaError, UnsupportedError, check_integers
+from lightning_egeria.methods.goodput import METHOD
 from lightning_egeria.methods.goodput.callback import BatchSizeSteps, Settings, Start
 from lightning_egeria.methods.goodput.control import BatchSizeChange, BatchSizeControl
 from lightning_egeria.methods.goodput.decision import LargestGoodput, ScriptedBatchSizes
@@ -66,7 +67,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         ArgumentError: if an argument is out of range.
     """
 
-    egeria_method = "goodput"
+    egeria_method = METHOD
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class AdaptiveBatchSize(WrappingDataModule):
         state = state_dict.get("goodput")
         if state is None or self._steps is None:
             return
-        check_version(state, STATE_VERSION, self.egeria_method)
+        check_version(state, STATE_VERSION, METHOD.name)
         self._state = dict(state)
 
     def _begin(self, trainer: pl.Trainer) -> Start:
@@ -249,7 +250,7 @@ def _check(trainer: Any) -> None:
     Raises:
         UnsupportedError: if it is not; the message has the alternative.
     """
-    check_setup(trainer, "goodput")
+    check_setup(trainer, METHOD)
     if trainer.overfit_batches:
         raise UnsupportedError("overfit_batches replaces the sampler whose batches AdaptiveBatchSize cuts. Remove one")
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):

@@ -15,6 +15,7 @@ from lightning_egeria.core.training.checkpoints import checkpoint_read, count_of
 from lightning_egeria.core.training.finding import LayerFinding
 from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.methods.partial import METHOD
 from lightning_egeria.methods.partial.arguments import PartialArguments
 from lightning_egeria.methods.partial.display import panels_of_savings
 from lightning_egeria.methods.partial.exchange import ContributorMean, GradientExchange, RankGroups, RescaledMean
@@ -50,7 +51,7 @@ class StructuredPartialBackprop(LayerFinding):
         ArgumentError: if an argument is out of range.
     """
 
-    egeria_method = "partial"
+    egeria_method = METHOD
 
     def __init__(
         self,

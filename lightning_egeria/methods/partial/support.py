@@ -14,6 +14,7 @@ from lightning_egeria.core.network.chain import LayerChain
 from lightning_egeria.core.training.callback import freezing_of
 from lightning_egeria.core.training.support import check_setup
 from lightning_egeria.errors import ArgumentError, UnsupportedError
+from lightning_egeria.methods.partial import METHOD
 from lightning_egeria.methods.partial.arguments import PartialArguments
 from lightning_egeria.methods.partial.plans import SuffixPlan
 from lightning_egeria.upstream.ddp import settings_of
@@ -33,7 +34,7 @@ def check_trainer(trainer: pl.Trainer, arguments: PartialArguments, layer_module
         ArgumentError: if depths are given for another number of ranks or follow plasticity that no callback measures,
             or if layer modules are named beside freezing.
     """
-    check_setup(trainer, "partial")
+    check_setup(trainer, METHOD)
     is_ddp = type(trainer.strategy).__name__ == "DDPStrategy"
     settings = settings_of(trainer.strategy) if is_ddp else {}
     if settings.get("find_unused_parameters") and arguments.exchange != "all":

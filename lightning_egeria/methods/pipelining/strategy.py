@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from lightning_egeria.core.snapshots.random_state import RandomState
 from lightning_egeria.errors import ArgumentError, check_integers
+from lightning_egeria.methods.pipelining import METHOD
 from lightning_egeria.methods.pipelining.messages import Processes
 from lightning_egeria.methods.pipelining.pipeline import GraphPipeline
 from lightning_egeria.methods.pipelining.planner import Limits
@@ -53,7 +54,7 @@ class GraphPipelineStrategy(DDPStrategy):
             does not support; the message names it.
     """
 
-    egeria_method = "pipelining"
+    egeria_method = METHOD
 
     def __init__(
         self,

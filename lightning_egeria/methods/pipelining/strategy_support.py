@@ -10,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_egeria.core.training.support import check_setup
 from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.methods.pipelining import METHOD
 
 _WEIGHT_READERS = ("WeightAveraging", "StochasticWeightAveraging")
 _PLAIN = (bool, int, float, str, type(None))
@@ -37,7 +38,7 @@ def check_support(trainer: pl.Trainer, module: pl.LightningModule, optimizers: S
             f"a graph pipeline needs one number of processes, got Trainer(devices={asked}) and "
             f"{trainer.num_devices} of the strategy. Leave one out"
         )
-    check_setup(trainer, "pipelining")
+    check_setup(trainer, METHOD)
     precision = str(strategy.precision_plugin.precision)
     if precision not in ("32-true", "bf16-mixed"):
         raise UnsupportedError(

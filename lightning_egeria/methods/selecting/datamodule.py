@@ -15,6 +15,7 @@ from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.core.training.support import check_setup
 from lightning_egeria.core.training.wrapping import WrappingDataModule, remove_callback
 from lightning_egeria.errors import ArgumentError, UnsupportedError, check_integers
+from lightning_egeria.methods.selecting import METHOD
 from lightning_egeria.methods.selecting.callback import SelectionCallback
 from lightning_egeria.methods.selecting.figures import figures_of
 from lightning_egeria.methods.selecting.loader import SelectedBatches
@@ -65,7 +66,7 @@ class SelectiveBackprop(WrappingDataModule):
         ArgumentError: if an argument is out of range.
     """
 
-    egeria_method = "selecting"
+    egeria_method = METHOD
 
     def __init__(
         self,
@@ -251,7 +252,7 @@ class SelectiveBackprop(WrappingDataModule):
                 "SelectiveBackprop is inside another wrapper. Swap them: "
                 "SelectiveBackprop(FrozenPrefixCache(datamodule))"
             )
-        check_setup(trainer, "selecting")
+        check_setup(trainer, METHOD)
         if strategy == "ModelParallelStrategy" and self.mode == "queue":
             raise UnsupportedError(
                 "with FSDP2 all ranks score together, and with mode='queue' they do not. Use mode='in_batch', or DDP"

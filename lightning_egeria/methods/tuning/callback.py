@@ -17,6 +17,7 @@ from lightning_egeria.core.training.notices import Notices
 from lightning_egeria.core.training.panels import Panel
 from lightning_egeria.core.training.progress import BarEntry
 from lightning_egeria.errors import ArgumentError, CheckpointError, UnsupportedError, check_integers
+from lightning_egeria.methods.tuning import METHOD
 from lightning_egeria.methods.tuning.display import closing_lines, panels_of_searches
 from lightning_egeria.methods.tuning.plateau import Advice, Plateau
 from lightning_egeria.methods.tuning.record import SearchRecord
@@ -61,7 +62,7 @@ class BranchTuner(pl.Callback):
         ArgumentError: if an argument is out of range.
     """
 
-    egeria_method = "tuning"
+    egeria_method = METHOD
 
     def __init__(
         self,

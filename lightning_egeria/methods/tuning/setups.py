@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning_egeria.core.training.feed import Feed
 from lightning_egeria.core.training.support import check_setup
 from lightning_egeria.errors import UnsupportedError
+from lightning_egeria.methods.tuning import METHOD
 
 TOO_SHORT = (
     "no search: a trial must end before the next validation and the last step of its epoch, and no steps are left. "
@@ -23,9 +24,9 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """Refuse a Trainer in which branches cannot train.
 
     Raises:
-        UnsupportedError: with what `METHODS` excludes, or averages of weights.
+        UnsupportedError: with what the method declares, or averages of weights.
     """
-    check_setup(trainer, "tuning")
+    check_setup(trainer, METHOD)
     averaging = getattr(pl.callbacks, "WeightAveraging", None)  # from Lightning 2.6 on
     if averaging is not None and any(isinstance(one, averaging) for one in getattr(trainer, "callbacks", ())):
         raise UnsupportedError(
