@@ -14,7 +14,7 @@ DATA ?= data
 SIZE ?= small
 
 BIN := $(VENV)/bin
-PACKAGE_FILES := setup.cfg pyproject.toml
+PACKAGE_FILES := setup.cfg setup.py pyproject.toml
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-slow test-gpu test-faults test-soak test-oldest test-versions check bench bench-all figures docs notebooks clean
